@@ -1,0 +1,96 @@
+"""The exception tree. Every error carries the value that was wrong and says what cures it.
+
+A user's mistake is one of these, never an assert; an `InvariantError` is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PolyaccelError(Exception):
+    """Base of everything polyaccel raises on purpose.
+
+    `message` says what happened, `cure` what to do about it, `value` is the offending value (None when there is none).
+    """
+
+    def __init__(self, message: str, *, cure: str = "", value: object = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.cure = cure
+        self.value = value
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  cure: {self.cure}" if self.cure else self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a config: the dotted key, its value, what was expected, and the cure."""
+
+    key: str
+    value: object
+    expected: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.key} = {self.value!r}: {self.expected}"
+        return f"{head}\n    cure: {self.cure}" if self.cure else head
+
+
+class ConfigError(PolyaccelError, ValueError):
+    """A config that cannot be used. Lists every problem found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem], *, source: str = "config") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        lines = "".join(f"\n  {problem}" for problem in self.problems)
+        super().__init__(f"{source}: {count}{lines}", value=[problem.value for problem in self.problems])
+
+
+class PluginNotFound(PolyaccelError, LookupError):
+    """No installed plugin has this name, or none of those installed can run here."""
+
+
+class PluginConflict(PolyaccelError):
+    """Two distributions offer the same plugin name."""
+
+
+class PluginContractError(PolyaccelError, TypeError):
+    """A plugin was found but could not be loaded, or is not what its entry-point group promises."""
+
+
+class ShardingError(PolyaccelError, ValueError):
+    """Parameters cannot be laid out or updated as asked. The message names the parameter."""
+
+
+class CommError(PolyaccelError, RuntimeError):
+    """A collective failed, or ranks called different ones."""
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A collective did not finish in time. Names the operation, its sequence number and the missing ranks."""
+
+    def __init__(
+        self, message: str, *, missing_ranks: Sequence[int] = (), cure: str = "", value: object = None
+    ) -> None:
+        super().__init__(message, cure=cure, value=value)
+        self.missing_ranks = tuple(missing_ranks)
+
+
+class LossScaleError(PolyaccelError, ArithmeticError):
+    """fp16 gradients still overflow at the smallest loss scale. Names the first parameter that is not finite."""
+
+
+class CheckpointError(PolyaccelError, OSError):
+    """A checkpoint cannot be written, or is missing, incomplete or damaged. Names the file."""
+
+
+class LaunchError(PolyaccelError, RuntimeError):
+    """Ranks could not be started, or a rank failed. Names the rank."""
+
+
+class InvariantError(PolyaccelError, AssertionError):
+    """A bug of ours (or of a plugin): something that cannot happen did. Please report it with the values shown."""

@@ -1,0 +1,80 @@
+"""Named axes over ranks. Integers only: which ranks stand on a line along an axis, and where a rank stands.
+
+Ranks fill the mesh row-major: the last axis varies fastest, so neighbours along it are neighbours on a host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from polyaccel.errors import ShardingError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis of a mesh: a name (`data`, `sequence`, ...) and how many ranks stand along it."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks 0..world_size-1 arranged along named axes. Raises ShardingError for empty or repeated axes."""
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
+            raise ShardingError(f"mesh axes {names} repeat a name", cure="give every axis its own name", value=names)
+        for axis in self.axes:
+            if axis.size < 1:
+                raise ShardingError(
+                    f"mesh axis {axis.name!r} has size {axis.size}", cure="sizes are at least 1", value=axis.size
+                )
+
+    @classmethod
+    def flat(cls, world_size: int) -> Mesh:
+        """The mesh of plain data parallelism: one axis, `data`."""
+        return cls((MeshAxis("data", world_size),))
+
+    @property
+    def world_size(self) -> int:
+        return prod(axis.size for axis in self.axes)
+
+    def axis_size(self, name: str) -> int:
+        return self.axes[self._position(name)].size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands along every axis."""
+        if not 0 <= rank < self.world_size:
+            raise ShardingError(f"rank {rank} is outside a mesh of {self.world_size}", value=rank)
+        place: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, place[axis.name] = divmod(rank, axis.size)
+        return {axis.name: place[axis.name] for axis in self.axes}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        """The rank at `coordinates`, one entry an axis; the inverse of `coordinates`."""
+        rank = 0
+        for axis in self.axes:
+            if not 0 <= coordinates[axis.name] < axis.size:
+                raise ShardingError(
+                    f"{coordinates} is outside mesh axis {axis.name!r} of {axis.size}", value=coordinates
+                )
+            rank = rank * axis.size + coordinates[axis.name]
+        return rank
+
+    def line(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` but the one along axis `name`, in order."""
+        here = self.coordinates(rank)
+        return tuple(self.rank_at({**here, name: index}) for index in range(self.axis_size(name)))
+
+    def _position(self, name: str) -> int:
+        for position, axis in enumerate(self.axes):
+            if axis.name == name:
+                return position
+        known = ", ".join(axis.name for axis in self.axes)
+        raise ShardingError(f"the mesh has no axis {name!r}", cure=f"its axes are: {known}", value=name)
