@@ -1,0 +1,43 @@
+"""The default communicator: one for the process, unless a thread that plays a rank has set its own."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CommError
+
+_thread_default: ContextVar[Communicator | None] = ContextVar("polyaccel_thread_communicator", default=None)
+_process_default: Communicator | None = None
+
+
+def is_initialized() -> bool:
+    """Whether `default_communicator` has something to give."""
+    return (_thread_default.get() or _process_default) is not None
+
+
+def default_communicator() -> Communicator:
+    """The communicator over all ranks. Raises CommError before `init_distributed`."""
+    communicator = _thread_default.get() or _process_default
+    if communicator is None:
+        raise CommError(
+            "the default process group does not exist",
+            cure="call polyaccel.init_distributed() or polyaccel.initialize(...) first",
+        )
+    return communicator
+
+
+def set_default_communicator(communicator: Communicator | None) -> None:
+    """Make `communicator` the process's default; None removes it."""
+    global _process_default
+    _process_default = communicator
+
+
+def set_thread_communicator(communicator: Communicator | None) -> None:
+    """Make `communicator` the default in this thread's context only, for ranks that are threads."""
+    _thread_default.set(communicator)
+
+
+def own_thread_communicator() -> Communicator | None:
+    """What `set_thread_communicator` set here, None in a process whose ranks are processes."""
+    return _thread_default.get()

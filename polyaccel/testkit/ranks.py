@@ -1,0 +1,12 @@
+"""What threads and processes that play ranks have in common: a failure that says whose it was."""
+
+from __future__ import annotations
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+def blame(error: BaseException, rank: int) -> BaseException:
+    """`error` with the rank that raised it, as attribute `rank` and as a note under its traceback."""
+    notes = [*getattr(error, "__notes__", ()), f"raised on rank {rank}"]
+    error.__dict__.update(rank=rank, __notes__=notes)  # add_note is younger than Python 3.10
+    return error
