@@ -114,7 +114,9 @@ class ShardLayout:
         try:
             return self._places[fqn]
         except KeyError:
-            raise ShardingError(f"no parameter {fqn!r} in this layout of {len(self._places)} parameters") from None
+            raise ShardingError(
+                f"no parameter {fqn!r} in this layout of {len(self._places)} parameters", value=fqn
+            ) from None
 
     def slices(self, rank: int) -> Iterator[tuple[Bucket, Slice]]:
         """What `rank` owns, bucket by bucket: the unit of optimizer state and of checkpoints."""
@@ -165,8 +167,8 @@ def plan_layout(
 
 
 def _close(index: int, kind: BucketKind, slots: list[Slot], world_size: int) -> Bucket:
-    """End a bucket with the padding that lets it be cut into equal shards that start aligned."""
-    numel = _round_up(slots[-1].end, world_size * _alignment(kind.dtype))
+    """End a bucket with the padding that lets it be cut into equal shards that start aligned, none of them empty."""
+    numel = _round_up(max(1, slots[-1].end), world_size * _alignment(kind.dtype))
     return Bucket(index, kind, tuple(slots), numel, world_size)
 
 

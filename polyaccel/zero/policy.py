@@ -19,11 +19,22 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ZeroPolicy:
-    """Placement of optimizer states (master weights included), gradients and parameters."""
+    """Placement of optimizer states (master weights included), gradients and parameters.
+
+    Raises ShardingError when gradients or parameters are sharded but the states that update them are not.
+    """
 
     optim: Placement
     grads: Placement
     params: Placement
+
+    def __post_init__(self) -> None:
+        if self.optim is Placement.REPLICATED and Placement.SHARDED in (self.grads, self.params):
+            raise ShardingError(
+                f"no rank can update everything when {self.grads=!s} and {self.params=!s}",
+                cure="shard the optimizer states too",
+                value=(self.optim, self.grads, self.params),
+            )
 
     @classmethod
     def of_stage(cls, stage: int) -> ZeroPolicy:
