@@ -1,4 +1,4 @@
-"""The nouns every room shares: element types, devices, and what the engine knows of a parameter. No array framework."""
+"""The nouns every room shares: element types, devices, parameters, plugin probes. No array framework."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ class ReduceOp(Enum):
     MAX = "max"
     MIN = "min"
     PROD = "prod"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a plugin could be used here and now, without using it.
+
+    `reason` says what was found or what is missing, for people. Among usable accelerators the highest `priority` wins:
+    0 for the CPU, 100 for a real device.
+    """
+
+    usable: bool
+    reason: str
+    priority: int = 0
 
 
 _ITEMSIZE = {

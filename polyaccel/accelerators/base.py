@@ -18,22 +18,10 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError
 from polyaccel.ops.base import KernelTable
 from polyaccel.types import DeviceId, DType
+from polyaccel.types import Probe as Probe  # every kind of plugin answers a probe
 
 API_VERSION = (1, 0)
 """Version of this contract. Plugins state the one they were written for; majors must agree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Whether a plugin could be used here and now, without using it.
-
-    `reason` says what was found or what is missing, for people. Among usable accelerators the highest `priority` wins:
-    0 for the CPU, 100 for a real device.
-    """
-
-    usable: bool
-    reason: str
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
