@@ -174,7 +174,9 @@ def _origin(entry_point: metadata.EntryPoint) -> tuple[str, str]:
 def _find(group: PluginGroup, name: str) -> _Listed:
     found = [pair for pair in _listed(group) if pair[0].name == name]
     if not found:
-        importlib.invalidate_caches()  # of directory listings: it may have been installed since this process started
+        # It may have been installed since this process looked, within the resolution of a directory's time.
+        importlib.invalidate_caches()
+        metadata.MetadataPathFinder().invalidate_caches()  # before Python 3.13 the call above leaves this cache alone
         found = [pair for pair in _listed(group) if pair[0].name == name]
     if not found:
         raise _not_found(group, name)
