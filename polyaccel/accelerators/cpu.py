@@ -1,0 +1,139 @@
+"""The host processor: torch tensors where torch is installed, numpy arrays where it is not.
+
+Everything runs at once, in order: streams are null streams. "Device memory" is this process's resident memory.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from polyaccel.accelerators import host_memory
+from polyaccel.accelerators.base import Accelerator, Capabilities, MemoryStats, NullStream, Probe, Stream
+from polyaccel.buffer import Buffer
+from polyaccel.errors import PluginContractError, ShardingError
+from polyaccel.ops.base import KernelTable
+from polyaccel.types import DeviceId, DType
+
+Memory = Literal["torch", "numpy"]
+
+
+class CpuAccelerator(Accelerator):
+    """The host. `memory` says what buffers are made of; by default torch tensors when torch is installed."""
+
+    name: ClassVar[str] = "cpu"
+    torch_device_type: ClassVar[str | None] = "cpu"
+    exported_variables: ClassVar[tuple[str, ...]] = ("OMP_", "MKL_", "KMP_", "GOMP_")
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        if memory not in (None, "torch", "numpy"):
+            raise PluginContractError(
+                f"cpu memory {memory!r} is unknown", cure='use "torch", "numpy" or None', value=memory
+            )
+        self.memory: Memory = memory or ("torch" if find_spec("torch") else "numpy")
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(usable=True, reason="the host processor is always there", priority=0)
+
+    def capabilities(self) -> Capabilities:
+        dtypes = set(DType)
+        if self.memory == "numpy" and not find_spec("ml_dtypes"):
+            dtypes.remove(DType.BFLOAT16)
+        return Capabilities(
+            dtypes=frozenset(dtypes),
+            default_comm="gloo" if self.memory == "torch" else "local",
+            notes=(f"buffers are {'torch tensors' if self.memory == 'torch' else 'numpy arrays'}",),
+        )
+
+    def kernels(self) -> KernelTable:
+        if self.memory == "torch":
+            from polyaccel.ops.torch_kernels import torch_kernels
+
+            return torch_kernels()
+        from polyaccel.ops.numpy_kernels import numpy_kernels
+
+        return numpy_kernels()
+
+    def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+        if self.memory == "torch":
+            import torch
+
+            from polyaccel.accelerators.torch_memory import allocate_torch
+
+            return allocate_torch(numel, dtype, torch.device("cpu"))
+        from polyaccel.accelerators.numpy_memory import allocate_numpy
+
+        return allocate_numpy(numel, dtype)
+
+    def wrap(self, array: Any) -> Buffer:
+        if self.memory == "torch":
+            from polyaccel.accelerators.torch_memory import wrap_torch
+
+            return wrap_torch(array)
+        from polyaccel.accelerators.numpy_memory import wrap_numpy
+
+        return wrap_numpy(array)
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> DeviceId:
+        return DeviceId("cpu")
+
+    def set_device(self, index: int) -> None:
+        """Does nothing: launchers call this with the local rank, and every rank shares the one host."""
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory_stats(self) -> MemoryStats:
+        return host_memory.memory_stats()
+
+    def reset_peak_memory(self) -> None:
+        host_memory.reset_peak()
+
+    def manual_seed(self, seed: int) -> None:
+        if self.memory == "torch":
+            import torch
+
+            torch.manual_seed(seed)
+        else:
+            np.random.seed(seed % 2**32)
+
+    def rng_state(self) -> bytes:
+        """torch's CPU generator, or numpy's global one."""
+        if self.memory == "torch":
+            import torch
+
+            return torch.get_rng_state().numpy().tobytes()
+        state = np.random.get_state(legacy=False)
+        assert isinstance(state, dict)  # what legacy=False promises
+        inner = state["state"]
+        return json.dumps({**state, "state": {**inner, "key": inner["key"].tolist()}}).encode()
+
+    def set_rng_state(self, state: bytes) -> None:
+        """Raises ShardingError for a state that another kind of memory saved."""
+        try:
+            if self.memory == "torch":
+                import torch
+
+                torch.set_rng_state(torch.from_numpy(np.frombuffer(bytearray(state), dtype=np.uint8)))
+            else:
+                saved = json.loads(state)
+                np.random.set_state({**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"])}})
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ShardingError(
+                f"{len(state)} bytes are no random state of the cpu accelerator with {self.memory} memory: {error}",
+                cure="restore a state with the accelerator that saved it",
+                value=len(state),
+            ) from error
+
+    def new_stream(self) -> Stream:
+        return NullStream()
+
+    def current_stream(self) -> Stream:
+        return NullStream()

@@ -1,0 +1,109 @@
+"""Buffers whose memory is a torch tensor, on any device that torch knows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from polyaccel.accelerators.memory import ALIGNMENT_NBYTES, CountedBuffer, WriteCount
+from polyaccel.buffer import Buffer
+from polyaccel.errors import PluginContractError, ShardingError
+from polyaccel.types import DeviceId, DType
+
+_TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
+_DTYPE_OF = {theirs: ours for ours, theirs in _TORCH_DTYPE.items()}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    return _TORCH_DTYPE[dtype]
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """Our name of a torch element type. Raises ShardingError for one that the engine does not handle (complex, ...)."""
+    try:
+        return _DTYPE_OF[dtype]
+    except KeyError:
+        known = ", ".join(sorted(known.value for known in DType))
+        raise ShardingError(
+            f"the engine does not handle tensors of {dtype}", cure=f"convert to one of {known}", value=dtype
+        ) from None
+
+
+class TorchBuffer(CountedBuffer):
+    """A flat buffer over a one-dimensional contiguous tensor."""
+
+    def __init__(self, tensor: torch.Tensor, *, writes: WriteCount | None = None) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ShardingError(f"a buffer is flat and contiguous, not of shape {tuple(tensor.shape)}", value=tensor)
+        super().__init__(writes)
+        self._tensor = tensor
+        self.numel = tensor.numel()
+        self.dtype = dtype_of(tensor.dtype)
+        self.device = DeviceId(tensor.device.type, tensor.device.index)
+
+    @property
+    def raw(self) -> torch.Tensor:
+        return self._tensor
+
+    def view(self, offset: int, numel: int) -> TorchBuffer:
+        self._check_range(offset, numel)
+        return TorchBuffer(self._tensor.narrow(0, offset, numel), writes=self._writes)
+
+    def copy_from(self, source: Buffer) -> None:
+        self._check_source(source)
+        self._tensor.copy_(source.raw if isinstance(source, TorchBuffer) else _import_foreign(source))
+        self.mark_written()
+
+    def fill(self, value: float) -> None:
+        self._tensor.fill_(value)
+        self.mark_written()
+
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr()
+
+    def to_bytes(self) -> bytes:
+        return self._tensor.view(torch.uint8).cpu().numpy().tobytes()
+
+    def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        nbytes = self._check_nbytes(data)
+        # By way of numpy: torch warns of every read-only `bytes`, although it would only be read.
+        staged = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        staged.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+        self._tensor.view(torch.uint8).copy_(staged)
+        self.mark_written()
+
+
+def _import_foreign(source: Buffer) -> torch.Tensor:
+    """A host tensor with the contents of another framework's buffer, whose element types torch may not import."""
+    staged = TorchBuffer(torch.empty(source.numel, dtype=torch_dtype(source.dtype), device="cpu"))
+    staged.from_bytes(source.to_bytes())
+    return staged.raw
+
+
+def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bool = False) -> TorchBuffer:
+    """Zeroed, 64-byte aligned memory: on `device`, or page-locked host memory for it when `pinned`."""
+    where = torch.device("cpu") if pinned else device
+    tensor = torch.zeros(numel, dtype=torch_dtype(dtype), device=where, pin_memory=pinned)
+    if tensor.data_ptr() % ALIGNMENT_NBYTES:
+        spare = ALIGNMENT_NBYTES // dtype.itemsize
+        larger = torch.zeros(numel + spare, dtype=torch_dtype(dtype), device=where, pin_memory=pinned)
+        shift = -larger.data_ptr() % ALIGNMENT_NBYTES // dtype.itemsize
+        tensor = larger.narrow(0, shift, numel)
+    return TorchBuffer(tensor)
+
+
+def wrap_torch(array: object) -> TorchBuffer:
+    """A buffer over a tensor's memory, flattened; the tensor's autograd history is left out.
+
+    Raises PluginContractError for anything but a tensor, ShardingError for one that is not contiguous.
+    """
+    if not isinstance(array, torch.Tensor):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise PluginContractError(f"a torch device cannot wrap a {kind}", cure="pass a torch.Tensor", value=kind)
+    if not array.is_contiguous():
+        raise ShardingError(
+            f"a tensor of shape {tuple(array.shape)} and strides {array.stride()} is not contiguous",
+            cure="pass tensor.contiguous()",
+            value=tuple(array.stride()),
+        )
+    return TorchBuffer(array.detach().view(-1))
