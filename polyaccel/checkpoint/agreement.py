@@ -1,0 +1,58 @@
+"""Ranks that succeed together or fail together: what happened on one is known on all before anybody goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.errors import CheckpointError, CommError, CommTimeout, PolyaccelError
+
+T = TypeVar("T")
+
+
+def meet(communicator: Communicator, name: str) -> None:
+    """Wait until every rank has called `name`. A rank that does not come is a CommTimeout with the likely cause."""
+    cure = f"{name} must be called on every rank: call it outside of `if rank == 0`"
+    try:
+        communicator.barrier(info=CallInfo(label=f"{name} (must be called on every rank)"))
+    except CommTimeout as error:
+        raise CommTimeout(
+            f"{name}: not every rank arrived: {error.message}",
+            missing_ranks=error.missing_ranks,
+            cure=cure,
+            value=error.value,
+        ) from error
+    except CommError as error:
+        raise CommError(f"{name}: another rank did something else: {error}", cure=cure, value=error.value) from error
+
+
+def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank; what it returned, which must pickle, by rank.
+
+    Raises CheckpointError on *every* rank when it raised an Exception on any, naming those ranks and their errors.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    outcomes = communicator.all_gather_object((result, None if failure is None else _describe(failure)))
+    failed = {rank: outcome for rank, (_, outcome) in enumerate(outcomes) if outcome is not None}
+    if failed:
+        what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
+        cure = next((cure for _, cure in failed.values() if cure), "")
+        raise CheckpointError(f"{step} failed on {what}", cure=cure, value=tuple(failed)) from failure
+    return [value for value, _ in outcomes]
+
+
+def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) -> T:
+    """What `action` gives on rank 0, which alone runs it; otherwise like `agreed`."""
+    return agreed(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    if isinstance(error, PolyaccelError):
+        return error.message, error.cure
+    return f"{type(error).__name__}: {error}", ""

@@ -1,0 +1,128 @@
+"""Which checkpoints a directory holds, and which of them are complete.
+
+    latest                        the tag to resume from, as text
+    <tag>/commit.json             the commit marker: names the save that counts
+    <tag>/save-0001/manifest.json
+    <tag>/save-0001/rank00000.bin
+
+[Note: Commit]
+Only what a commit marker names exists. The marker is written last, in one atomic replacement, after every file it
+stands for is durable, so a save that was cut short leaves a folder that nobody refers to. Saving a tag again writes
+another `save-` folder beside the first and then replaces the marker: at every instant the tag is the old checkpoint or
+the new one, whole. The old folder goes only after that, and `latest` moves only after the marker.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+
+from polyaccel.checkpoint.manifest import FORMAT, check_format
+from polyaccel.checkpoint.storage import Storage
+from polyaccel.errors import CheckpointError
+
+LATEST = "latest"
+MARKER = "commit.json"
+MANIFEST = "manifest.json"
+SAVE_PREFIX = "save-"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit marker: the save that `tag` is, and its manifest's length and checksum (zlib's crc32).
+
+    `saved_at_s` is seconds since 1970 by the clock of rank 0; it orders the tags of a directory.
+    """
+
+    tag: str
+    save: str
+    manifest_nbytes: int
+    manifest_crc32: int
+    saved_at_s: float
+
+    @property
+    def folder(self) -> str:
+        """Where the files of this save are, relative to the storage."""
+        return f"{self.tag}/{self.save}"
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON and a line with its own checksum."""
+        body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode("ascii")
+        return body + b"\n%08x\n" % zlib.crc32(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Commit:
+        """The inverse of `to_bytes`. Raises CheckpointError, naming `path`, for anything else."""
+        body, _, rest = data.partition(b"\n")
+        if rest != b"%08x\n" % zlib.crc32(body):
+            raise CheckpointError(f"{path} is damaged: its checksum is wrong", cure="load another tag", value=path)
+        try:
+            tree = json.loads(body)
+            check_format(tree.pop("format"), path)
+            return cls(**{name: tree[name] for name in cls.__slots__})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be understood: {error!r}", cure="load another tag") from error
+
+
+def check_tag(tag: object) -> str:
+    """`tag` itself if it can name a folder and stand in `latest`. Raises CheckpointError otherwise."""
+    if (
+        not isinstance(tag, str)
+        or tag != tag.strip()
+        or tag in ("", LATEST)
+        or tag.startswith(".")
+        or not tag.isprintable()
+        or set(tag) & set("/\\:")
+    ):
+        raise CheckpointError(
+            f"{tag!r} cannot be a checkpoint's tag",
+            cure="use a name such as 'global_step100': printable, without / \\ :, not starting with '.', not 'latest'",
+            value=tag,
+        )
+    return tag
+
+
+def tag_names(storage: Storage) -> tuple[str, ...]:
+    """Every folder that is or could become a checkpoint, complete or not, sorted."""
+    return tuple(name for name in storage.names() if name != LATEST and storage.size(name) is None)
+
+
+def read_commit(storage: Storage, tag: str) -> Commit | None:
+    """The tag's commit marker; None if it has none, for it was never completed or does not exist."""
+    path = f"{tag}/{MARKER}"
+    nbytes = storage.size(path)
+    return None if nbytes is None else Commit.from_bytes(storage.read(path, 0, nbytes), path)
+
+
+def write_commit(storage: Storage, commit: Commit) -> None:
+    """Make `commit` what its tag is."""
+    storage.write(f"{commit.tag}/{MARKER}", [commit.to_bytes()])
+
+
+def read_latest(storage: Storage) -> str | None:
+    """The tag that `latest` names; None if there is no such file. Raises CheckpointError for an impossible name."""
+    nbytes = storage.size(LATEST)
+    if nbytes is None:
+        return None
+    try:
+        return check_tag(storage.read(LATEST, 0, nbytes).decode("utf-8").strip())
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{LATEST!r} in {storage.location} is damaged", cure="name a tag") from error
+
+
+def write_latest(storage: Storage, tag: str) -> None:
+    """Make `tag` the one to resume from."""
+    storage.write(LATEST, [tag.encode("utf-8")])
+
+
+def save_folders(storage: Storage, tag: str) -> tuple[str, ...]:
+    """The `save-` folders of a tag, committed or abandoned."""
+    return tuple(name for name in storage.names(tag) if name.startswith(SAVE_PREFIX))
+
+
+def next_save(storage: Storage, tag: str) -> str:
+    """A `save-` name above every one that the tag has."""
+    numbers = (name.removeprefix(SAVE_PREFIX) for name in save_folders(storage, tag))
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return f"{SAVE_PREFIX}{newest + 1:04d}"

@@ -1,0 +1,217 @@
+"""What a checkpoint holds, in coordinates that no world size, bucket size or framework has a part in.
+
+A tensor is named by its parameter's `fqn` and a `kind` ("param", "master", or the name of an optimizer state). It is
+stored as *pieces*: runs of its flattened elements, each somewhere in some rank's file with a checksum. The pieces of a
+tensor tile it: every element is in exactly one. Starts and lengths count elements, offsets count bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from polyaccel.checkpoint.scalars import decode_plain, encode_plain
+from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.types import DType
+
+FORMAT = (1, 0)
+"""Version of what is on disk. Another major cannot be read; a newer minor only adds fields, which are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + length) of a tensor, at byte `offset` of `file`. `crc32` is zlib's, over those bytes."""
+
+    start: int
+    length: int
+    file: str
+    offset: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor and where its pieces are, sorted by `start`. A tensor without elements has no pieces."""
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: DType
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def check_tiling(self) -> None:
+        """Raise CheckpointError, naming the tensor and the elements, unless every element is in exactly one piece."""
+        reached = 0
+        for piece in self.pieces:
+            if piece.length < 1 or piece.start > reached:
+                raise self._tiling_error(f"misses elements [{reached}, {piece.start})")
+            if piece.start < reached:
+                raise self._tiling_error(f"holds elements [{piece.start}, {min(reached, piece.end)}) twice")
+            reached = piece.end
+        if reached < self.numel:
+            raise self._tiling_error(f"misses elements [{reached}, {self.numel})")
+        if reached > self.numel:
+            raise self._tiling_error(f"holds elements [{self.numel}, {reached}), which its shape {self.shape} has not")
+
+    def _tiling_error(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {what} of {self.fqn!r} ({self.kind})",
+            cure="when saving: every element belongs to one rank's pieces; when loading: use another tag",
+            value=(self.fqn, self.kind),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """A rank's own bytes under `name`, such as its random-number state: `nbytes` bytes at byte `offset` of `file`."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One complete checkpoint.
+
+    `files` gives the length in bytes of each file, `scalars` a tree of plain values, and `blobs[rank]` what rank `rank`
+    of the `world_size` saving ranks kept for itself.
+    """
+
+    tag: str
+    world_size: int
+    files: dict[str, int]
+    tensors: tuple[TensorEntry, ...]
+    scalars: dict[str, Any] = field(default_factory=dict)
+    blobs: tuple[tuple[BlobEntry, ...], ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[tuple[str, str], TensorEntry]:
+        """Every tensor by (fqn, kind)."""
+        return {(tensor.fqn, tensor.kind): tensor for tensor in self.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all files but the manifest itself."""
+        return sum(self.files.values())
+
+    def check(self) -> None:
+        """Raise CheckpointError unless every tensor is tiled, once, by pieces that lie inside their files."""
+        if len(self.by_name) != len(self.tensors):
+            raise CheckpointError(f"the manifest of {self.tag!r} lists a tensor twice", value=self.tag)
+        for tensor in self.tensors:
+            tensor.check_tiling()
+            for piece in tensor.pieces:
+                name = f"{tensor.fqn!r} ({tensor.kind})"
+                self._check_inside(name, piece.file, piece.offset, piece.length * tensor.dtype.itemsize)
+        for rank, blobs in enumerate(self.blobs):
+            for blob in blobs:
+                self._check_inside(f"{blob.name!r} of rank {rank}", blob.file, blob.offset, blob.nbytes)
+
+    def _check_inside(self, name: str, file: str, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.files.get(file, -1):
+            raise CheckpointError(
+                f"bytes [{offset}, {offset + nbytes}) of {file}, which should hold {name}, lie outside that file",
+                cure="the checkpoint was not written by a correct writer: load another tag",
+                value=file,
+            )
+
+    def to_json(self) -> bytes:
+        """One line of ASCII. Equal manifests give equal bytes."""
+        tree = {
+            "format": FORMAT,
+            "tag": self.tag,
+            "world_size": self.world_size,
+            "files": dict(sorted(self.files.items())),
+            "tensors": [_tensor_tree(tensor) for tensor in self.tensors],
+            "scalars": encode_plain(self.scalars, "scalars"),
+            "blobs": [
+                {blob.name: [blob.file, blob.offset, blob.nbytes, blob.crc32] for blob in blobs} for blobs in self.blobs
+            ],
+        }
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """The inverse of `to_json`. Raises CheckpointError for bytes that are no manifest this version can read."""
+        try:
+            tree = json.loads(data)
+            check_format(tree["format"], "the manifest")
+            return cls(
+                tag=tree["tag"],
+                world_size=tree["world_size"],
+                files=tree["files"],
+                tensors=tuple(_tensor_of(item) for item in tree["tensors"]),
+                scalars=decode_plain(tree["scalars"]),
+                blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in tree["blobs"]),
+            )
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, PolyaccelError) as error:
+            raise CheckpointError(
+                f"the manifest cannot be understood: {type(error).__name__}: {error}", cure="load another tag"
+            ) from error
+
+
+def build_tensors(found: Iterable[tuple[int, TensorEntry]]) -> tuple[TensorEntry, ...]:
+    """Join the parts of each tensor that different ranks wrote, given as (rank, entry), sorted by name.
+
+    Raises CheckpointError when ranks disagree about a tensor's shape or element type.
+    """
+    parts: dict[tuple[str, str], list[tuple[int, TensorEntry]]] = {}
+    for rank, entry in found:
+        parts.setdefault((entry.fqn, entry.kind), []).append((rank, entry))
+    return tuple(_join(parts[name]) for name in sorted(parts))
+
+
+def check_format(version: Any, what: str) -> None:
+    """Raise CheckpointError when `version`, the [major, minor] that `what` states, cannot be read here."""
+    if not isinstance(version, list | tuple) or len(version) != 2 or version[0] != FORMAT[0]:
+        raise CheckpointError(
+            f"{what} has format {version!r}, this version of polyaccel reads {FORMAT[0]}.x",
+            cure="load it with a version of polyaccel that knows this format",
+            value=version,
+        )
+
+
+def _join(parts: list[tuple[int, TensorEntry]]) -> TensorEntry:
+    first_rank, first = parts[0]
+    for rank, other in parts[1:]:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{first.fqn!r} ({first.kind}) is {first.dtype.value}{list(first.shape)} on rank {first_rank} "
+                f"but {other.dtype.value}{list(other.shape)} on rank {rank}",
+                cure="build the same model on every rank",
+                value=first.fqn,
+            )
+    pieces = sorted((piece for _, entry in parts for piece in entry.pieces), key=lambda piece: piece.start)
+    return TensorEntry(first.fqn, first.kind, first.shape, first.dtype, tuple(pieces))
+
+
+def _tensor_tree(tensor: TensorEntry) -> dict[str, Any]:
+    return {
+        "fqn": tensor.fqn,
+        "kind": tensor.kind,
+        "shape": tensor.shape,
+        "dtype": tensor.dtype.value,
+        "pieces": [[piece.start, piece.length, piece.file, piece.offset, piece.crc32] for piece in tensor.pieces],
+    }
+
+
+def _tensor_of(tree: dict[str, Any]) -> TensorEntry:
+    pieces = tuple(Piece(*piece) for piece in tree["pieces"])
+    return TensorEntry(tree["fqn"], tree["kind"], tuple(tree["shape"]), DType.parse(tree["dtype"]), pieces)

@@ -1,0 +1,94 @@
+"""What a rank brings to a save: `TensorPiece`, and the file in which a rank's pieces and blobs are laid out."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.manifest import BlobEntry, Piece, TensorEntry
+from polyaccel.errors import CheckpointError
+from polyaccel.types import DType
+
+PIECE_ALIGNMENT_NBYTES = 64
+MAX_PIECE_NBYTES = 16 * 2**20
+"""Longer runs are stored as several pieces, which bounds the memory of whoever writes, reads and verifies them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """Something to save: `buffer` holds elements [start, start + buffer.numel) of the flattened tensor.
+
+    `kind` is "param", "master" or the name of an optimizer state; `shape` is that of the whole tensor; `dtype` is the
+    buffer's. Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is made known by
+    a piece without elements, on any number of ranks.
+    """
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: DType
+    start: int
+    buffer: Buffer
+
+    @property
+    def length(self) -> int:
+        return self.buffer.numel
+
+    def check(self) -> None:
+        """Raise CheckpointError unless the piece is of its type and lies inside its tensor."""
+        if self.buffer.dtype is not self.dtype:
+            raise CheckpointError(
+                f"{self.fqn!r} ({self.kind}) is said to be {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
+                cure="state the type that is stored",
+                value=self.fqn,
+            )
+        if not 0 <= self.start <= self.start + self.length <= prod(self.shape):
+            raise CheckpointError(
+                f"elements [{self.start}, {self.start + self.length}) are not inside {self.fqn!r} ({self.kind}) "
+                f"of shape {self.shape}",
+                cure="starts and lengths count elements of the whole flattened tensor",
+                value=self.fqn,
+            )
+
+
+@dataclass
+class RankFile:
+    """A rank's file as it is written: the chunks that go into it, and the entries that say where everything went."""
+
+    name: str
+    nbytes: int = 0
+    tensors: list[TensorEntry] = field(default_factory=list)
+    blobs: list[BlobEntry] = field(default_factory=list)
+
+    def chunks(self, pieces: Iterable[TensorPiece], rank_blobs: Mapping[str, bytes]) -> Iterator[bytes]:
+        """The file's contents, in order."""
+        for piece in pieces:
+            stored = []
+            for start, part in _cut(piece):
+                data = part.to_bytes()
+                yield self._padding()
+                stored.append(Piece(start, part.numel, self.name, self.nbytes, zlib.crc32(data)))
+                self.nbytes += len(data)
+                yield data
+            self.tensors.append(TensorEntry(piece.fqn, piece.kind, tuple(piece.shape), piece.dtype, tuple(stored)))
+        for name, blob in rank_blobs.items():
+            yield self._padding()
+            self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), zlib.crc32(blob)))
+            self.nbytes += len(blob)
+            yield blob
+
+    def _padding(self) -> bytes:
+        padding = bytes(-self.nbytes % PIECE_ALIGNMENT_NBYTES)
+        self.nbytes += len(padding)
+        return padding
+
+
+def _cut(piece: TensorPiece) -> Iterator[tuple[int, Buffer]]:
+    """The piece as (start, buffer) of at most MAX_PIECE_NBYTES each; none if it has no elements."""
+    step = MAX_PIECE_NBYTES // piece.dtype.itemsize
+    for offset in range(0, piece.length, step):
+        length = min(step, piece.length - offset)
+        yield piece.start + offset, piece.buffer.view(offset, length)

@@ -1,0 +1,281 @@
+"""Loading: find a complete checkpoint, then assemble any range of any tensor from its pieces, verified."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.agreement import agreed, meet, on_rank_0
+from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, read_latest, tag_names
+from polyaccel.checkpoint.manifest import Manifest, Piece, TensorEntry
+from polyaccel.checkpoint.storage import Storage, as_storage
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+from polyaccel.types import DType
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TagStatus:
+    """A tag and what is wrong with it, nothing if `problem` is empty. `saved_at_s` is 0 where no marker says it."""
+
+    tag: str
+    saved_at_s: float
+    problem: str = ""
+
+
+class CheckpointReader:
+    """A complete checkpoint, open for reading. `commit` says which; nothing is held open."""
+
+    def __init__(self, storage: Storage, commit: Commit, manifest: Manifest) -> None:
+        self.storage = storage
+        self.commit = commit
+        self._manifest = manifest
+
+    @property
+    def tag(self) -> str:
+        return self.commit.tag
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it. Tensors do not depend on it, `rank_blobs` do."""
+        return self._manifest.world_size
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The plain values that were saved with the tensors."""
+        return self._manifest.scalars
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Every tensor, sorted by name and kind."""
+        return self._manifest.tensors
+
+    def has(self, fqn: str, kind: str) -> bool:
+        return (fqn, kind) in self._manifest.by_name
+
+    def tensor(self, fqn: str, kind: str) -> TensorEntry:
+        """One tensor. Raises CheckpointError, with the nearest names, if it was not saved."""
+        try:
+            return self._manifest.by_name[fqn, kind]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", cure=self._suggest(fqn), value=(fqn, kind)
+            ) from None
+
+    def read_into(
+        self,
+        fqn: str,
+        kind: str,
+        start: int,
+        length: int,
+        buffer: Buffer,
+        *,
+        cast_through: Callable[[int, DType], Buffer] | None = None,
+    ) -> None:
+        """Overwrite `buffer`, of `length` elements, with elements [start, start + length) of a flattened tensor.
+
+        Every piece that the range touches is read whole and verified before any of it reaches `buffer`. A buffer of
+        another element type than the stored one is refused, unless `cast_through` allocates (numel, dtype) buffers
+        through which to convert. Raises CheckpointError naming file, tensor and elements; `buffer` may then have been
+        filled in part.
+        """
+        tensor = self.tensor(fqn, kind)
+        self._check_request(tensor, start, length, buffer, may_cast=cast_through is not None)
+        first = max(0, bisect_right(tensor.pieces, start, key=lambda piece: piece.start) - 1)
+        for piece in tensor.pieces[first:]:
+            low, high = max(start, piece.start), min(start + length, piece.end)
+            if low >= high:
+                break
+            data = memoryview(self._read_piece(tensor, piece))
+            itemsize = tensor.dtype.itemsize
+            wanted = data[(low - piece.start) * itemsize : (high - piece.start) * itemsize]
+            target = buffer.view(low - start, high - low)
+            if buffer.dtype is tensor.dtype or cast_through is None:
+                target.from_bytes(wanted)
+            else:
+                stored = cast_through(high - low, tensor.dtype)
+                stored.from_bytes(wanted)
+                target.copy_from(stored)
+
+    def rank_blobs(self, rank: int) -> dict[str, bytes]:
+        """What rank `rank` of the saving ranks kept for itself, verified, by name."""
+        if not 0 <= rank < self.world_size:
+            raise CheckpointError(
+                f"{self.commit.tag!r} was saved by {self.world_size} ranks and has no blobs of rank {rank}",
+                cure="compare with `world_size` first: states such as random numbers do not carry over to more ranks",
+                value=rank,
+            )
+        return {
+            blob.name: self._read_verified(
+                blob.file, blob.offset, blob.nbytes, blob.crc32, f"{blob.name!r} of rank {rank}"
+            )
+            for blob in self._manifest.blobs[rank]
+        }
+
+    def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes:
+        name = f"elements [{piece.start}, {piece.end}) of {tensor.fqn!r} ({tensor.kind})"
+        return self._read_verified(piece.file, piece.offset, piece.length * tensor.dtype.itemsize, piece.crc32, name)
+
+    def _read_verified(self, file: str, offset: int, nbytes: int, crc32: int, name: str) -> bytes:
+        path = f"{self.commit.folder}/{file}"
+        data = self.storage.read(path, offset, nbytes)
+        if (found := zlib.crc32(data)) != crc32:
+            raise CheckpointError(
+                f"{path} in {self.storage.location} is damaged: bytes [{offset}, {offset + nbytes}), "
+                f"which hold {name}, have the crc32 {found:08x} and not {crc32:08x}",
+                cure="load another tag",
+                value=path,
+            )
+        return data
+
+    def _check_request(self, tensor: TensorEntry, start: int, length: int, buffer: Buffer, *, may_cast: bool) -> None:
+        name = f"{tensor.fqn!r} ({tensor.kind})"
+        if not 0 <= start <= start + length <= tensor.numel:
+            raise CheckpointError(
+                f"elements [{start}, {start + length}) are not inside {name}, saved with shape {tensor.shape}",
+                cure="load into a model of the same shapes",
+                value=(start, length),
+            )
+        if buffer.numel != length:
+            raise CheckpointError(f"{length} elements of {name} do not fit a buffer of {buffer.numel}", value=length)
+        if buffer.dtype is not tensor.dtype and not may_cast:
+            raise CheckpointError(
+                f"{name} was saved as {tensor.dtype.value}, the buffer is {buffer.dtype.value}",
+                cure="load with the same precision, or ask for the conversion with cast_through=accelerator.allocate",
+                value=tensor.dtype,
+            )
+
+    def _suggest(self, fqn: str) -> str:
+        kinds = [kind for name, kind in self._manifest.by_name if name == fqn]
+        if kinds:
+            return f"of this tensor it holds {', '.join(kinds)}"
+        names = sorted({name for name, _ in self._manifest.by_name})
+        near = difflib.get_close_matches(fqn, names, n=3) or names[:3]
+        return f"it holds {len(names)} tensors, such as {', '.join(near)}" if near else "it holds no tensors at all"
+
+
+def open_checkpoint(
+    source: Storage | str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    communicator: Communicator | None = None,
+    fallback: bool = False,
+) -> CheckpointReader:
+    """Open the checkpoint `tag`, or the one that `latest` names.
+
+    With `communicator`, which then all ranks must give, rank 0 chooses and all ranks read the very same save. With
+    `fallback` and no `tag`, the newest complete checkpoint is taken, with a warning in the log, when `latest` is
+    missing or what it names is not complete.
+
+    Raises CheckpointError, on all ranks, when there is no such checkpoint or it is incomplete or damaged; the message
+    names the file and the tags that could be loaded instead.
+    """
+    storage = as_storage(source)
+    if communicator is None:
+        return _choose(storage, tag, fallback)
+    meet(communicator, "open_checkpoint")
+    readers: list[CheckpointReader] = []
+
+    def choose() -> Commit:
+        readers.append(_choose(storage, tag, fallback))
+        return readers[0].commit
+
+    def follow() -> None:
+        if not readers:
+            readers.append(_open(storage, commit))
+
+    commit = on_rank_0(communicator, "opening a checkpoint", choose)
+    agreed(communicator, f"opening {commit.folder}", follow)
+    return readers[0]
+
+
+def list_checkpoints(source: Storage | str | os.PathLike[str]) -> tuple[TagStatus, ...]:
+    """Every tag, newest first, with what keeps it from being loaded. Manifests are read, tensors are not."""
+    storage = as_storage(source)
+    found = [_status(storage, tag) for tag in tag_names(storage)]
+    return tuple(sorted(found, key=lambda status: (status.saved_at_s, status.tag), reverse=True))
+
+
+def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointReader:
+    """Open what was asked for, or explain why not and what could be."""
+    try:
+        wanted = read_latest(storage) if tag is None else check_tag(tag)
+        if wanted is None:
+            raise CheckpointError(f"there is no file 'latest' in {storage.location}", value=storage.location)
+        return _open_tag(storage, wanted)
+    except CheckpointError as error:
+        tags = list_checkpoints(storage)
+        complete = [status.tag for status in tags if not status.problem]
+        if fallback and tag is None and complete:
+            _log.warning("%s; loading %r, the newest complete checkpoint, instead", error.message, complete[0])
+            return _open_tag(storage, complete[0])
+        raise CheckpointError(
+            f"{error.message}\n  {_inventory(storage, tags)}",
+            cure=f"pass tag={complete[0]!r}, the newest that is complete" if complete else "check the directory",
+            value=error.value,
+        ) from error
+
+
+def _open_tag(storage: Storage, tag: str) -> CheckpointReader:
+    commit = read_commit(storage, tag)
+    if commit is None:
+        what = "was never completed: it has no commit marker" if storage.names(tag) else "does not exist"
+        raise CheckpointError(f"checkpoint {tag!r} in {storage.location} {what}", value=tag)
+    if commit.tag != tag:
+        raise CheckpointError(
+            f"{tag!r} in {storage.location} holds the checkpoint {commit.tag!r}: the folder was renamed",
+            cure=f"rename it back to {commit.tag!r}",
+            value=tag,
+        )
+    return _open(storage, commit)
+
+
+def _open(storage: Storage, commit: Commit) -> CheckpointReader:
+    """Read and verify the manifest, and see that every file has its length."""
+    path = f"{commit.folder}/{MANIFEST}"
+    _check_size(storage, path, commit.manifest_nbytes)
+    data = storage.read(path, 0, commit.manifest_nbytes)
+    if zlib.crc32(data) != commit.manifest_crc32:
+        raise CheckpointError(f"{path} in {storage.location} is damaged: its checksum is wrong", value=path)
+    manifest = Manifest.from_json(data)
+    manifest.check()
+    for name, nbytes in manifest.files.items():
+        _check_size(storage, f"{commit.folder}/{name}", nbytes)
+    return CheckpointReader(storage, commit, manifest)
+
+
+def _check_size(storage: Storage, path: str, nbytes: int) -> None:
+    found = storage.size(path)
+    if found != nbytes:
+        what = "is missing" if found is None else f"has {found:,} of {nbytes:,} bytes"
+        raise CheckpointError(f"{path} in {storage.location} {what}", value=path)
+
+
+def _status(storage: Storage, tag: str) -> TagStatus:
+    saved_at_s = 0.0
+    try:
+        commit = read_commit(storage, tag)
+        saved_at_s = commit.saved_at_s if commit else 0.0
+        _open_tag(storage, tag)
+    except CheckpointError as error:
+        return TagStatus(tag, saved_at_s, error.message)
+    return TagStatus(tag, saved_at_s)
+
+
+def _inventory(storage: Storage, tags: Sequence[TagStatus]) -> str:
+    """What a directory holds, in a sentence."""
+    if not tags:
+        return (
+            f"{storage.location} holds no checkpoint" if storage.names() else f"{storage.location} is empty or missing"
+        )
+    complete = ", ".join(status.tag for status in tags if not status.problem) or "none"
+    broken = ", ".join(status.tag for status in tags if status.problem)
+    return f"complete checkpoints there, newest first: {complete}" + (f"; not complete: {broken}" if broken else "")

@@ -1,0 +1,212 @@
+"""Where checkpoints are kept: the `Storage` contract, and `FileStorage`, a directory.
+
+Paths are relative to the storage's location and use `/`. The contract is small because everything subtle about a
+checkpoint (what is complete, what may be deleted) needs only this: a file appears whole or not at all, and once `write`
+has returned it stays. There is no rename: a pointer moves by writing its file again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+
+from polyaccel.accelerators.base import Probe
+from polyaccel.errors import CheckpointError
+
+API_VERSION = (1, 0)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR)
+
+
+class Storage(ABC):
+    """A place for files, shared by all ranks. A file has one writer at a time; many may read.
+
+    Every method raises CheckpointError, naming the file, for whatever the place answers.
+    """
+
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    name: ClassVar[str]
+
+    def __init__(self, location: str | os.PathLike[str]) -> None:
+        self.location = os.fspath(location)
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Whether this kind of storage could be used here. Opens and connects nothing."""
+
+    @abstractmethod
+    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+        """Create or replace the file, and whatever folders it needs, with `chunks` one after the other.
+
+        Atomic: until the call returns, readers find the former contents, or no file if there was none, also after a
+        crash. Durable: once it has returned, the file survives a power cut. Memory is bounded by the largest chunk.
+        """
+
+    @abstractmethod
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from byte `offset`. Raises CheckpointError when the file ends before."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """The file's length in bytes; None if there is no file (a folder is none)."""
+
+    @abstractmethod
+    def names(self, path: str = "") -> tuple[str, ...]:
+        """Files and folders directly in a folder, sorted, unfinished writes left out; empty if it does not exist."""
+
+    @abstractmethod
+    def delete_tree(self, path: str) -> None:
+        """Remove a folder and all in it. One that does not exist is no error."""
+
+    def check_space(self, nbytes: int) -> None:  # noqa: B027 - most remote storages cannot tell
+        """Raise CheckpointError when `nbytes` more certainly do not fit."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
+
+class FileStorage(Storage):
+    """A directory on a local or network filesystem.
+
+    [Note: Durable replacement]
+    A file is written under a temporary name in its own directory, flushed, and fsynced *before* os.replace, else the
+    new name can outlive its contents; the directory is fsynced after it, else the new name itself can be lost.
+    Nothing is ever removed to make room for its successor.
+    """
+
+    name = "file"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(usable=True, reason="a directory")
+
+    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+        target = self._resolve(path)
+        temporary = target.with_name(f".{target.name}.tmp")
+        with self._explain(path, "write"):
+            self._make_directory(target.parent)
+            try:
+                with open(temporary, "wb") as file:
+                    for chunk in chunks:
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
+            except BaseException:
+                temporary.unlink(missing_ok=True)  # on a full disk, the room is needed
+                raise
+            _fsync_directory(target.parent)
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        with self._explain(path, "read"), open(self._resolve(path), "rb") as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+        if len(data) != nbytes:
+            raise CheckpointError(
+                f"{self._show(path)} ends at byte {offset + len(data)}, {nbytes - len(data)} bytes too early",
+                cure="the file was truncated: load another tag",
+                value=path,
+            )
+        return data
+
+    def size(self, path: str) -> int | None:
+        target = self._resolve(path)
+        with self._explain(path, "look at"):
+            return target.stat().st_size if target.is_file() else None
+
+    def names(self, path: str = "") -> tuple[str, ...]:
+        target = self._resolve(path)
+        with self._explain(path, "list"):
+            try:
+                return tuple(sorted(name for name in os.listdir(target) if not name.startswith(".")))
+            except FileNotFoundError:
+                return ()
+
+    def delete_tree(self, path: str) -> None:
+        target = self._resolve(path)
+        with self._explain(path, "delete"):
+            try:
+                shutil.rmtree(target)
+            except FileNotFoundError:
+                return
+            _fsync_directory(target.parent)
+
+    def check_space(self, nbytes: int) -> None:
+        place = Path(self.location).absolute()
+        while not place.exists():
+            place = place.parent
+        with self._explain("", "look at"):
+            free_nbytes = shutil.disk_usage(place).free
+        if nbytes > free_nbytes:
+            raise CheckpointError(
+                f"the checkpoint needs {nbytes:,} bytes, but {self.location} has {free_nbytes:,} left",
+                cure="free some space or save elsewhere; nothing was written and earlier checkpoints are intact",
+                value=nbytes,
+            )
+
+    def _make_directory(self, directory: Path) -> None:
+        """Create a directory with its parents, durably. Other ranks may be doing the same at the same moment."""
+        if directory.is_dir():
+            return
+        if directory.parent != directory:
+            self._make_directory(directory.parent)
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            return  # another rank was faster, which is_dir may not see yet on NFS; if it is a file, opening will say so
+        _fsync_directory(directory.parent)
+
+    def _resolve(self, path: str) -> Path:
+        parts = PurePosixPath(path)
+        if parts.is_absolute() or ".." in parts.parts:
+            raise CheckpointError(
+                f"{path!r} leads out of {self.location}", cure="the checkpoint is damaged or forged", value=path
+            )
+        return Path(self.location, *parts.parts)
+
+    def _show(self, path: str) -> str:
+        return os.path.join(self.location, path) if path else self.location
+
+    @contextmanager
+    def _explain(self, path: str, verb: str) -> Iterator[None]:
+        """Turn the operating system's errors into ours."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            cure = "check that the directory exists on every host and that you may use it"
+            if error.errno in _FULL:
+                cure = "the disk or quota is full: free some space; earlier checkpoints are intact"
+            raise CheckpointError(
+                f"cannot {verb} {self._show(path)}: {error.strerror or error}", cure=cure, value=path
+            ) from error
+
+
+def as_storage(place: Storage | str | os.PathLike[str]) -> Storage:
+    """`place` itself, or the directory of that name."""
+    return place if isinstance(place, Storage) else FileStorage(place)
+
+
+def _fsync_directory(directory: Path) -> None:
+    """Make the names in a directory durable, on systems where a directory can be synced."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in _NO_DIRECTORY_FSYNC:
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)

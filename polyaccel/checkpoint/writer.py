@@ -1,0 +1,196 @@
+"""Saving: every rank writes its own pieces into one file, then rank 0 makes the checkpoint exist.
+
+The order is everything: see [Note: Commit] in `polyaccel.checkpoint.commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from polyaccel.checkpoint.agreement import agreed, meet, on_rank_0
+from polyaccel.checkpoint.commit import (
+    MANIFEST,
+    Commit,
+    check_tag,
+    next_save,
+    read_commit,
+    save_folders,
+    write_commit,
+    write_latest,
+)
+from polyaccel.checkpoint.manifest import Manifest, build_tensors
+from polyaccel.checkpoint.pieces import PIECE_ALIGNMENT_NBYTES, RankFile, TensorPiece
+from polyaccel.checkpoint.scalars import encode_plain
+from polyaccel.checkpoint.storage import Storage, as_storage
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+
+TagValidation = Literal["Ignore", "Warn", "Fail"]
+"""What to do when ranks save under different tags. Unless it fails, all of them save under rank 0's."""
+
+_log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    storage: Storage | str | os.PathLike[str],
+    tag: str,
+    *,
+    communicator: Communicator,
+    pieces: Iterable[TensorPiece],
+    scalars: Mapping[str, Any],
+    rank_blobs: Mapping[str, bytes],
+    tag_validation: TagValidation = "Warn",
+    save_latest: bool = True,
+) -> Commit:
+    """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
+
+    `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.scalars`), checked on every rank. When the call
+    returns, on any rank, the checkpoint is complete and durable, and `latest` names it if `save_latest`.
+
+    Raises CheckpointError on every rank when anything failed on any. The tag is then what it was before, or, if the
+    very last steps failed, the new checkpoint, whole; `latest` and other tags are intact. Raises CommTimeout when a
+    rank does not take part.
+    """
+    storage = as_storage(storage)
+    meet(communicator, "save_checkpoint")
+
+    parts: list[_Part] = []
+    intents = agreed(
+        communicator,
+        f"save_checkpoint({tag!r})",
+        lambda: (check_tag(tag), _checked_part(parts, pieces, scalars, rank_blobs)),
+    )
+    tag = _one_tag([rank_tag for rank_tag, _ in intents], tag_validation)
+    nbytes = sum(rank_nbytes for _, rank_nbytes in intents)
+    folder = on_rank_0(communicator, f"preparing to save {tag!r}", lambda: _prepare(storage, tag, nbytes))
+
+    file = RankFile(f"rank{communicator.rank:05d}.bin")
+    path = f"{tag}/{folder}/{file.name}"
+    chunks = file.chunks(parts[0].pieces, parts[0].rank_blobs)
+    try:
+        agreed(communicator, f"writing {tag!r}", lambda: storage.write(path, chunks))
+        files = communicator.gather_object(file) or ()
+        commit = on_rank_0(
+            communicator, f"committing {tag!r}", lambda: _commit(storage, tag, folder, files, parts[0].scalars)
+        )
+    except CheckpointError:
+        if communicator.rank == 0:
+            _abandon(storage, tag, folder)
+        raise
+    # From here on the tag is saved, whatever happens.
+    on_rank_0(
+        communicator, f"{tag!r} is saved, but moving 'latest' to it", lambda: _finish(storage, commit, save_latest)
+    )
+    return commit
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank saves."""
+
+    pieces: tuple[TensorPiece, ...]
+    scalars: dict[str, Any]
+    rank_blobs: dict[str, bytes]
+
+
+def _checked_part(
+    parts: list[_Part],
+    pieces: Iterable[TensorPiece],
+    scalars: Mapping[str, Any],
+    rank_blobs: Mapping[str, bytes],
+) -> int:
+    """Put this rank's part into `parts`, refusing what cannot be saved. Returns about how many bytes it will write."""
+    part = _Part(tuple(pieces), dict(scalars), dict(rank_blobs))
+    encode_plain(part.scalars, "scalars")
+    for piece in part.pieces:
+        piece.check()
+    for name, blob in part.rank_blobs.items():
+        _check_blob(name, blob)
+    parts.append(part)
+    sizes = [piece.buffer.nbytes for piece in part.pieces] + [len(blob) for blob in part.rank_blobs.values()]
+    return sum(sizes) + PIECE_ALIGNMENT_NBYTES * len(sizes)
+
+
+def _check_blob(name: str, blob: object) -> None:
+    if not isinstance(blob, bytes):
+        kind = type(blob).__qualname__
+        raise CheckpointError(f"rank blob {name!r} is a {kind}, not bytes", cure="give bytes", value=kind)
+
+
+def _one_tag(tags: Sequence[str], validation: TagValidation) -> str:
+    """Rank 0's tag, once ranks that named another one have been dealt with as `checkpoint.tag_validation` says."""
+    others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if others and validation != "Ignore":
+        named = ", ".join(f"rank {rank} under {tag!r}" for rank, tag in others.items())
+        message = f"rank 0 saves under the tag {tags[0]!r}, but {named}"
+        if validation == "Fail":
+            raise CheckpointError(message, cure="give the same tag on every rank", value=tuple(tags))
+        _log.warning("%s; all ranks save under %r", message, tags[0])
+    return tags[0]
+
+
+def _prepare(storage: Storage, tag: str, nbytes: int) -> str:
+    """The name of the folder to save in. Nothing of an existing checkpoint is touched to make room."""
+    storage.check_space(nbytes)
+    return next_save(storage, tag)
+
+
+def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], scalars: dict[str, Any]) -> Commit:
+    """Verify that all is there, then write the manifest, then the marker."""
+    manifest = Manifest(
+        tag=tag,
+        world_size=len(files),
+        files={file.name: file.nbytes for file in files},
+        tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
+        scalars=scalars,
+        blobs=tuple(tuple(file.blobs) for file in files),
+    )
+    manifest.check()
+    for name, nbytes in manifest.files.items():
+        path = f"{tag}/{folder}/{name}"
+        found = storage.size(path)
+        if found != nbytes:
+            seen = "no file" if found is None else f"{found} bytes"
+            raise CheckpointError(
+                f"rank 0 sees {seen} at {path} in {storage.location}, where {nbytes} bytes were written",
+                cure="save to a directory that all hosts share",
+                value=path,
+            )
+    data = manifest.to_json()
+    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
+    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=round(time.time(), 3))
+    write_commit(storage, commit)
+    return commit
+
+
+def _finish(storage: Storage, commit: Commit, save_latest: bool) -> None:
+    """Move `latest`, then drop what the tag was before."""
+    if save_latest:
+        write_latest(storage, commit.tag)
+    for folder in save_folders(storage, commit.tag):
+        if folder != commit.save:
+            _discard(storage, f"{commit.tag}/{folder}")
+
+
+def _abandon(storage: Storage, tag: str, folder: str) -> None:
+    """Remove what a failed save wrote, unless the marker came to name it: its write may fail after taking effect."""
+    try:
+        commit = read_commit(storage, tag)
+    except CheckpointError:
+        return  # then nobody knows what the marker names
+    if commit is None or commit.save != folder:
+        _discard(storage, f"{tag}/{folder}")
+
+
+def _discard(storage: Storage, folder: str) -> None:
+    """Remove a folder that no marker names. What cannot be removed wastes room, but harms nobody."""
+    try:
+        storage.delete_tree(folder)
+    except CheckpointError as error:
+        _log.warning("could not remove %s, which is no longer needed: %s", folder, error)
