@@ -1,0 +1,387 @@
+"""The learning-rate schedules that a config can name: `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and
+`LRRangeTest`, with the parameters and defaults of DeepSpeed.
+
+A schedule writes `lr` (and `OneCycle` the momentum) into the `param_groups` of an optimizer of any framework. Its
+values are pure functions of the iteration (`lr_curves`), so its whole state is one number.
+
+[Note: The learning rate of the first steps]
+The engine calls `step()` after each optimizer step that was applied, and a schedule sets the groups when it is
+constructed. So optimizer step 1 runs at iteration -1, step 2 at iteration 0, and so on, as in DeepSpeed. The warmups
+have the same value at -1 and 0, hence the first *two* optimizer steps both run at the warmup's lowest rate: 0 by
+default, with which the first two steps change nothing but the moments. `OneCycle` and `LRRangeTest` move at once.
+
+Where this differs from DeepSpeed 0.19, on purpose: an unknown `warmup_type` is an error; `warmup_max_lr: null` means
+each group's own rate, not the first group's; WarmupCosineLR starts at `warmup_min_ratio` and not at 0; OneCycle starts
+at the *highest* momentum (DeepSpeed at the lowest, for one step), leaves the second beta alone (DeepSpeed sets it to
+0.99), and cycles SGD's `momentum` as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from polyaccel.engine.lr_checks import ParameterChecks
+from polyaccel.engine.lr_curves import (
+    CycleShape,
+    WarmupType,
+    cosine_decay,
+    linear_decay,
+    range_test_factor,
+    warmup_ramp,
+)
+from polyaccel.errors import CheckpointError, ConfigError, Problem
+
+_LOG = logging.getLogger(__name__)
+
+PerGroup = float | Sequence[float]
+"""One number for all optimizer groups, or one for each."""
+
+
+class HasParamGroups(Protocol):
+    """What a schedule needs of an optimizer: groups with an `lr`, and perhaps `betas` or `momentum`."""
+
+    @property
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]: ...
+
+
+class Schedule(ABC):
+    """Sets the learning rate of every group as a function of `last_batch_iteration`, the last finished optimizer step.
+
+    Construction at -1 sets the first values; at any other iteration it leaves the groups alone until the next `step`,
+    since they come out of a checkpoint.
+    """
+
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._apply()
+
+    @abstractmethod
+    def lrs_at(self, iteration: int) -> list[float]:
+        """The learning rate of each group at `iteration` >= -1."""
+
+    def momenta_at(self, iteration: int) -> list[float] | None:
+        """The momentum (first beta) of each group at `iteration`, or None where the schedule leaves it alone."""
+        return None
+
+    def get_lr(self) -> list[float]:
+        """The learning rates of the present iteration, computed anew."""
+        return self.lrs_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates that the groups have now."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to the one given, and set the groups."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._apply()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` was made, and set the groups. Raises CheckpointError for anything else."""
+        iteration = state_dict.get("last_batch_iteration")
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
+            raise CheckpointError(
+                f"no last_batch_iteration in the saved state {dict(state_dict)!r} of a learning-rate schedule",
+                cure=f"load what {type(self).__name__}.state_dict() gave",
+                value=iteration,
+            )
+        self.last_batch_iteration = iteration
+        self._apply()
+
+    def _apply(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.lrs_at(self.last_batch_iteration), strict=True):
+            group["lr"] = lr
+        for group, momentum in zip(groups, self.momenta_at(self.last_batch_iteration) or (), strict=False):
+            if "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
+            elif group.get("momentum"):
+                group["momentum"] = momentum
+
+
+class WarmupLR(Schedule):
+    """Rise from `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate) in `warmup_num_steps`, then stay.
+
+    `warmup_num_steps` counts as at least 2. Raises ConfigError naming every parameter that is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: WarmupType = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        checks = ParameterChecks()
+        self._min_lrs, self._max_lrs = _warmup_range(checks, optimizer, warmup_min_lr, warmup_max_lr)
+        self._num_steps = checks.integer("warmup_num_steps", warmup_num_steps, least=1)
+        self._kind = _warmup_type(checks, warmup_type)
+        _iteration(checks, last_batch_iteration)
+        checks.done()
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        height = warmup_ramp(iteration, num_steps=self._num_steps, kind=self._kind)
+        return _between(self._min_lrs, self._max_lrs, height)
+
+
+class WarmupDecayLR(Schedule):
+    """Rise as `WarmupLR`, then fall linearly to `warmup_min_lr`, reached at iteration `total_num_steps`.
+
+    Raises ConfigError naming every parameter that is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: WarmupType = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        checks = ParameterChecks()
+        self._min_lrs, self._max_lrs = _warmup_range(checks, optimizer, warmup_min_lr, warmup_max_lr)
+        self._warmup, self._total = _durations(checks, warmup_num_steps, total_num_steps)
+        self._kind = _warmup_type(checks, warmup_type)
+        _iteration(checks, last_batch_iteration)
+        checks.done()
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        if iteration < self._warmup:
+            height = warmup_ramp(iteration, num_steps=self._warmup, kind=self._kind)
+        else:
+            height = linear_decay(iteration, begin=self._warmup, end=self._total)
+        return _between(self._min_lrs, self._max_lrs, height)
+
+
+class WarmupCosineLR(Schedule):
+    """Rise from `warmup_min_ratio` to 1 times each group's own rate, then fall along a cosine to `cos_min_ratio` times
+    it, reached one iteration before `total_num_steps`, and stay there.
+
+    Raises ConfigError naming every parameter that is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: WarmupType = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        checks = ParameterChecks()
+        self._warmup, self._total = _durations(checks, warmup_num_steps, total_num_steps)
+        self._start_ratio = checks.number("warmup_min_ratio", warmup_min_ratio)
+        self._end_ratio = checks.number("cos_min_ratio", cos_min_ratio)
+        self._kind = _warmup_type(checks, warmup_type)
+        _iteration(checks, last_batch_iteration)
+        checks.done()
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        if iteration < self._warmup:
+            height = warmup_ramp(iteration, num_steps=self._warmup, kind=self._kind)
+            ratio = self._start_ratio + (1.0 - self._start_ratio) * height
+        else:
+            ratio = cosine_decay(iteration, begin=self._warmup, end=self._total, floor_ratio=self._end_ratio)
+        return [lr * ratio for lr in self._base_lrs]
+
+
+class OneCycle(Schedule):
+    """The 1-cycle policy (Smith 2018): the rate goes from `cycle_min_lr` up to `cycle_max_lr` in
+    `cycle_first_step_size` steps and back in `cycle_second_step_size` (None: as many), while the momentum goes the
+    other way between `cycle_max_mom` and `cycle_min_mom`.
+
+    After the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * n)` and the momentum
+    `cycle_max_mom * (1 + decay_mom_rate * n)`, where n counts `decay_step_size` steps (0: no decay) in fractions. The
+    momentum is the first of `betas`, or `momentum` where that is not 0; groups with neither keep what they have.
+    Stair counts (second None: as the first) hold the values in so many stairs. Raises ConfigError naming every
+    parameter that is wrong; a momentum that has grown to 1 is refused when it does.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if cycle_second_step_size is None:
+            cycle_second_step_size = cycle_first_step_size
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
+        groups = optimizer.param_groups
+        checks = ParameterChecks()
+        self._min_lrs = checks.numbers("cycle_min_lr", cycle_min_lr, groups=len(groups))
+        self._max_lrs = checks.numbers("cycle_max_lr", cycle_max_lr, groups=len(groups))
+        checks.ordered("cycle_min_lr", self._min_lrs, "cycle_max_lr", self._max_lrs)
+        self._min_moms = checks.numbers("cycle_min_mom", cycle_min_mom, groups=len(groups), below=1.0)
+        self._max_moms = checks.numbers("cycle_max_mom", cycle_max_mom, groups=len(groups), below=1.0)
+        checks.ordered("cycle_min_mom", self._min_moms, "cycle_max_mom", self._max_moms)
+        self._lr_rate = checks.number("decay_lr_rate", decay_lr_rate)
+        self._mom_rate = checks.number("decay_mom_rate", decay_mom_rate)
+        self._shape = CycleShape(
+            first_steps=checks.integer("cycle_first_step_size", cycle_first_step_size, least=1),
+            second_steps=checks.integer("cycle_second_step_size", cycle_second_step_size, least=1),
+            first_stairs=checks.integer("cycle_first_stair_count", cycle_first_stair_count, least=0),
+            second_stairs=checks.integer("cycle_second_stair_count", cycle_second_stair_count, least=0),
+            decay_steps=checks.integer("decay_step_size", decay_step_size, least=0),
+        )
+        self._cycles_momentum = checks.flag("cycle_momentum", cycle_momentum)
+        _iteration(checks, last_batch_iteration)
+        checks.done()
+        if self._cycles_momentum and not any("betas" in group or group.get("momentum") for group in groups):
+            _LOG.warning("OneCycle: cycle_momentum has no effect, no optimizer group has betas or a momentum")
+            self._cycles_momentum = False
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        if self._shape.has_ended(iteration):
+            decay = 1.0 + self._lr_rate * self._shape.decay_intervals(iteration)
+            return [lr / decay for lr in self._min_lrs]
+        return _between(self._min_lrs, self._max_lrs, self._shape.height(iteration))
+
+    def momenta_at(self, iteration: int) -> list[float] | None:
+        if not self._cycles_momentum:
+            return None
+        if not self._shape.has_ended(iteration):
+            return _between(self._max_moms, self._min_moms, self._shape.height(iteration))
+        growth = 1.0 + self._mom_rate * self._shape.decay_intervals(iteration)
+        momenta = [momentum * growth for momentum in self._max_moms]
+        if max(momenta, default=0.0) >= 1.0:
+            expected = f"the momentum has grown to {max(momenta):.6g} at iteration {iteration}; it must stay under 1"
+            cure = "lower it, or raise decay_step_size"
+            raise ConfigError([Problem("scheduler.params.decay_mom_rate", self._mom_rate, expected, cure)])
+        return momenta
+
+
+class LRRangeTest(Schedule):
+    """The range test (Smith 2018): the rate starts at `lr_range_test_min_lr` and grows by `lr_range_test_step_rate`
+    times that in every `lr_range_test_step_size` steps, to find the largest rate that still trains.
+
+    Raises ConfigError naming every parameter that is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        checks = ParameterChecks()
+        groups = len(optimizer.param_groups)
+        self._min_lrs = checks.numbers("lr_range_test_min_lr", lr_range_test_min_lr, groups=groups)
+        self._step_size = checks.integer("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self._step_rate = checks.number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self._staircase = checks.flag("lr_range_test_staircase", lr_range_test_staircase)
+        _iteration(checks, last_batch_iteration)
+        checks.done()
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        factor = range_test_factor(
+            iteration, step_size=self._step_size, step_rate=self._step_rate, staircase=self._staircase
+        )
+        return [lr * factor for lr in self._min_lrs]
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+"""The names that a config's `scheduler.type` can have, upper and lower case as here."""
+
+
+def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasParamGroups) -> Schedule:
+    """The schedule called `type_name`, with the `params` of a config.
+
+    Raises ConfigError for an unknown name or parameter (with the nearest known one), for a missing parameter, and for
+    values that cannot be.
+    """
+    if type_name not in SCHEDULES:
+        expected = f"expected one of {', '.join(SCHEDULES)}"
+        raise ConfigError([Problem("scheduler.type", type_name, expected, _nearest(type_name, SCHEDULES))])
+    cls = SCHEDULES[type_name]
+    known = dict(list(inspect.signature(cls).parameters.items())[1:])
+    checks = ParameterChecks()
+    for key, value in params.items():
+        if key not in known:
+            cure = _nearest(key, known) or f"{type_name} takes {', '.join(known)}"
+            checks.refuse(key, value, f"{type_name} has no such parameter", cure)
+    for key, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and key not in params:
+            checks.refuse(key, None, f"{type_name} needs it")
+    checks.done()
+    return cls(optimizer, **params)
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    by_lower_case = {key.lower(): key for key in known}
+    found = get_close_matches(name.lower(), by_lower_case, n=1)
+    return f"did you mean {by_lower_case[found[0]]!r}?" if found else ""
+
+
+def _between(lows: Sequence[float], highs: Sequence[float], height: float) -> list[float]:
+    return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+
+def _warmup_range(
+    checks: ParameterChecks, optimizer: HasParamGroups, low: PerGroup, high: PerGroup | None
+) -> tuple[list[float], list[float]]:
+    groups = optimizer.param_groups
+    lows = checks.numbers("warmup_min_lr", low, groups=len(groups))
+    if high is None:
+        return lows, [float(group["lr"]) for group in groups]
+    highs = checks.numbers("warmup_max_lr", high, groups=len(groups))
+    checks.ordered("warmup_min_lr", lows, "warmup_max_lr", highs)
+    return lows, highs
+
+
+def _warmup_type(checks: ParameterChecks, kind: WarmupType) -> WarmupType:
+    if kind not in ("log", "linear"):
+        checks.refuse("warmup_type", kind, "expected 'log' or 'linear'")
+    return kind
+
+
+def _durations(checks: ParameterChecks, warmup: int, total: int) -> tuple[int, int]:
+    """Iterations of the warmup (at least 2) and of the whole schedule."""
+    warmup = max(2, checks.integer("warmup_num_steps", warmup, least=1))
+    total = checks.integer("total_num_steps", total, least=1)
+    if total < warmup:
+        _LOG.warning("total_num_steps %d is less than warmup_num_steps %d: it ends while warming up", total, warmup)
+    return warmup, total
+
+
+def _iteration(checks: ParameterChecks, iteration: int) -> None:
+    checks.integer("last_batch_iteration", iteration, least=-1)

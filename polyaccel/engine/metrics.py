@@ -1,0 +1,171 @@
+"""What a step did, in figures: `StepMetrics`, and the monitors that write them down.
+
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the built-in one. Which rank
+writes is the caller's business: the engine opens monitors on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from polyaccel.errors import ConfigError, InvariantError, Problem
+from polyaccel.types import Probe
+
+API_VERSION = (1, 0)
+"""Version of the `Monitor` contract. Plugins state the one they were written for; majors must agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step as one rank saw it. None where a figure was not taken.
+
+    `loss` is the mean over the step's micro-batches, unscaled. `lr` has one entry for each optimizer group. `grad_norm`
+    is the global norm *before* clipping, `grad_norm_clipped` the norm of what the optimizer got; both unscaled.
+    """
+
+    step: int
+    """`global_steps` after this step, from 1."""
+    loss: float | None
+    lr: tuple[float, ...]
+    grad_norm: float | None = None
+    grad_norm_clipped: float | None = None
+    loss_scale: float = 1.0
+    skipped: bool = False
+    """The gradients were not finite on some rank, and the update was not applied."""
+    samples: int = 0
+    """Samples of all ranks since training began."""
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    """Of all ranks together, as `tokens_per_s`."""
+    tokens_per_s: float | None = None
+    peak_memory_nbytes: int | None = None
+    """Device memory of this rank at its highest."""
+    traffic_numel: int | None = None
+    """Elements that this rank sent to others in this step."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Host seconds by phase (`PhaseTimer`)."""
+
+    def as_record(self) -> dict[str, Any]:
+        """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
+        return json_safe(asdict(self))
+
+
+def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` with every NaN and infinity, which JSON has no word for, replaced by None.
+
+    Where there was one, the new key `nonfinite` maps the dotted place to `nan`, `inf` or `-inf`, so that a reader can
+    tell an overflow from a figure that was not taken.
+    """
+    nonfinite: dict[str, str] = {}
+
+    def clean(value: Any, place: str) -> Any:
+        if isinstance(value, float) and not isfinite(value):
+            nonfinite[place] = repr(value)
+            return None
+        if isinstance(value, Mapping):
+            return {key: clean(item, f"{place}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item, f"{place}.{index}") for index, item in enumerate(value)]
+        return value
+
+    cleaned = {key: clean(value, key) for key, value in record.items()}
+    return {**cleaned, "nonfinite": nonfinite} if nonfinite else cleaned
+
+
+class Monitor(ABC):
+    """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
+
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    name: ClassVar[str]
+    """The entry point's name."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Whether it could be used here: whether what it needs is installed, say. Opens nothing."""
+        return Probe(usable=True, reason="needs nothing")
+
+    @abstractmethod
+    def open(self, directory: Path, options: Mapping[str, Any]) -> None:
+        """Begin, or go on with, the run whose files are in `directory`. Raises ConfigError for unusable `options`."""
+
+    @abstractmethod
+    def write(self, metrics: StepMetrics) -> None:
+        """Write down one step."""
+
+    @abstractmethod
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        """Write down figures of the user's own, as (tag, value, step)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write out what is left. May be called twice, and without `open`."""
+
+
+class JsonlMonitor(Monitor):
+    """Appends to `metrics.jsonl` in the run's directory: one JSON object a line, flushed line by line.
+
+    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`. A resumed run goes
+    on in the same file, so steps after the checkpoint appear twice and the later line counts.
+    """
+
+    name = "jsonl"
+    FILE_NAME: ClassVar[str] = "metrics.jsonl"
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def open(self, directory: Path, options: Mapping[str, Any]) -> None:
+        """Make the directory and the file where they are missing. A last line that a killed run left half written is
+        cut off. Raises ConfigError for any option (it has none) and when the file cannot be opened."""
+        if options:
+            raise ConfigError([Problem(f"jsonl.{key}", value, "has no such option") for key, value in options.items()])
+        self.close()
+        path = Path(directory) / self.FILE_NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            problem = Problem("jsonl", str(path), f"cannot be written: {error}", "choose another output directory")
+            raise ConfigError([problem]) from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._append(metrics.as_record())
+
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        for tag, value, step in events:
+            self._append(json_safe({"tag": tag, "value": float(value), "step": step}))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise InvariantError("a monitor was written to before it was opened, or after it was closed", value=record)
+        # One write of a whole line: a reader that follows the file never sees half of one.
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Cut `path` off after its last line end, if it exists."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        keep = file.seek(0, 2)
+        while keep:
+            begin = max(0, keep - 4096)
+            file.seek(begin)
+            line_end = file.read(keep - begin).rfind(b"\n")
+            keep = begin if line_end < 0 else begin + line_end + 1
+            if line_end >= 0:
+                break
+        file.truncate(keep)
