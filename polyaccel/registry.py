@@ -27,6 +27,7 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 from polyaccel.errors import InvariantError, PluginConflict, PluginContractError, PluginNotFound, PolyaccelError
+from polyaccel.types import Probe
 
 _log = logging.getLogger(__name__)
 _OURS = __name__.partition(".")[0]
@@ -318,7 +319,8 @@ def _probe(found: Sequence[_Listed], info: PluginInfo, base: type[Any], ours: tu
         return _broken(info, None, refusal, refusal.__cause__)
     try:
         probe = plugin.probe()
-        usable, reason, priority = bool(probe.usable), str(probe.reason), int(getattr(probe, "priority", 0))
+        if not isinstance(probe, Probe):
+            raise TypeError(f"probe() returned {probe!r}, not a {Probe.__module__}.{Probe.__name__}")
     except KeyboardInterrupt:
         raise
     except BaseException as cause:
@@ -328,7 +330,7 @@ def _probe(found: Sequence[_Listed], info: PluginInfo, base: type[Any], ours: tu
             value=info.value,
         )
         return _broken(info, plugin, error, cause)
-    return PluginStatus(info, usable, reason, priority, plugin, _stated_api(plugin, base))
+    return PluginStatus(info, probe.usable, probe.reason, probe.priority, plugin, _stated_api(plugin, base))
 
 
 def _broken(
