@@ -1,12 +1,41 @@
-"""What every host-side or device buffer of ours shares: the write counter of a piece of memory, and range checks."""
+"""What buffers over torch and numpy memory share: the write counter of a piece of memory, range checks, alignment.
+
+[Note: Staggered starts]
+An optimizer reads four equally long buffers side by side. The system places large allocations next to each other, so
+lengths that are powers of two put the four streams 4 KiB apart modulo 64 KiB, where the processor's prefetchers disturb
+one another: Adam over 16 M elements ran at 31 GB/s there and at 50 GB/s elsewhere (one EPYC core). So each large host
+allocation starts at the next of several offsets into a 64 KiB window, whatever the allocator did.
+"""
 
 from __future__ import annotations
+
+from itertools import count
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 
 ALIGNMENT_NBYTES = 64
 """Every allocation starts on such a boundary: a cache line, a vector register, and what DLPack importers ask."""
+
+_LARGE_NBYTES = 1 << 20
+_WINDOW_NBYTES = 1 << 16
+_STAGGER_NBYTES = 5 << 12  # odd in pages: sixteen allocations in a row have sixteen different offsets
+_turns = count()
+
+
+def spare_nbytes(nbytes: int) -> int:
+    """How much longer than `nbytes` a host allocation has to be, for `aligned_shift` to find its start."""
+    return _WINDOW_NBYTES if nbytes >= _LARGE_NBYTES else ALIGNMENT_NBYTES
+
+
+def aligned_shift(address: int, nbytes: int) -> int:
+    """How many bytes behind `address` an allocation of `nbytes` starts: aligned, and staggered when it is large.
+
+    See [Note: Staggered starts].
+    """
+    if nbytes < _LARGE_NBYTES:
+        return -address % ALIGNMENT_NBYTES
+    return (next(_turns) * _STAGGER_NBYTES - address) % _WINDOW_NBYTES
 
 
 class WriteCount:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyaccel.accelerators.memory import ALIGNMENT_NBYTES, CountedBuffer, WriteCount
+from polyaccel.accelerators.memory import CountedBuffer, WriteCount, aligned_shift, spare_nbytes
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.types import DeviceId, DType
@@ -19,9 +19,11 @@ Array = npt.NDArray[Any]
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """numpy's type for `dtype`. Raises ShardingError for bfloat16 when ml_dtypes, which adds it, is not installed."""
     if dtype is not DType.BFLOAT16:
-        return np.dtype(dtype.value)
+        plain: np.dtype[Any] = np.dtype(dtype.value)
+        return plain
     try:
-        return np.dtype(import_module("ml_dtypes").bfloat16)
+        added: np.dtype[Any] = np.dtype(import_module("ml_dtypes").bfloat16)
+        return added
     except ImportError:
         raise ShardingError(
             "numpy has no bfloat16",
@@ -82,9 +84,10 @@ def _import_foreign(source: Buffer) -> Array:
 def allocate_numpy(numel: int, dtype: DType) -> NumpyBuffer:
     """Zeroed, 64-byte aligned host memory."""
     theirs = numpy_dtype(dtype)
-    room = np.zeros(numel * theirs.itemsize + ALIGNMENT_NBYTES, dtype=np.uint8)
-    shift = -room.ctypes.data % ALIGNMENT_NBYTES
-    return NumpyBuffer(room[shift : shift + numel * theirs.itemsize].view(theirs))
+    nbytes = numel * theirs.itemsize
+    room = np.zeros(nbytes + spare_nbytes(nbytes), dtype=np.uint8)
+    shift = aligned_shift(room.ctypes.data, nbytes)
+    return NumpyBuffer(room[shift : shift + nbytes].view(theirs))
 
 
 def wrap_numpy(array: object) -> NumpyBuffer:

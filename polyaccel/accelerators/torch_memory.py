@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from polyaccel.accelerators.memory import ALIGNMENT_NBYTES, CountedBuffer, WriteCount
+from polyaccel.accelerators.memory import CountedBuffer, WriteCount, aligned_shift, spare_nbytes
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.types import DeviceId, DType
@@ -82,14 +82,14 @@ def _import_foreign(source: Buffer) -> torch.Tensor:
 
 def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bool = False) -> TorchBuffer:
     """Zeroed, 64-byte aligned memory: on `device`, or page-locked host memory for it when `pinned`."""
-    where = torch.device("cpu") if pinned else device
-    tensor = torch.zeros(numel, dtype=torch_dtype(dtype), device=where, pin_memory=pinned)
-    if tensor.data_ptr() % ALIGNMENT_NBYTES:
-        spare = ALIGNMENT_NBYTES // dtype.itemsize
-        larger = torch.zeros(numel + spare, dtype=torch_dtype(dtype), device=where, pin_memory=pinned)
-        shift = -larger.data_ptr() % ALIGNMENT_NBYTES // dtype.itemsize
-        tensor = larger.narrow(0, shift, numel)
-    return TorchBuffer(tensor)
+    if device.type != "cpu" and not pinned:
+        return TorchBuffer(
+            torch.zeros(numel, dtype=torch_dtype(dtype), device=device)
+        )  # allocators align by 256 or more
+    nbytes = numel * dtype.itemsize
+    room = torch.zeros(nbytes + spare_nbytes(nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    shift = aligned_shift(room.data_ptr(), nbytes)
+    return TorchBuffer(room.narrow(0, shift, nbytes).view(torch_dtype(dtype)))
 
 
 def wrap_torch(array: object) -> TorchBuffer:
