@@ -1,0 +1,1 @@
+"""The `polyaccel` command: one file a verb."""

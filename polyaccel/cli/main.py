@@ -1,0 +1,82 @@
+"""The frame of the `polyaccel` command: finds the verb, imports its module and no other, and shows errors.
+
+A verb's module has `add_parser(subparsers)`, which adds a parser of the verb's name with the default
+`func(args) -> int`, the verb itself; what it returns is the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from types import MappingProxyType
+
+from polyaccel.errors import PolyaccelError
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A subcommand: the module that has it, and its line in `polyaccel --help`."""
+
+    module: str
+    help: str
+
+
+VERBS: Mapping[str, Verb] = MappingProxyType(
+    {
+        "run": Verb("polyaccel.cli.run", "start the ranks of a training script on this machine"),
+        "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
+        "plugins": Verb("polyaccel.cli.plugins", "list the installed plugins"),
+        "doctor": Verb("polyaccel.cli.doctor", "say what works on this machine and what does not"),
+    }
+)
+
+_EXIT_FAILURE = 1
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with the arguments `argv` (None: those of the process) and return its exit code.
+
+    1 stands for an error, whose message goes to standard error, and 2 for wrong arguments. A traceback is shown only
+    with -v before the verb, or POLYACCEL_DEBUG=1.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(arguments).parse_args(arguments)
+    except SystemExit as exit_:  # argparse has said why
+        return exit_.code if isinstance(exit_.code, int) else _EXIT_FAILURE
+    try:
+        code = args.func(args)
+        sys.stdout.flush()
+    except PolyaccelError as error:
+        if args.debug or os.environ.get("POLYACCEL_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        else:
+            print(f"polyaccel: error: {error}", file=sys.stderr)
+        return _EXIT_FAILURE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at exit
+        return _EXIT_FAILURE
+    return int(code)
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the whole command. Only the verb that `arguments` names is imported; the rest are lines of help."""
+    parser = argparse.ArgumentParser(prog="polyaccel", description="One training engine for any accelerator.")
+    parser.add_argument("--version", action="version", version=f"polyaccel {metadata.version('polyaccel')}")
+    parser.add_argument("-v", "--verbose", dest="debug", action="store_true", help="show the traceback of an error")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, verb in VERBS.items():
+        if name == chosen:
+            import_module(verb.module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=verb.help)
+    return parser

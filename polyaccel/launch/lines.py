@@ -1,0 +1,79 @@
+"""Lines of several writers on one descriptor: each line says whose it is, and no line is torn by another writer's.
+
+Bytes stay as they are. A line ends with a newline or, as progress bars redraw theirs, with a carriage return; the
+prefix stands again after either. A line that its writer leaves unfinished, such as a question, is shown as far as it
+goes; if somebody else writes then, the unfinished line is closed first, and its rest gets the prefix once more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+
+MAX_LINE_NBYTES = 1 << 20
+"""A longer line is shown in pieces."""
+
+# Behind a newline, and behind a carriage return once it is known that no newline follows.
+_BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
+
+
+class LineSink:
+    """A file descriptor that several `LineWriter`s share. What cannot be written, its reader being gone, is dropped."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._writer: object = None
+        self._last = b"\n"
+        self._is_gone = False
+
+    def column(self, writer: object) -> bytes:
+        """The last byte there, if `writer` wrote it: tells whether it is within a line of its own. Else a newline."""
+        return self._last if writer is self._writer else b"\n"
+
+    def write(self, writer: object, data: bytes) -> None:
+        """Write `data` in one piece, on a new line if another writer's is open. Blocks as long as the reader does."""
+        if not data:
+            return
+        if writer is not self._writer and self._last != b"\n":
+            data = b"\n" + data
+        self._writer, self._last = writer, data[-1:]
+        while data and not self._is_gone:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # whoever gave us the descriptor made it non-blocking
+                select.select([], [self._fd], [])
+            except OSError:
+                self._is_gone = True
+
+
+class LineWriter:
+    """One writer: `feed` takes bytes as they come, `flush` shows the unfinished line too."""
+
+    def __init__(self, sink: LineSink, prefix: bytes) -> None:
+        self._sink = sink
+        self._prefix = prefix
+        self._unfinished = b""
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._unfinished = _BREAK.split(self._unfinished + data)
+        self._write(lines)
+        if len(self._unfinished) > MAX_LINE_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._unfinished = [self._unfinished], b""
+        self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        before = self._sink.column(self)
+        dressed = []
+        for line in lines:
+            is_rest = before not in b"\r\n" or (before == b"\r" and line == b"\n")
+            dressed.append(line if is_rest or line == b"\r" else self._prefix + line if line else line)
+            before = line[-1:] or before
+        self._sink.write(self, b"".join(dressed))

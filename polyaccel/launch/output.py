@@ -1,0 +1,191 @@
+"""What ranks print: read from pipes by one thread, and shown with the rank's number before each line.
+
+[Note: Who owns the terminal]
+A progress bar needs a terminal, and a terminal shows one at a time. So the first rank of this host has the launcher's
+standard output (or error) itself when that is a terminal, and its lines have no prefix. With a log directory every
+rank is read, so that the files are complete.
+
+The thread may block for as long as the reader of our output does (`| less`); the main thread never writes while it
+runs, and so stays free to notice signals and failing ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import LaunchPlan, RankSpec
+from polyaccel.launch.lines import LineSink, LineWriter
+from polyaccel.launch.process import RankProcess
+
+_CHUNK_NBYTES = 1 << 16
+_UNFINISHED_S = 0.2  # after this much silence, an unfinished line is shown
+_TAIL_NBYTES = 4096
+_TAIL_LINES = 8
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One pipe of one rank. `tail` holds the last bytes read, `log` is the file that the rank's two share."""
+
+    pipe: IO[bytes]
+    writer: LineWriter
+    log: IO[bytes] | None
+    tail: bytes = b""
+    fed_s: float = field(default_factory=monotonic)
+
+    def feed(self, data: bytes) -> None:
+        self.fed_s = monotonic()
+        self.tail = (self.tail + data)[-_TAIL_NBYTES:]
+        if self.log is not None:
+            try:
+                self.log.write(data)
+            except OSError:  # a full disk must not end the training
+                self.log = None
+        self.writer.feed(data)
+
+
+class JobOutput:
+    """Shows the output of a job's ranks on the descriptors `stdout_fd` and `stderr_fd`.
+
+    `attach` every rank, then `start`, then `close`. `say` adds a line of the launcher's own to standard error.
+    Raises LaunchError when the log directory cannot be written to.
+    """
+
+    def __init__(self, plan: LaunchPlan, *, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
+        self._sinks = LineSink(stdout_fd), LineSink(stderr_fd)
+        self._is_terminal = os.isatty(stdout_fd), os.isatty(stderr_fd)
+        self._log_dir = plan.log_dir
+        self._streams: dict[int, list[_Stream]] = {}
+        self._own = LineWriter(self._sinks[1], b"polyaccel: ")
+        self._sentences: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        with ExitStack() as files:
+            self._logs = {spec.rank: _open_log(plan.log_dir, spec.rank, files) for spec in plan.ranks}
+            self._files = files.pop_all()
+        self._selector = self._files.enter_context(selectors.DefaultSelector())
+        self._wake_read, self._wake_write = os.pipe()
+        self._files.callback(os.close, self._wake_read)
+        self._files.callback(os.close, self._wake_write)
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._show, name="polyaccel-output", daemon=True)
+
+    def owns(self, spec: RankSpec) -> tuple[bool, bool]:
+        """Whether the rank has our standard output, and error, itself. See [Note: Who owns the terminal]."""
+        if spec.local_rank != 0 or self._log_dir is not None:
+            return False, False
+        return self._is_terminal
+
+    def attach(self, rank: RankProcess) -> None:
+        """Show what `rank` prints, but for what it owns."""
+        streams = self._streams.setdefault(rank.spec.rank, [])
+        for pipe, sink in zip((rank.stdout, rank.stderr), self._sinks, strict=True):
+            if pipe is not None:
+                self._files.enter_context(pipe)
+                os.set_blocking(pipe.fileno(), False)
+                stream = _Stream(
+                    pipe, LineWriter(sink, f"[rank {rank.spec.rank}] ".encode()), self._logs[rank.spec.rank]
+                )
+                self._selector.register(pipe, selectors.EVENT_READ, stream)
+                streams.append(stream)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of the launcher on standard error, between the ranks' lines."""
+        self._sentences.put(sentence.encode(errors="backslashreplace") + b"\n")
+        if self._thread.is_alive():
+            self._wake()
+        else:
+            self._show_sentences()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """What a rank wrote last to standard error or, if nothing, to standard output. After `drain`."""
+        tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
+        return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
+
+    def drain(self, timeout_s: float) -> bool:
+        """Show what is in the pipes now and nothing more. False when the reader of our output did not take all of it
+        within `timeout_s`: then call again, or give the rest up."""
+        if self._thread.is_alive():
+            self._is_closing = True
+            self._wake()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Give the descriptors back, unless the thread is stuck with them."""
+        if not self._thread.is_alive():
+            self._files.close()
+
+    def _show(self) -> None:
+        while len(self._selector.get_map()) > 1 or not self._is_closing:
+            streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
+            unfinished = [stream for stream in streams if stream.writer.has_unfinished]
+            for key, _ in self._selector.select(_UNFINISHED_S if unfinished else None):
+                if key.data is not None:
+                    self._read(key.data)
+                else:
+                    os.read(self._wake_read, _CHUNK_NBYTES)
+            for stream in unfinished:
+                if monotonic() - stream.fed_s >= _UNFINISHED_S:
+                    stream.writer.flush()
+            self._show_sentences()
+            if self._is_closing:
+                for stream in streams:
+                    self._read_rest(stream)
+        self._show_sentences()
+
+    def _read(self, stream: _Stream) -> bool:
+        """Whether there was something to read; a stream at its end is dropped."""
+        try:
+            data = os.read(stream.pipe.fileno(), _CHUNK_NBYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            stream.feed(data)
+        else:
+            self._drop(stream)
+        return bool(data)
+
+    def _read_rest(self, stream: _Stream) -> None:
+        """All that is in the pipe, whose other end may still be open in a process that escaped us."""
+        while self._read(stream):
+            pass
+        self._drop(stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        stream.writer.flush()
+        with suppress(KeyError):  # dropped before
+            self._selector.unregister(stream.pipe)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full of reasons to wake up
+            os.write(self._wake_write, b"!")
+
+    def _show_sentences(self) -> None:
+        while not self._sentences.empty():
+            self._own.feed(self._sentences.get())
+
+
+def _open_log(log_dir: Path | None, rank: int, files: ExitStack) -> IO[bytes] | None:
+    if log_dir is None:
+        return None
+    path = log_dir / f"rank_{rank}.log"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return files.enter_context(path.open("ab", buffering=0))  # a restarted job keeps why it was restarted
+    except OSError as error:
+        cure = "name a directory that can be written to: --log-dir DIR"
+        raise LaunchError(f"no log file {path}: {error}", cure=cure, value=path) from error

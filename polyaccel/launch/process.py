@@ -1,0 +1,131 @@
+"""A rank as a process: its start in a session of its own, and what becomes of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from enum import Enum
+from time import monotonic, sleep
+from typing import IO
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import RankSpec
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_WAIT_POLL_S = 0.005
+
+
+class RankState(Enum):
+    """What a rank's process does."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """By a signal such as SIGSTOP, until SIGCONT. A debugger that holds it does not count."""
+    ENDED = "ended"
+
+
+class RankProcess:
+    """The process of one rank, leader of a session and a process group of its own, so that a signal to the group
+    reaches what it started, and Ctrl-C reaches the launcher only.
+
+    `returncode` is None until it ended, then its exit code, or -N when signal N ended it.
+    """
+
+    def __init__(self, spec: RankSpec, process: subprocess.Popen[bytes]) -> None:
+        self.spec = spec
+        self.pid = process.pid
+        self.stdout: IO[bytes] | None = process.stdout
+        self.stderr: IO[bytes] | None = process.stderr
+        self.state = RankState.RUNNING
+        self.stop_signal = signal.SIGSTOP
+        self.started_s = self.changed_s = monotonic()
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def lifetime_s(self) -> float:
+        """From its start until its last change of state."""
+        return self.changed_s - self.started_s
+
+    def poll(self) -> bool:
+        """Ask the kernel what became of it; True when the state is another than before. Never blocks."""
+        before = self.state
+        while self.state is not RankState.ENDED:
+            # Not Popen.poll, which does not see a process stop.
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if pid == 0:
+                break
+            if os.WIFSTOPPED(status):
+                self.state, self.stop_signal = RankState.STOPPED, signal.Signals(os.WSTOPSIG(status))
+            elif os.WIFCONTINUED(status):
+                self.state = RankState.RUNNING
+            else:
+                self.state = RankState.ENDED
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.changed_s = monotonic()
+        return self.state is not before
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        while self.state is not RankState.ENDED:
+            if not self.poll():
+                sleep(_WAIT_POLL_S)
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        """Send `signum` to it and to everything in its process group. Only while it has not ended."""
+        if self.state is not RankState.ENDED:  # an unreaped leader keeps the number of its group from being reused
+            os.killpg(self.pid, signum)
+
+
+def start_rank(spec: RankSpec, *, owns_stdout: bool, owns_stderr: bool) -> RankProcess:
+    """Start the process of a rank. Standard output and error are pipes to read, unless it `owns` the launcher's own.
+
+    Local rank 0 reads the launcher's standard input, the others nothing. Raises LaunchError when it cannot start.
+    """
+    try:
+        process = subprocess.Popen(
+            spec.command,
+            stdin=None if spec.local_rank == 0 else subprocess.DEVNULL,
+            stdout=None if owns_stdout else subprocess.PIPE,
+            stderr=None if owns_stderr else subprocess.PIPE,
+            bufsize=0,
+            env=dict(spec.environment),
+            start_new_session=True,
+            preexec_fn=_child_setup(spec),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"rank {spec.rank} could not be started: {error}",
+            cure="see whether the program, memory or a limit on processes (ulimit -u) is missing",
+            value=spec.command,
+        ) from error
+    return RankProcess(spec, process)
+
+
+def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
+    """What runs in the child before the program: bind cores, and on Linux ask to die together with the launcher.
+
+    The kernel means the *thread* that started the child; that is the main thread, see SignalInbox.
+    """
+    linux = sys.platform == "linux"
+    if not linux and spec.cores is None:
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if linux else None
+    launcher = os.getpid()
+
+    def setup() -> None:
+        if spec.cores is not None:
+            os.sched_setaffinity(0, spec.cores)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != launcher:  # it died before the request
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return setup

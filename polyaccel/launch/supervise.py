@@ -1,0 +1,184 @@
+"""The life of a job on this host: start the ranks, stay until all have ended, and end the others when one fails.
+
+[Note: How a job ends]
+It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
+then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that we pass on asks the
+ranks to end as well: they get no second one, but from the first rank that ends of it the grace period runs. A second
+SIGINT kills at once. What ranks leave behind when they end is ended in the same way, so that nothing outlives the job.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+
+from polyaccel.launch import report
+from polyaccel.launch.base import LaunchPlan
+from polyaccel.launch.inbox import SignalInbox
+from polyaccel.launch.output import JobOutput
+from polyaccel.launch.process import RankProcess, RankState, start_rank
+from polyaccel.launch.tree import JobTree
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
+_POLL_S = 0.05  # only while waiting for processes that are not our children
+_KILL_AGAIN_S = 1.0
+_KILL_ROUNDS = 10
+_DRAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why the job failed. `rank` is the one whose last lines explain it."""
+
+    code: int
+    sentence: str
+    rank: RankProcess | None = None
+
+
+class Supervisor:
+    """Runs one job, once. See [Note: How a job ends]."""
+
+    def __init__(self, plan: LaunchPlan, output: JobOutput) -> None:
+        self._plan = plan
+        self._output = output
+        self._tree = JobTree(plan.job_id)
+        self._ranks: list[RankProcess] = []
+        self._verdict: _Verdict | None = None
+        self._passed_on: dict[signal.Signals, float] = {}
+        self._leftovers_until_s = inf
+        self._is_ending = False
+        self._kill_at_s = inf
+        self._kill_rounds = 0
+
+    def run(self) -> int:
+        """The exit code of the job, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
+        with SignalInbox((*_FORWARDED, signal.SIGCHLD)) as inbox:
+            try:
+                self._start()
+                while self._is_going_on():
+                    self._handle(inbox.wait(self._patience_s()))
+                while not self._output.drain(_DRAIN_S):
+                    if set(_FORWARDED) & set(inbox.wait(0)):
+                        break
+            finally:
+                self._kill_what_is_left()
+                self._conclude()
+        return self._verdict.code if self._verdict else 0
+
+    def _start(self) -> None:
+        for spec in self._plan.ranks:
+            owns_stdout, owns_stderr = self._output.owns(spec)
+            rank = start_rank(spec, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
+            self._tree.add(rank.pid)
+            self._ranks.append(rank)
+            self._output.attach(rank)
+        self._output.start()  # last: a process with threads should not fork
+
+    def _is_going_on(self) -> bool:
+        if any(rank.state is not RankState.ENDED for rank in self._ranks):
+            return self._kill_rounds < _KILL_ROUNDS
+        self._leftovers_until_s = min(self._leftovers_until_s, monotonic() + _LINGER_S)
+        return self._kill_rounds < _KILL_ROUNDS and bool(self._tree.members())
+
+    def _patience_s(self) -> float | None:
+        """How long nothing needs to be done unless a signal comes."""
+        if self._leftovers_until_s < inf:
+            return _POLL_S
+        until = min(self._kill_at_s, *(self._stopped_until_s(rank) for rank in self._ranks))
+        return None if until == inf else max(0.0, until - monotonic())
+
+    def _stopped_until_s(self, rank: RankProcess) -> float:
+        limit = self._plan.stop_timeout_s
+        waits = rank.state is RankState.STOPPED and limit > 0 and not self._is_ending
+        return rank.changed_s + limit if waits else inf
+
+    def _handle(self, signals: list[signal.Signals]) -> None:
+        for signum in signals:
+            if signum in _FORWARDED:
+                self._pass_on(signum)
+        self._note_changes([rank for rank in self._ranks if rank.poll()])
+        now = monotonic()
+        for rank in self._ranks:
+            if self._stopped_until_s(rank) <= now:
+                sentence = f"{report.name_rank(rank)} was stopped by {rank.stop_signal.name} and not continued"
+                limit = f" within the {self._plan.stop_timeout_s:g} s of --stop-timeout"
+                self._fail(_Verdict(128 + rank.stop_signal, sentence + limit, rank))
+        if self._leftovers_until_s <= now and not self._is_ending:
+            self._output.say(f"ending what the ranks left behind: pid {_listed(self._tree.members())}")
+            self._end()
+        if self._kill_at_s <= now:
+            self._kill()
+
+    def _pass_on(self, signum: signal.Signals) -> None:
+        if signum is signal.SIGINT and signum in self._passed_on:
+            self._fail(_Verdict(128 + signum, "killed by a second SIGINT"))
+            self._kill_at_s = 0.0
+            return
+        self._output.say(f"{signum.name} is passed on to the ranks")
+        self._passed_on[signum] = monotonic()
+        for rank in self._ranks:
+            for each in (signum, signal.SIGCONT):  # a stopped process would not see it
+                with suppress(ProcessLookupError, PermissionError):
+                    rank.signal_group(each)
+
+    def _note_changes(self, changed: list[RankProcess]) -> None:
+        for rank in changed:
+            if rank.state is RankState.STOPPED and not self._is_ending:
+                self._output.say(report.describe_stop(rank, self._plan.stop_timeout_s))
+            elif rank.state is RankState.RUNNING and not self._is_ending:
+                self._output.say(f"{report.name_rank(rank)} goes on")
+        # Of several that ended at the same time, one that a signal killed is the likelier cause: its peers lose their
+        # connection and exit with a code.
+        failed = sorted((rank for rank in changed if rank.returncode), key=lambda rank: (rank.returncode or 0) > 0)
+        for rank in failed[:1]:
+            code = report.exit_code(rank.returncode or 0)
+            if code - 128 in self._passed_on:
+                name = report.signal_name(code - 128)
+                self._fail(_Verdict(code, f"ended by {name}, which was passed on to the ranks"))
+            else:
+                self._fail(_Verdict(code, report.describe_end(rank), rank))
+
+    def _fail(self, verdict: _Verdict) -> None:
+        if self._verdict is None:
+            self._verdict = verdict
+            if any(rank.state is not RankState.ENDED for rank in self._ranks):
+                self._output.say(f"{verdict.sentence}; ending the other ranks")
+            self._end()
+
+    def _end(self) -> None:
+        self._is_ending = True
+        now = monotonic()
+        self._kill_at_s = min(self._kill_at_s, now + self._plan.grace_s)
+        if not any(now - passed_s < self._plan.grace_s for passed_s in self._passed_on.values()):
+            self._tree.signal(signal.SIGTERM)
+            self._tree.signal(signal.SIGCONT)
+
+    def _kill(self) -> None:
+        members = self._tree.signal(signal.SIGKILL)
+        if members and self._kill_rounds == 0:
+            self._output.say(f"killed with SIGKILL: pid {_listed(members)}")
+        self._kill_rounds += 1
+        self._kill_at_s = monotonic() + _KILL_AGAIN_S
+
+    def _kill_what_is_left(self) -> None:
+        """Nothing, unless something was raised or a process cannot be killed (it hangs within a driver or on NFS)."""
+        left = self._tree.signal(signal.SIGKILL)
+        if left and self._kill_rounds >= _KILL_ROUNDS:
+            self._output.say(f"pid {_listed(left)} could not be killed: it hangs within the kernel")
+            return
+        for rank in self._ranks:
+            rank.wait()
+
+    def _conclude(self) -> None:
+        if self._output.drain(_DRAIN_S) and (verdict := self._verdict):
+            lines = self._output.last_lines(verdict.rank.spec.rank) if verdict.rank else []
+            self._output.say(report.with_last_lines(verdict.sentence, lines))
+        self._output.close()
+
+
+def _listed(pids: set[int]) -> str:
+    return ", ".join(map(str, sorted(pids)))
