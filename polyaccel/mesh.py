@@ -58,6 +58,11 @@ class Mesh:
 
     def rank_at(self, coordinates: dict[str, int]) -> int:
         """The rank at `coordinates`, one entry an axis; the inverse of `coordinates`."""
+        if coordinates.keys() != {axis.name for axis in self.axes}:
+            known = ", ".join(axis.name for axis in self.axes)
+            raise ShardingError(
+                f"{coordinates} does not name every mesh axis once", cure=f"its axes are: {known}", value=coordinates
+            )
         rank = 0
         for axis in self.axes:
             if not 0 <= coordinates[axis.name] < axis.size:

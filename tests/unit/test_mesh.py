@@ -1,0 +1,75 @@
+"""Ranks and coordinates are two names for one thing, and the lines along an axis cut the mesh into equal groups."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyaccel.errors import ShardingError
+from polyaccel.mesh import Mesh, MeshAxis
+
+meshes = st.lists(st.integers(1, 4), max_size=4).map(
+    lambda sizes: Mesh(tuple(MeshAxis(f"axis{index}", size) for index, size in enumerate(sizes)))
+)
+
+
+@given(meshes)
+def test_a_rank_is_where_its_coordinates_are(mesh: Mesh) -> None:
+    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    assert [mesh.rank_at(place) for place in places] == list(range(mesh.world_size))
+    assert all(list(place) == [axis.name for axis in mesh.axes] for place in places)
+
+
+@given(meshes)
+def test_lines_along_an_axis_tile_the_mesh(mesh: Mesh) -> None:
+    for axis in mesh.axes:
+        lines = {mesh.line(axis.name, rank) for rank in range(mesh.world_size)}
+        assert sorted(rank for line in lines for rank in line) == list(range(mesh.world_size))
+        for line in lines:
+            assert len(line) == axis.size == mesh.axis_size(axis.name)
+            assert [mesh.coordinates(rank)[axis.name] for rank in line] == list(range(axis.size))
+            assert all(mesh.line(axis.name, rank) == line for rank in line)
+
+
+def test_the_last_axis_varies_fastest() -> None:
+    mesh = Mesh((MeshAxis("data", 2), MeshAxis("sequence", 3)))
+    assert mesh.coordinates(4) == {"data": 1, "sequence": 1}
+    assert mesh.line("sequence", 4) == (3, 4, 5)
+    assert mesh.line("data", 4) == (1, 4)
+
+
+def test_plain_data_parallelism_is_one_axis() -> None:
+    mesh = Mesh.flat(3)
+    assert (mesh.world_size, mesh.axis_size("data"), mesh.line("data", 1)) == (3, 3, (0, 1, 2))
+
+
+@pytest.mark.parametrize("rank", [-1, 6])
+def test_a_rank_outside_is_refused(rank: int) -> None:
+    with pytest.raises(ShardingError, match=f"rank {rank} is outside a mesh of 6"):
+        Mesh.flat(6).coordinates(rank)
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_coordinates_outside_are_refused(index: int) -> None:
+    with pytest.raises(ShardingError, match="outside mesh axis 'data' of 3"):
+        Mesh.flat(3).rank_at({"data": index})
+
+
+@pytest.mark.parametrize("coordinates", [{}, {"data": 0, "tensor": 0}])
+def test_coordinates_name_every_axis_and_no_other(coordinates: dict[str, int]) -> None:
+    with pytest.raises(ShardingError, match=r"does not name every mesh axis once\n  cure: its axes are: data"):
+        Mesh.flat(3).rank_at(coordinates)
+
+
+def test_an_unknown_axis_is_refused_with_those_there_are() -> None:
+    mesh = Mesh((MeshAxis("data", 2), MeshAxis("sequence", 3)))
+    with pytest.raises(ShardingError, match=r"no axis 'tensor'\n  cure: its axes are: data, sequence"):
+        mesh.axis_size("tensor")
+
+
+def test_repeated_and_empty_axes_are_refused() -> None:
+    with pytest.raises(ShardingError, match="repeat a name"):
+        Mesh((MeshAxis("data", 2), MeshAxis("data", 3)))
+    with pytest.raises(ShardingError, match="'data' has size 0"):
+        Mesh.flat(0)
