@@ -12,14 +12,9 @@ from throwaway import Distribution, install, python
 
 LOUD = 'print("hello from the plugin")\nraise OSError("no such bus")\n'
 VERB = """
-import argparse, sys
-from polyaccel.cli import doctor, plugins
-parser = argparse.ArgumentParser(prog="polyaccel")
-verbs = parser.add_subparsers()
-doctor.add_parser(verbs)
-plugins.add_parser(verbs)
-args = parser.parse_args({arguments!r})
-code = args.func(args)
+import sys
+from polyaccel.cli.main import main
+code = main({arguments!r})
 print(*(name for name in ("torch", "jax", "rich") if sys.modules.get(name)), file=sys.stderr)
 sys.exit(code)
 """
@@ -65,6 +60,19 @@ def test_broken_plugins_are_rows_with_package_version_and_traceback(site: Path, 
     wires = [row for row in report["plugins"] if row["name"] == "wire"]
     assert [row["package"] for row in wires] == ["acme_a", "acme_b"]
     assert all("acme_a:Wire of acme_a 1.0 and acme_b:Wire of acme_b 1.0" in row["reason"] for row in wires)
+
+
+def test_a_machine_with_only_our_own_plugins_is_healthy(tmp_path: Path) -> None:
+    report = doctor(tmp_path, tmp_path)
+    assert {row["name"]: row["reason"] for row in report["plugins"] if row["state"] == "broken"} == {}
+    assert report["healthy"]
+    assert rows(report, "accelerators")[report["accelerator"]]["state"] == "usable"
+
+
+def test_an_accelerator_that_cannot_be_chosen_is_said_with_the_reason(tmp_path: Path) -> None:
+    report = doctor(tmp_path, tmp_path, before="import os\nos.environ['DS_ACCELERATOR'] = 'abacus'\n")
+    assert (report["healthy"], report["accelerator"]) == (False, None)
+    assert "'abacus'" in report["accelerator_problem"]
 
 
 def test_the_text_fits_eighty_columns_and_shows_tracebacks_only_when_asked(site: Path, tmp_path: Path) -> None:

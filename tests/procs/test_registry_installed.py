@@ -197,6 +197,8 @@ def test_a_distribution_hidden_by_another_of_its_name_is_no_conflict(tmp_path: P
     install(far, tier("acme_good", "2.4"))
     code = "from polyaccel.registry import *; print(find_plugin(PluginGroup.TIERS, 'good').source)"
     assert python(code, near, far, cache=tmp_path / "cache").stdout == "acme_good 2.5\n"
+    _damage_entry_points_of_an_unrelated_package(far)
+    assert python(code, near, far, cache=tmp_path / "cache").stdout == "acme_good 2.5\n"
 
 
 FIND_BOTH = """
@@ -238,8 +240,7 @@ def _set_mtimes(site: Path, seconds_later: int) -> None:
 
 def test_unreadable_metadata_hides_no_other_plugin(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    unrelated = Distribution("unrelated", "1.0", "", {"console_scripts": {"unrelated": "unrelated:main"}})
-    install(site, tier("acme_good", "2.5"), tier("acme_bare"), unrelated)
+    install(site, tier("acme_good", "2.5"), tier("acme_bare"))
     (site / "acme_bare-1.0.dist-info" / "METADATA").unlink()
     code = """
 from polyaccel.registry import *
@@ -248,10 +249,15 @@ print(*(info.source for info in list_plugins(PluginGroup.TIERS) if info.name != 
     unnamed = f"{site / 'acme_bare-1.0.dist-info'} of unknown version"
     assert python(code, site, cache=tmp_path / "cache").stdout == f"{unnamed}\nacme_good 2.5\n"
 
-    (site / "unrelated-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    _damage_entry_points_of_an_unrelated_package(site)
     done = python(code, site, cache=tmp_path / "cache")
     assert "acme_good 2.5" in done.stdout
     assert "unrelated-1.0.dist-info are left out" in done.stderr
+
+
+def _damage_entry_points_of_an_unrelated_package(site: Path) -> None:
+    install(site, Distribution("unrelated", "1.0", "", {"console_scripts": {"unrelated": "unrelated:main"}}))
+    (site / "unrelated-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
 
 
 def test_a_plugin_installed_while_the_process_runs_is_found(tmp_path: Path) -> None:
