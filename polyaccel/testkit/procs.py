@@ -1,0 +1,216 @@
+"""Run a function once per rank, ranks being real processes: spawned once, connected once, used for many calls.
+
+A worker that dies, raises in a way that does not travel, or does not answer in time costs the pool: all workers are
+killed, the error names the rank, and the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from polyaccel.comm.base import Communicator, Rendezvous
+from polyaccel.errors import CommError, CommTimeout, LaunchError
+from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+Task = Callable[..., Any] | str
+
+
+class RankPool:
+    """`world_size` worker processes joined by gloo. A context manager; `run` may be called any number of times.
+
+    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers before they import torch.
+    """
+
+    def __init__(self, world_size: int, *, comm_timeout_s: float = 30.0, environ: dict[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self._comm_timeout_s = comm_timeout_s
+        self._environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
+        self._workers: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank; empty when none run."""
+        return [worker.pid or 0 for worker in self._workers]
+
+    def run(self, task: Task, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """`[task(communicator, *args) on rank 0, ...]`; `task` pickles or is written `module:function`.
+
+        A worker's exception is raised here with attribute `rank` and the worker's traceback as a note; it is rank r's
+        if only r raised, else that of the first that answered. Raises LaunchError for workers that died and CommTimeout
+        for those that did not answer within `timeout_s`.
+        """
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((task, args))
+        answers = self._collect(timeout_s)
+        for rank, (error, _) in answers.items():
+            if error is not None:
+                if any(isinstance(one, CommError) for one, _ in answers.values()):
+                    self._kill()  # the ranks may no longer agree on what comes next
+                raise blame(error, rank)
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the workers: those that listen by themselves, the others by force."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        deadline = monotonic() + _STOP_TIMEOUT_S
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - monotonic()))
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="polyaccel-ranks-")
+        meeting = f"file://{Path(self._folder.name) / 'store'}"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, None, None, "RankPool", meeting)
+            worker = context.Process(
+                target=_work,
+                args=(theirs, rendezvous, self._comm_timeout_s, self._environ),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._pipes.append(ours)
+        for rank, (error, _) in self._collect(_START_TIMEOUT_S).items():
+            if error is not None:
+                self._kill()
+                raise blame(error, rank)
+
+    def _collect(self, timeout_s: float) -> dict[int, tuple[BaseException | None, Any]]:
+        """One answer from every worker, in the order in which they came."""
+        answers: dict[int, tuple[BaseException | None, Any]] = {}
+        deadline = monotonic() + timeout_s
+        while len(answers) < self.world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(self.world_size) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                self._kill()
+                raise CommTimeout(
+                    f"worker ranks {late} did not answer within {timeout_s:g} s and were killed",
+                    missing_ranks=late,
+                    cure="raise timeout_s if they were only slow",
+                )
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._workers[rank].join(_STOP_TIMEOUT_S)
+                    code = self._workers[rank].exitcode
+                    self._kill()
+                    raise LaunchError(
+                        f"worker rank {rank} died with exit code {code}",
+                        cure="a negative code is the signal that killed it; its own output says more",
+                        value=(rank, code),
+                    ) from None
+        return answers
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._workers, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _work(pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, environ: dict[str, str]) -> None:
+    """What a worker does: connect, then run tasks until None comes or the pool is gone."""
+    os.environ.update(environ)
+    try:
+        communicator = _connect(rendezvous, comm_timeout_s)
+    except BaseException as error:
+        pipe.send_bytes(_packed(error, None))
+        return
+    pipe.send_bytes(_packed(None, None))
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            break
+        except Exception as error:  # a task that does not unpickle here
+            pipe.send_bytes(_packed(error, None))
+            continue
+        if job is None:
+            break
+        task, args = job
+        try:
+            result = _resolve(task)(communicator, *args)
+            answer = _packed(None, result)
+        except BaseException as error:
+            answer = _packed(error, None)
+        pipe.send_bytes(answer)
+    communicator.close()
+
+
+def _connect(rendezvous: Rendezvous, comm_timeout_s: float) -> Communicator:
+    import warnings
+
+    import torch
+
+    from polyaccel.accelerators.cpu import CpuAccelerator
+    from polyaccel.comm.default import set_default_communicator
+    from polyaccel.comm.torch_pg import GlooBackend
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    communicator = GlooBackend().connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
+    set_default_communicator(communicator)
+    return communicator
+
+
+def _resolve(task: Task) -> Callable[..., Any]:
+    if not isinstance(task, str):
+        return task
+    module, _, name = task.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
+
+
+def _packed(error: BaseException | None, result: Any) -> bytes:
+    """An answer that surely pickles; an error that does not becomes a LaunchError with its text."""
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        error.__dict__["__notes__"] = [*getattr(error, "__notes__", ()), f"in the worker:\n{text}"]
+        error.__cause__ = error.__context__ = None
+    try:
+        packed = pickle.dumps((error, result))
+        pickle.loads(packed)
+    except Exception as reason:
+        what = f"{type(error).__name__}: {error}" if error is not None else f"a result of type {type(result).__name__}"
+        packed = pickle.dumps((LaunchError(f"a worker's answer does not pickle ({reason}): {what}"), None))
+    return packed
