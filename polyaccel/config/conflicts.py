@@ -1,0 +1,58 @@
+"""Keys that are right one by one and contradict each other."""
+
+from __future__ import annotations
+
+from polyaccel.config.root import Config
+from polyaccel.config.zero import ZeroConfig
+from polyaccel.errors import Problem
+
+
+def conflict_problems(config: Config) -> list[Problem]:
+    """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
+    return [*_precision(config), *_gradients(config), *_zero(config)]
+
+
+def _precision(config: Config) -> list[Problem]:
+    problems = []
+    modes = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled, "torch_autocast": config.torch_autocast.enabled}
+    if len(on := [name for name, enabled in modes.items() if enabled]) > 1:
+        others = " and ".join(f"{name}.enabled" for name in on[:-1])
+        problems.append(Problem(f"{on[-1]}.enabled", True, f"excludes {others}, which is true too", "enable one"))
+    implied = next((name for name in on if name != "torch_autocast"), "fp32")
+    stated = config.data_types.param_dtype
+    if stated is not None and stated != implied:
+        expected = f"should be {implied!r}: fp16.enabled = {config.fp16.enabled}, bf16.enabled = {config.bf16.enabled}"
+        problems.append(Problem("data_types.param_dtype", stated, expected, "leave it out"))
+    fp16 = config.fp16
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+        expected = f"is above the initial scale 2 ** {fp16.initial_scale_power}"
+        problems.append(Problem("fp16.min_loss_scale", fp16.min_loss_scale, expected, "raise initial_scale_power"))
+    return problems
+
+
+def _gradients(config: Config) -> list[Problem]:
+    problems = []
+    factor = config.gradient_predivide_factor
+    if config.prescale_gradients and factor != 1.0:
+        expected = "has no effect when prescale_gradients divides by the number of ranks first"
+        problems.append(Problem("gradient_predivide_factor", factor, expected, "use one of the two"))
+    if config.gradient_allreduce_op == "sum" and (config.prescale_gradients or factor != 1.0):
+        scaling = "prescale_gradients" if config.prescale_gradients else f"gradient_predivide_factor = {factor}"
+        expected = f"divides nothing, but {scaling} asks for a division"
+        problems.append(Problem("gradient_allreduce_op", "sum", expected, 'use "mean" or leave the other out'))
+    if config.gradient_clipping > 0 and not config.zero_optimization.compute_grad_norm:
+        expected = f"is needed for gradient_clipping = {config.gradient_clipping}"
+        problems.append(Problem("zero_optimization.compute_grad_norm", False, expected, "leave it true"))
+    return problems
+
+
+def _zero(config: Config) -> list[Problem]:
+    zero = config.zero_optimization
+    default = ZeroConfig.model_fields["allgather_bucket_size"].default
+    if "zero_optimization.reduce_bucket_size" in config.auto_keys:
+        return []
+    if zero.allgather_bucket_size in (default, zero.reduce_bucket_size):
+        return []
+    expected = f"gathers use the buckets of reduce_bucket_size = {zero.reduce_bucket_size}"
+    key = "zero_optimization.allgather_bucket_size"
+    return [Problem(key, zero.allgather_bucket_size, expected, "leave it out, or set reduce_bucket_size")]

@@ -1,0 +1,102 @@
+"""Keys of older DeepSpeed versions: the deprecated are rewritten with a warning, the removed are errors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from polyaccel.config.keys import json_name
+from polyaccel.config.zero import ZeroConfig
+from polyaccel.errors import Problem
+
+_logger = logging.getLogger(__name__)
+
+_REMOVED = {
+    "amp": ("NVIDIA Apex mixed precision", "use bf16, fp16 or torch_autocast"),
+    "compression_training": ("compression", "remove it"),
+    "curriculum_learning": ("the top-level curriculum", "remove it"),
+    "eigenvalue": ("eigenvalues for quantisation", "remove it"),
+    "elasticity": ("elasticity", "remove it"),
+    "graph_harvesting": ("graph harvesting", "remove it"),
+    "nebula": ("the Nebula checkpoint writer", "remove it"),
+    "progressive_layer_drop": ("progressive layer drop", "remove it"),
+    "quantize_training": ("quantisation while training", "remove it"),
+    "sparse_attention": ("sparse attention", "remove it"),
+    "sparse_gradients": ("sparse gradients", "remove it"),
+    "zero_optimization.mics_shard_size": ("MiCS", "remove it"),
+    "zero_optimization.mics_hierarchical_params_gather": ("MiCS", "remove it"),
+    "zero_optimization.zeropp_loco_param": ("LoCo", "remove it"),
+}
+
+
+def modernise(tree: dict[str, Any]) -> list[Problem]:
+    """Rewrite the deprecated keys of `tree` in place, drop the removed ones, and return the problems.
+
+    Every rewriting is logged as a warning that names the new key.
+    """
+    problems: list[Problem] = []
+    _rename(tree, "bfloat16", "bf16", "", problems)
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, bool):
+        _warn("zero_optimization", f'"zero_optimization": {{"stage": {int(zero)}}}')
+        zero = tree["zero_optimization"] = {"stage": int(zero)}
+    if isinstance(zero, dict):
+        _modernise_zero(zero, problems)
+    for key, (feature, cure) in _REMOVED.items():
+        *parents, name = key.split(".")
+        table = tree.get(parents[0]) if parents else tree
+        if isinstance(table, dict) and name in table:
+            problems.append(Problem(key, table.pop(name), f"was removed from DeepSpeed: {feature}", cure))
+    return problems
+
+
+def _modernise_zero(zero: dict[str, Any], problems: list[Problem]) -> None:
+    prefix = "zero_optimization."
+    _rename(
+        zero,
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_gather_16bit_weights_on_model_save",
+        prefix,
+        problems,
+    )
+    for name, field in ZeroConfig.model_fields.items():
+        if json_name(name, field) != name and name in zero:
+            _rename(zero, name, json_name(name, field), prefix, problems, deprecated=False)
+    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if isinstance(zero.get(old), bool):
+            _set_device(zero, old, section, problems)
+    if "cpu_offload_use_pin_memory" in zero:
+        pinned = zero.pop("cpu_offload_use_pin_memory")
+        _warn(f"{prefix}cpu_offload_use_pin_memory", "pin_memory in offload_optimizer and offload_param")
+        for section in ("offload_optimizer", "offload_param"):
+            if isinstance(zero.get(section), dict):
+                zero[section].setdefault("pin_memory", pinned)
+
+
+def _set_device(zero: dict[str, Any], old: str, section: str, problems: list[Problem]) -> None:
+    device = "cpu" if zero.pop(old) else "none"
+    new = f"zero_optimization.{section}.device"
+    _warn(f"zero_optimization.{old}", f"{new} = {device!r}")
+    table = zero.setdefault(section, {})
+    if isinstance(table, dict) and table.setdefault("device", device) != device:
+        problems.append(Problem(f"zero_optimization.{old}", device == "cpu", f"contradicts {new}", f"keep only {new}"))
+
+
+def _rename(
+    table: dict[str, Any], old: str, new: str, prefix: str, problems: list[Problem], *, deprecated: bool = True
+) -> None:
+    if old not in table:
+        return
+    value = table.pop(old)
+    if new in table:
+        problems.append(
+            Problem(prefix + old, value, f"is another name of {prefix + new}, which is there too", "keep one")
+        )
+        return
+    if deprecated:
+        _warn(prefix + old, prefix + new)
+    table[new] = value
+
+
+def _warn(old: str, new: str) -> None:
+    _logger.warning("config key %s is deprecated; it was read as %s", old, new)

@@ -1,0 +1,127 @@
+"""From a file, a dict or base64 to a `Config`, or to all that is wrong with it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyaccel.config.arguments import check_optimizer, check_scheduler
+from polyaccel.config.auto import take_auto
+from polyaccel.config.conflicts import conflict_problems
+from polyaccel.config.legacy import modernise
+from polyaccel.config.problems import validate_tree
+from polyaccel.config.root import Config
+from polyaccel.config.text import parse_json
+from polyaccel.config.unsupported import unsupported_problems
+from polyaccel.errors import ConfigError, InvariantError, Problem
+
+Source = str | Path | Mapping[str, Any] | Config
+_BASE64 = re.compile(r"[A-Za-z0-9_+/-]+={0,2}\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A config with what is wrong with it; the keys in question stand at their defaults."""
+
+    config: Config
+    problems: tuple[Problem, ...]
+    source: str
+
+
+def load_config(source: Source, *, source_name: str | None = None) -> Config:
+    """Read and check a config.
+
+    `source` is the path of a JSON file (comments and trailing commas allowed), a mapping (never changed), the
+    url-safe base64 of such JSON, or a Config. `source_name` is how errors call it.
+    Raises ConfigError with all problems.
+    """
+    draft = draft_config(source, source_name=source_name)
+    if draft.problems:
+        raise ConfigError(draft.problems, source=draft.source)
+    return draft.config
+
+
+def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
+    """Like `load_config`, but what is wrong is returned. Raises ConfigError only where there is no JSON object."""
+    if isinstance(source, Config):
+        return Draft(source, (), source_name or "config")
+    tree, problems, name = _read(source, source_name)
+    if not isinstance(tree, dict):
+        problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
+        raise ConfigError([problem], source=name)
+    problems += modernise(tree)
+    auto_keys = take_auto(tree)
+    config, found = validate_tree(Config, tree)
+    if config is None:
+        raise InvariantError("a config without its offending keys is still refused", value=found)
+    config._auto = auto_keys
+    return Draft(config, (*problems, *found, *config_problems(config)), name)
+
+
+def config_problems(config: Config) -> list[Problem]:
+    """What is wrong with a typed config: features that do not exist, contradictions, arguments of named types."""
+    return [
+        *unsupported_problems(config),
+        *conflict_problems(config),
+        *check_optimizer(config.optimizer, config.auto_keys)[1],
+        *check_scheduler(config.scheduler, config.auto_keys)[1],
+    ]
+
+
+def _read(source: object, source_name: str | None) -> tuple[Any, list[Problem], str]:
+    if isinstance(source, Mapping):
+        problems: list[Problem] = []
+        return _plain(source, "", problems), problems, source_name or "config dict"
+    if not isinstance(source, str | Path):
+        problem = Problem("config", source, "should be a path, a dict or base64 of JSON", "pass one of these")
+        raise ConfigError([problem], source=source_name or "config")
+    path = Path(source)
+    text = _decoded(source) if isinstance(source, str) and not _is_file(path) else None
+    name = source_name or (str(path) if text is None else "base64 config")
+    if text is None:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            cure = "pass the path of a JSON file, a dict, or base64 of JSON"
+            raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", cure)], source=name) from None
+    tree, repeated = parse_json(text, source=name)
+    return tree, repeated, name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # base64 may be longer than a file name can be
+        return False
+
+
+def _decoded(source: str) -> str | None:
+    """The JSON object that `source` is the base64 of, or None when it is something else (a path, most likely)."""
+    if not _BASE64.fullmatch(source):
+        return None
+    body = source.strip().rstrip("=").replace("+", "-").replace("/", "_")
+    try:
+        text = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return text if text.lstrip().startswith(("{", "/", "#")) else None
+
+
+def _plain(value: Any, where: str, problems: list[Problem]) -> Any:
+    """A copy of `value` in dicts and lists, so that nothing of the caller's is ever changed."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                key = where.removeprefix(".") or "config"
+                problems.append(Problem(key, name, "has a key that is not a string", "quote the key"))
+        return {
+            name: _plain(child, f"{where}.{name}", problems) for name, child in value.items() if isinstance(name, str)
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(child, f"{where}[{index}]", problems) for index, child in enumerate(value)]
+    return value

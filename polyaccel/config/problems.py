@@ -1,0 +1,137 @@
+"""From what pydantic found to what a user reads: a dotted key, the value, what was expected, the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from polyaccel.config.keys import Path, dotted, suggest_key, suggest_word
+from polyaccel.config.section import Section
+from polyaccel.errors import Problem
+
+M = TypeVar("M", bound=Section)
+_MAX_PASSES = 20
+
+
+def validate_tree(model: type[M], tree: Any, *, prefix: Path = ()) -> tuple[M | None, list[Problem]]:
+    """An instance of `model` and every problem of `tree`.
+
+    With problems, the instance is that of the tree without the offending keys, so that later checks can still speak;
+    it is None when nothing can be left out (a required key is missing at the top).
+    """
+    problems: list[Problem] = []
+    for attempt in range(_MAX_PASSES):
+        try:
+            return model.model_validate(tree), problems
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            if attempt == 0:
+                problems = _merged([_problem(model, tree, item, prefix) for item in details])
+            tree = _without(tree, [_blamed(tree, item) for item in details])
+    return None, problems
+
+
+def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path) -> Problem:
+    path = _place(tree, item)
+    key = dotted((*prefix, *path))
+    value = item["input"]
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        cure = suggest_key(model, path)
+        if prefix:
+            cure = cure.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
+        return Problem(key, value, "is not a known key", cure)
+    if kind == "missing":
+        return Problem(key, None, "is required and missing", "give it a value")
+    if kind in ("model_type", "dict_type"):
+        return Problem(key, value, "should be an object", 'write {"key": value, ...}')
+    message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    return Problem(key, value, message, _cure(value, kind, item.get("ctx", {})))
+
+
+_CURES = {
+    "int_type": "write a whole number",
+    "float_type": "write a number",
+    "finite_number": "write a finite number",
+    "bool_type": "write true or false",
+    "string_type": "write a string in quotes",
+    "tuple_type": "write a list [...]",
+    "too_long": "remove items",
+}
+
+
+def _cure(value: Any, kind: str, context: Mapping[str, Any]) -> str:
+    if value == "auto":
+        return '"auto" is not available for this key; write a value'
+    if isinstance(value, str) and kind == "literal_error":
+        known = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        return suggest_word(value, known) or "choose one of these"
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        word = value.strip().lower()
+        if word in ("true", "false") or _is_number(word):
+            return f"write {word} without quotes"
+    return _CURES.get(kind, "change the value")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _place(tree: Any, item: ErrorDetails) -> Path:
+    """Where in `tree` the error is: pydantic's location without the names of union members that it adds."""
+    path: list[str | int] = []
+    node = tree
+    for position, part in enumerate(item["loc"]):
+        if _has(node, part):
+            node = node[part]
+        elif item["type"] != "missing" or position != len(item["loc"]) - 1:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _has(node: Any, part: str | int) -> bool:
+    if isinstance(part, int):
+        return isinstance(node, list | tuple) and part < len(node)
+    return isinstance(node, Mapping) and part in node
+
+
+def _merged(problems: list[Problem]) -> list[Problem]:
+    """One problem a key: the members of a union complain one by one."""
+    merged: dict[str, Problem] = {}
+    for problem in problems:
+        known = merged.get(problem.key)
+        if known is None:
+            merged[problem.key] = problem
+        elif problem.expected not in known.expected:
+            expected = f"{known.expected}, or {problem.expected}"
+            merged[problem.key] = Problem(known.key, known.value, expected, known.cure or problem.cure)
+    # "should be 'auto'" about a list says nothing beside the problem of its item.
+    return [problem for key, problem in merged.items() if not any(other.startswith(f"{key}[") for other in merged)]
+
+
+def _blamed(tree: Any, item: ErrorDetails) -> Path:
+    """What to leave out to get past an error: the key itself, its parent when it is missing, a list as a whole."""
+    path = _place(tree, item)
+    if item["type"] == "missing":
+        path = path[:-1]
+    indices = [position for position, part in enumerate(path) if isinstance(part, int)]
+    return path[: indices[0]] if indices else path
+
+
+def _without(tree: Any, paths: list[Path]) -> Any:
+    if () in paths or not isinstance(tree, Mapping):
+        return {}
+    kept: dict[str, Any] = {}
+    for name, child in tree.items():
+        below = [path[1:] for path in paths if path[0] == name]
+        if () not in below:
+            kept[name] = _without(child, below) if below else child
+    return kept

@@ -1,0 +1,56 @@
+"""What every config section is made of: a frozen pydantic model that takes nothing for something else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all sections. Strict: `"2"` and `true` are no numbers; `2` is a fine float and `5e8` a fine integer."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class FrozenTable(dict[str, Any]):
+    """A dict that refuses to change: a free table inside a frozen config. Pickles and serialises like a dict."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("a config is frozen; make a new one with other values")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenTable], tuple[dict[str, Any]]]:
+        return FrozenTable, (dict(self),)
+
+
+def _whole(value: Any) -> Any:
+    """JSON users write large counts as `5e8`, which is a float to the parser and a count to them."""
+    if isinstance(value, bool):
+        raise ValueError("should be an integer, not true or false")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+T = TypeVar("T")
+Int = Annotated[int, BeforeValidator(_whole)]
+PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
+CountInt = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Stage = Annotated[T, BeforeValidator(_whole)]
+"""For a `Literal` of integers: without it `true` would pass as 1."""
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Listed = Annotated[T, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+"""For a tuple that stands as a list in JSON."""
+Params = Annotated[dict[str, Any], AfterValidator(FrozenTable)]
+"""A free table, read-only once validated."""

@@ -1,0 +1,119 @@
+"""The section `zero_optimization`: what is sharded over the ranks, and how the traffic for it is cut."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from polyaccel.config.offload import OffloadOptimizerConfig, OffloadParamConfig, ZenFlowConfig
+from polyaccel.config.section import CountInt, Listed, PositiveInt, Section, Stage
+
+UNBOUNDED = 2**63 - 1
+
+
+class LeafModuleConfig(Section):
+    """Modules whose parameters stage 3 gathers together."""
+
+    classes: Listed[tuple[str, ...]] = (
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    )
+    """Qualified names of classes."""
+    names: Listed[tuple[str, ...]] = ()
+    """Qualified names of modules."""
+    name_suffixes: Listed[tuple[str, ...]] = ()
+    """Endings of qualified module names."""
+
+
+class ZeroConfig(Section):
+    """ZeRO (Rajbhandari et al. 2020). Sizes count elements, not bytes."""
+
+    stage: Stage[Literal[0, 1, 2, 3]] = 0
+    """0 replicates everything; 1 shards optimizer states, 2 gradients as well, 3 parameters as well."""
+    reduce_bucket_size: PositiveInt = 500_000_000
+    """The most elements that travel in one collective. A larger parameter has a bucket to itself. "auto" is the
+    square of the hint `hidden_size`, as in Hugging Face."""
+    allgather_bucket_size: PositiveInt = 500_000_000
+    """Parameters are gathered in the very buckets in which gradients are reduced, so this may only repeat
+    `reduce_bucket_size` or the default; any other value is an error."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while backward goes on. Null is true at stage 3, false otherwise. The numbers are the same
+    either way."""
+    overlap_param_gather: bool = False
+    """polyaccel's own: gather the updated parameters during the next forward pass instead of at the end of `step`."""
+    contiguous_gradients: bool = True
+    """Gradients are always copied into a contiguous bucket; false is an error."""
+    reduce_scatter: bool = True
+    """Sharded gradients are always reduced by a reduce-scatter; false is an error."""
+    use_multi_rank_bucket_allreduce: bool = True
+    """A bucket always belongs to all ranks; false (one reduction an owner) is an error."""
+    allgather_partitions: bool = True
+    """Updated parameters are always published by an all-gather; false (one broadcast an owner) is an error."""
+    ignore_unused_parameters: bool = True
+    """Parameters without a gradient count as zero gradients; false makes them an error."""
+    round_robin_gradients: bool = False
+    """Order parameters so that ownership rotates over the ranks. Every rank owns an equal slice of every bucket here,
+    which balances the same load; true is an error."""
+    parameter_alignment: bool = False
+    """Start parameters on 16-byte boundaries. They always start on 64-byte boundaries, so both values are met."""
+    compute_grad_norm: bool = True
+    """Compute the gradients' norm in each step. False needs `gradient_clipping` 0."""
+    legacy_stage1: bool = False
+    """An older stage 1; true is an error, as in DeepSpeed."""
+    load_from_fp32_weights: bool = True
+    """Master weights come from a checkpoint's float32 values; false (from the 16-bit ones) is an error."""
+    elastic_checkpoint: bool = False
+    """DeepSpeed's per-group checkpoint format."""
+
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Where parameters wait that nobody computes with."""
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    """Where optimizer states live."""
+    zenflow: ZenFlowConfig | None = None
+    """ZenFlow; its presence asks for it."""
+    sub_group_size: PositiveInt = 1_000_000_000
+    """Elements that the optimizer updates at a time (stage 3)."""
+
+    prefetch_bucket_size: CountInt = Field(50_000_000, alias="stage3_prefetch_bucket_size")
+    """Stage 3: the most elements gathered ahead."""
+    param_persistence_threshold: CountInt = Field(100_000, alias="stage3_param_persistence_threshold")
+    """Stage 3: parameters of at most this many elements stay gathered."""
+    model_persistence_threshold: CountInt = Field(UNBOUNDED, alias="stage3_model_persistence_threshold")
+    """Stage 3: the most elements that stay gathered in all."""
+    max_live_parameters: CountInt = Field(1_000_000_000, alias="stage3_max_live_parameters")
+    """Stage 3: the most elements gathered at any time."""
+    max_reuse_distance: CountInt = Field(1_000_000_000, alias="stage3_max_reuse_distance")
+    """Stage 3: keep a parameter gathered when it is needed again within this many elements."""
+    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
+    """Stage 3: gather the weights for `save_16bit_model`."""
+    module_granularity_threshold: CountInt = Field(0, alias="stage3_module_granularity_threshold")
+    """Stage 3: modules finer than this many elements are gathered with their parent; 0 is off."""
+    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
+    """Stage 3: gather by an all-reduce of zero-padded slices."""
+    allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
+    """Stage 3: gather parameters one by one."""
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
+    """Stage 3: modules whose parameters are gathered together."""
+    memory_efficient_linear: bool = True
+    """Stage 3: replace `F.linear` by a version that saves memory."""
+    override_module_apply: bool = True
+    """Stage 3: gather parameters inside `Module.apply`."""
+    pipeline_loading_checkpoint: bool = False
+    """Stage 3: ranks load a checkpoint one after another."""
+    log_trace_cache_warnings: bool = False
+    """Stage 3: warn when the order of modules changes."""
+    enable_sanity_checks: bool = False
+    """Stage 3: check internal states while training."""
+    save_muon_momentum_buffer_in_memory: bool = False
+    """Stage 3: keep Muon's momentum on the device."""
+
+    zero_hpz_partition_size: PositiveInt = 1
+    """ZeRO++ hpZ: ranks that share a secondary copy of the parameters."""
+    zero_quantized_weights: bool = False
+    """ZeRO++ qwZ: gather parameters as 8-bit integers."""
+    zero_quantized_nontrainable_weights: bool = False
+    """ZeRO++: keep frozen parameters as 8-bit integers."""
+    zero_quantized_gradients: bool = False
+    """ZeRO++ qgZ: reduce gradients as 4-bit integers."""
