@@ -1,0 +1,192 @@
+"""Bytes per rank: the paper's formula where little is known, and exact sums where the layout is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.layout import ShardLayout, plan_layout
+from polyaccel.zero.memory import MemoryEstimate, Precision, Purpose, estimate, estimate_layout
+from polyaccel.zero.policy import ZeroPolicy
+
+STAGES = [0, 1, 2, 3]
+MILLION = 1_000_000
+
+
+def _bytes_a_param(stage: int, dtype: DType, *, world_size: int = 4, state_count: int = 2) -> float:
+    policy = ZeroPolicy.of_stage(stage)
+    found = estimate(MILLION, policy=policy, world_size=world_size, dtype=dtype, state_count=state_count)
+    return found.total_nbytes / MILLION
+
+
+@pytest.mark.parametrize(
+    ("stage", "nbytes"), [(0, 2 + 2 + 12), (1, 2 + 2 + 12 / 4), (2, 2 + (2 + 12) / 4), (3, (2 + 2 + 12) / 4)]
+)
+def test_adam_in_16_bits_takes_16_bytes_a_parameter_less_what_is_sharded(stage: int, nbytes: float) -> None:
+    assert _bytes_a_param(stage, DType.BFLOAT16) == nbytes
+
+
+@pytest.mark.parametrize(("stage", "nbytes"), [(0, 4 + 4 + 8), (1, 4 + 4 + 2), (2, 4 + 1 + 2), (3, 1 + 1 + 2)])
+def test_in_32_bits_the_master_weights_are_the_parameters(stage: int, nbytes: float) -> None:
+    assert _bytes_a_param(stage, DType.FLOAT32) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_count", "nbytes"),
+    [
+        (DType.BFLOAT16, 1, 12),
+        (DType.BFLOAT16, 0, 8),
+        (DType.FLOAT32, 1, 12),
+        (DType.FLOAT32, 0, 8),
+        (DType.FLOAT64, 2, 32),
+    ],
+)
+def test_other_optimizers_hold_other_numbers_of_states(dtype: DType, state_count: int, nbytes: int) -> None:
+    assert _bytes_a_param(0, dtype, world_size=1, state_count=state_count) == nbytes
+
+
+def test_a_shard_is_rounded_up() -> None:
+    found = estimate(10, policy=ZeroPolicy.of_stage(3), world_size=4, dtype=DType.FLOAT32)
+    assert found.nbytes(Purpose.PARAMS) == 3 * 4
+
+
+@pytest.mark.parametrize(("param_numel", "world_size"), [(-1, 2), (10, 0)])
+def test_impossible_questions_are_refused(param_numel: int, world_size: int) -> None:
+    with pytest.raises(ShardingError, match=f"param_numel={param_numel} .* world_size={world_size}"):
+        estimate(param_numel, policy=ZeroPolicy.of_stage(2), world_size=world_size, dtype=DType.FLOAT32)
+
+
+# Buckets of 640, 384 and 128 elements over two ranks; the last is frozen.
+LAYOUT = plan_layout(
+    [
+        ParamSpec("head", (600,), DType.BFLOAT16),
+        ParamSpec("body", (300,), DType.BFLOAT16),
+        ParamSpec("bias", (40,), DType.BFLOAT16),
+        ParamSpec("frozen", (100,), DType.BFLOAT16, trainable=False),
+    ],
+    world_size=2,
+    max_bucket_numel=400,
+    units={"head": "c", "body": "b", "bias": "b", "frozen": "a"},
+)
+WHOLE, FROZEN = 640 + 384, 128
+
+
+def _rows(found: MemoryEstimate) -> dict[Purpose, int]:
+    assert found.total_nbytes == sum(row.nbytes for row in found.rows)
+    assert [row.purpose for row in found.rows] == list(Purpose)
+    return {row.purpose: row.nbytes for row in found.rows}
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "updated", "grads", "in_flight", "gathered"),
+    [
+        (0, WHOLE + FROZEN, WHOLE, WHOLE, 0, 0),
+        (1, WHOLE + FROZEN, WHOLE // 2, WHOLE, 0, 0),
+        (2, WHOLE + FROZEN, WHOLE // 2, WHOLE // 2, WHOLE, 0),
+        (3, (WHOLE + FROZEN) // 2, WHOLE // 2, WHOLE // 2, WHOLE, 640),
+    ],
+)
+def test_a_layout_is_counted_exactly(
+    stage: int, params: int, updated: int, grads: int, in_flight: int, gathered: int
+) -> None:
+    assert [bucket.numel for bucket in LAYOUT.buckets] == [640, 384, 128]
+    found = estimate_layout(ZeroPolicy.of_stage(stage), LAYOUT)
+    assert _rows(found) == {
+        Purpose.PARAMS: 2 * params,
+        Purpose.MASTER: 4 * updated,
+        Purpose.OPTIM: 8 * updated,
+        Purpose.GRADS: 2 * grads,
+        Purpose.GRADS_IN_FLIGHT: 2 * in_flight,
+        Purpose.GRAD_OUTSIDE: 2 * 600,
+        Purpose.GATHERED: 2 * gathered,
+    }
+    transient = 2 * (in_flight + 600 + gathered)
+    assert found.resident_nbytes == found.total_nbytes - transient
+
+
+@pytest.mark.parametrize(("buckets_in_flight", "numel"), [(1, 640), (2, 1024), (3, 1024)])
+def test_no_more_buckets_are_in_flight_than_allowed(buckets_in_flight: int, numel: int) -> None:
+    found = estimate_layout(ZeroPolicy.of_stage(2), LAYOUT, buckets_in_flight=buckets_in_flight)
+    assert found.nbytes(Purpose.GRADS_IN_FLIGHT) == 2 * numel
+
+
+@pytest.mark.parametrize(
+    ("stage", "grads", "in_flight"),
+    [(0, 4 * WHOLE, 2 * WHOLE), (1, 4 * WHOLE, 2 * WHOLE), (2, 4 * WHOLE // 2, 2 * WHOLE)],
+)
+def test_16_bit_gradients_accumulate_in_32_and_travel_in_16(stage: int, grads: int, in_flight: int) -> None:
+    found = estimate_layout(ZeroPolicy.of_stage(stage), LAYOUT, micro_batches=3)
+    assert (found.nbytes(Purpose.GRADS), found.nbytes(Purpose.GRADS_IN_FLIGHT)) == (grads, in_flight)
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "grads", "in_flight"),
+    [
+        (Precision(reduce=DType.FLOAT32), 1, 4, 0),
+        (Precision(reduce=DType.FLOAT32), 3, 4, 0),
+        (Precision(accumulate=DType.BFLOAT16), 3, 2, 0),
+        (Precision(accumulate=DType.FLOAT32), 1, 2, 0),
+        (Precision(reduce=DType.FLOAT32, accumulate=DType.BFLOAT16), 3, 2, 4),
+    ],
+)
+def test_reduce_and_accumulation_types_are_obeyed(
+    precision: Precision, micro_batches: int, grads: int, in_flight: int
+) -> None:
+    found = estimate_layout(ZeroPolicy.of_stage(1), LAYOUT, precision=precision, micro_batches=micro_batches)
+    assert found.nbytes(Purpose.GRADS) == grads * WHOLE
+    assert found.nbytes(Purpose.GRADS_IN_FLIGHT) == in_flight * WHOLE
+
+
+def test_buckets_of_several_types_are_each_counted_in_their_own() -> None:
+    layout = plan_layout(
+        [ParamSpec("a", (64,), DType.BFLOAT16), ParamSpec("b", (128,), DType.FLOAT32)],
+        world_size=2,
+        max_bucket_numel=1000,
+    )
+    rows = _rows(estimate_layout(ZeroPolicy.of_stage(0), layout))
+    assert rows[Purpose.PARAMS] == rows[Purpose.GRADS] == 2 * 64 + 4 * 128
+    assert rows[Purpose.MASTER] == 4 * 64
+    assert rows[Purpose.OPTIM] == 8 * (64 + 128)
+
+
+def test_one_rank_gathers_nothing() -> None:
+    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], world_size=1, max_bucket_numel=1000)
+    assert estimate_layout(ZeroPolicy.of_stage(3), layout).nbytes(Purpose.GATHERED) == 0
+
+
+def test_a_frozen_model_holds_its_parameters_and_no_more() -> None:
+    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32, trainable=False)], world_size=1, max_bucket_numel=1000)
+    assert estimate_layout(ZeroPolicy.of_stage(2), layout).total_nbytes == 64 * 4
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ShardLayout:
+    dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT32]))
+    sizes = draw(st.lists(st.integers(1, 2000), min_size=1, max_size=8))
+    params = [ParamSpec(f"p{index}", (size,), dtype) for index, size in enumerate(sizes)]
+    units = {param.fqn: param.fqn for param in params}
+    cap = draw(st.integers(1, 3000))
+    return plan_layout(params, world_size=draw(st.integers(1, 5)), max_bucket_numel=cap, units=units)
+
+
+@given(layouts(), st.sampled_from(STAGES), st.integers(1, 3))
+def test_the_formula_is_the_layout_without_padding(layout: ShardLayout, stage: int, micro_batches: int) -> None:
+    policy = ZeroPolicy.of_stage(stage)
+    numel = sum(param.numel for param in layout.params)
+    dtype = layout.params[0].dtype
+    found = estimate_layout(policy, layout, micro_batches=micro_batches)
+    formula = estimate(numel, policy=policy, world_size=layout.world_size, dtype=dtype, micro_batches=micro_batches)
+    padding = sum(bucket.numel for bucket in layout.buckets) - numel
+    most_a_param = 18  # 2 + 4 + 8 + 4 bytes where 16-bit gradients accumulate in 32
+    assert formula.resident_nbytes == formula.total_nbytes
+    assert 0 <= found.resident_nbytes - formula.resident_nbytes <= most_a_param * padding
+
+
+@given(layouts())
+def test_a_higher_stage_keeps_no_more_than_a_lower(layout: ShardLayout) -> None:
+    kept = [estimate_layout(ZeroPolicy.of_stage(stage), layout).resident_nbytes for stage in STAGES]
+    assert kept == sorted(kept, reverse=True)
+    assert (len(set(kept)) == 1) == (layout.world_size == 1)
