@@ -238,8 +238,7 @@ def _import(info: PluginInfo, entry_point: metadata.EntryPoint) -> Any:
 def _manager_class(entry_point: metadata.EntryPoint) -> Any:
     """Stevedore's manager of one plugin, restricted to `entry_point` [Note: Fresh entry points]."""
     try:
-        # Here and not above: it takes twice the time that importing the rest of this module does.
-        from stevedore import driver
+        from stevedore import driver  # here and not above: `polyaccel doctor` runs without it too
     except ImportError as error:
         raise PluginContractError(
             f"no plugin can be loaded without stevedore: {_summary(error)}", cure="pip install 'stevedore>=5.10'"
