@@ -1,0 +1,96 @@
+"""Plain values come back exactly, and everything else is refused with its dotted key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyaccel.checkpoint.scalars import MAX_DEPTH, decode_plain, encode_plain
+from polyaccel.errors import CheckpointError
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+keys = st.text() | st.sampled_from(["$tuple", "$dict", "$", "$bytes"])
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    max_leaves=20,
+)
+
+
+def round_trip(value: Any) -> Any:
+    return decode_plain(json.loads(json.dumps(encode_plain(value, "client_state"), allow_nan=False)))
+
+
+def identical(left: Any, right: Any) -> bool:
+    """Equal, of equal types all the way down, dicts in the same order; NaN equals NaN and 0.0 differs from -0.0."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(identical(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(identical, left, right))
+    if isinstance(left, float):
+        return repr(left) == repr(right)
+    return bool(left == right)
+
+
+@given(values)
+def test_a_plain_value_comes_back_exactly(value: Any) -> None:
+    assert identical(round_trip(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**64, -(2**64), pytest.param(10**5000, id="huge"), -0.0, math.inf, -math.inf, 5e-324, "\ud800", (), b"\0\xff"],
+)
+def test_an_extreme_value_comes_back_exactly(value: Any) -> None:
+    assert identical(round_trip(value), value)
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float64(1.0), r"client_state\.best\[1\] is a numpy\.float64"),
+        (np.zeros(3), r"client_state\.best\[1\] is a numpy\.ndarray"),
+        ({1, 2}, r"client_state\.best\[1\] is a builtins\.set"),
+        (Colour.RED, r"client_state\.best\[1\] is a .*Colour"),
+        (OrderedDict(a=1), r"client_state\.best\[1\] is a collections\.OrderedDict"),
+        ({"epochs": {3: 0.5}}, r"client_state\.best\[1\]\.epochs has the key 3 of type int"),
+        (lambda: None, r"client_state\.best\[1\] is a builtins\.function"),
+    ],
+)
+def test_anything_else_is_refused_with_its_dotted_key(value: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        encode_plain({"best": (0, value)}, "client_state")
+    assert caught.value.cure
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
+        encode_plain({"loop": endless}, "client_state")
+
+
+def test_the_deepest_value_allowed_comes_back() -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = (value,)
+    assert identical(round_trip(value), value)
+
+
+def test_an_unknown_mark_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"marked '\$set', which this version does not know"):
+        decode_plain({"a": {"$set": [1]}})
