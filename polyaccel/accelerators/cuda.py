@@ -1,0 +1,42 @@
+"""NVIDIA GPUs, and AMD's under torch's ROCm build, which calls them cuda too."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from polyaccel.accelerators import presence
+from polyaccel.accelerators.base import Capabilities, Probe
+from polyaccel.accelerators.torch_device import TorchAccelerator
+from polyaccel.types import DType
+
+_NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so*")
+_AMD = ("/dev/kfd",)
+
+
+class CudaAccelerator(TorchAccelerator):
+    """`torch.cuda` with NCCL (RCCL on ROCm)."""
+
+    name: ClassVar[str] = "cuda"
+    torch_device_type: ClassVar[str] = "cuda"
+    visible_devices_variable: ClassVar[str | None] = "CUDA_VISIBLE_DEVICES"
+    exported_variables: ClassVar[tuple[str, ...]] = ("CUDA_", "NCCL_", "NVSHMEM_", "HIP_", "HSA_")
+
+    @classmethod
+    def probe(cls) -> Probe:
+        if (hidden := presence.hidden_by("CUDA_VISIBLE_DEVICES")) is not None:
+            return presence.unusable(hidden)
+        if (answer := presence.ask_torch("cuda")) is not None:
+            return answer
+        nvidia, amd = presence.first_existing(_NVIDIA), presence.first_existing(_AMD)
+        if nvidia is None and amd is None:
+            return presence.unusable(f"no GPU: none of {', '.join(_NVIDIA + _AMD)} exists")
+        toolkits = tuple(name for name, found in (("cuda", nvidia), ("hip", amd)) if found is not None)
+        if (lack := presence.built_for(*toolkits)) is not None:
+            return presence.unusable(f"{nvidia or amd} exists, but {lack}")
+        return presence.usable(f"{nvidia or amd} exists")
+
+    def capabilities(self) -> Capabilities:
+        dtypes = set(DType)
+        if not self._module.is_bf16_supported(including_emulation=False):
+            dtypes.remove(DType.BFLOAT16)
+        return Capabilities(dtypes=frozenset(dtypes), default_comm="nccl", streams=True, host_pinning=True)

@@ -1,0 +1,118 @@
+"""Which accelerator this process uses: the one named, else the best of those that are present.
+
+The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. "Present"
+is what a plugin's `probe()` says of the machine, never what can be imported. The decision is logged once, with the
+package it came from and its version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+from polyaccel.accelerators.base import API_VERSION, Accelerator
+from polyaccel.errors import InvariantError, PluginConflict, PluginContractError, PluginNotFound
+from polyaccel.registry import PluginGroup, PluginInfo, PluginStatus, find_plugin, load_plugin, probe_all
+
+_log = logging.getLogger(__name__)
+
+VARIABLES = ("POLYACCEL_ACCELERATOR", "DS_ACCELERATOR")
+
+_chosen: Accelerator | None = None
+_lock = threading.RLock()
+
+
+def get_accelerator() -> Accelerator:
+    """The accelerator of this process: the one that `set_accelerator` gave, else chosen at the first call.
+
+    Raises what `choose_accelerator` raises.
+    """
+    global _chosen
+    with _lock:
+        if _chosen is None:
+            _chosen = choose_accelerator()
+        return _chosen
+
+
+def set_accelerator(accelerator: Accelerator) -> None:
+    """Let `get_accelerator` return `accelerator` from now on. Raises PluginContractError for anything else."""
+    global _chosen
+    if not isinstance(accelerator, Accelerator):
+        raise PluginContractError(
+            f"{accelerator!r} is not an accelerator",
+            cure=f"pass an instance of a subclass of {Accelerator.__module__}.{Accelerator.__name__}",
+            value=accelerator,
+        )
+    with _lock:
+        _chosen = accelerator
+
+
+def choose_accelerator(name: str | None = None) -> Accelerator:
+    """A new accelerator: the plugin called `name`, else that of the environment, else the best that is present.
+
+    Raises PluginNotFound when nothing installed has the name or its device is absent (the message lists every plugin
+    and why it cannot be used), PluginConflict when the two variables disagree, PluginContractError for a broken plugin.
+    """
+    wanted, origin = (name, "the argument") if name else _from_environment()
+    if wanted is None:
+        return _best_present()
+    try:
+        info = find_plugin(PluginGroup.ACCELERATORS, wanted)
+    except PluginNotFound as error:
+        raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, error.cure) from None
+    plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, API_VERSION)
+    probe = plugin.probe()
+    if not probe.usable:
+        cure = "name one that can be used, or none to let the best be chosen"
+        raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, cure)
+    return _build(info, plugin, f"named by {origin}; {probe.reason}")
+
+
+def _from_environment() -> tuple[str | None, str]:
+    """The name that the environment asks for, and the variable it is from."""
+    given = {variable: value for variable in VARIABLES if (value := os.environ.get(variable, "").strip())}
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{variable}={value}" for variable, value in given.items())
+        raise PluginConflict(f"the environment names two accelerators: {both}", cure="unset one of them", value=given)
+    return next(((value, variable) for variable, value in given.items()), (None, ""))
+
+
+def _best_present() -> Accelerator:
+    statuses = _statuses()
+    usable = [status for status in statuses if status.usable]
+    if not usable:
+        raise _refusal("no accelerator can be used here", None, "install polyaccel again: it brings one for the cpu")
+    best = max(usable, key=lambda status: status.priority)
+    if best.plugin is None:
+        raise InvariantError(f"{best.info} is usable but was not loaded", value=best)
+    return _build(best.info, best.plugin, best.reason)
+
+
+def _build(info: PluginInfo, plugin: type[Any], why: str) -> Accelerator:
+    try:
+        accelerator = plugin()
+    except Exception as error:
+        raise PluginContractError(
+            f"{info} failed while it was constructed: {error!r}",
+            cure=f"constructing must be cheap and initialise nothing: report it to the authors of {info.package}",
+            value=info.value,
+        ) from error
+    if not isinstance(accelerator, Accelerator):
+        raise InvariantError(f"{info} constructed {accelerator!r}", value=accelerator)
+    _log.info("accelerator %s of %s: %s", info.name, info.source, why)
+    return accelerator
+
+
+def _statuses() -> tuple[PluginStatus, ...]:
+    return probe_all(PluginGroup.ACCELERATORS, Accelerator, API_VERSION)
+
+
+def _refusal(message: str, value: str | None, cure: str) -> PluginNotFound:
+    """The error for `message`, with a line on every installed accelerator and why it can or cannot be used."""
+    rows = "".join(
+        f"\n  {status.info.name} ({status.info.source}): {'usable' if status.usable else 'not usable'}, {status.reason}"
+        for status in _statuses()
+    )
+    return PluginNotFound(f"{message}; installed:{rows}", cure=cure, value=value)

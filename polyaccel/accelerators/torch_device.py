@@ -1,0 +1,177 @@
+"""What devices share whose memory torch manages: `TorchAccelerator`, over torch's device module (`torch.cuda`, ...).
+
+torch is imported when a method needs it, never by importing this module, so that plugins can be listed and probed in a
+process without torch.
+
+Such a module has, by torch's documentation of accelerators: device_count, current_device, set_device, synchronize,
+Stream, Event, stream, current_stream, get_rng_state, set_rng_state, memory_allocated, max_memory_allocated,
+memory_reserved, reset_peak_memory_stats and mem_get_info. A device that lacks some overrides the method here.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from polyaccel.accelerators.base import Accelerator, Event, MemoryStats, Stream
+from polyaccel.buffer import Buffer
+from polyaccel.errors import PluginContractError, ShardingError
+from polyaccel.ops.base import KernelTable
+from polyaccel.types import DeviceId, DType
+
+if TYPE_CHECKING:
+    import torch
+
+_LENGTH = struct.Struct("<Q")
+
+
+class TorchEvent(Event):
+    """A point in a stream of torch's."""
+
+    def __init__(self, event: Any) -> None:
+        self.raw = event
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+    def is_reached(self) -> bool:
+        return bool(self.raw.query())
+
+    def elapsed_ms(self, later: Event) -> float:
+        if not isinstance(later, TorchEvent):
+            raise PluginContractError("events of different devices cannot be compared", value=later)
+        return float(self.raw.elapsed_time(later.raw))
+
+
+class TorchStream(Stream):
+    """A stream of torch's, and the device module it is from."""
+
+    def __init__(self, module: Any, stream: Any) -> None:
+        self._module = module
+        self.raw = stream
+
+    def record(self) -> Event:
+        event = self._module.Event(enable_timing=True)
+        event.record(self.raw)
+        return TorchEvent(event)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, TorchEvent):
+            raise PluginContractError("a stream cannot wait for an event of another device", value=event)
+        self.raw.wait_event(event.raw)
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+    def use(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(self.raw)
+        return context
+
+
+class TorchAccelerator(Accelerator):
+    """A device of torch's. Subclasses state `torch_device_type`, `probe` and `capabilities`."""
+
+    torch_device_type: ClassVar[str]
+    extension: ClassVar[str | None] = None
+    """The package that teaches torch this device, when torch itself does not."""
+
+    @property
+    def _torch(self) -> Any:
+        if self.extension is not None:
+            import_module(self.extension)
+        return import_module("torch")
+
+    @property
+    def _module(self) -> Any:
+        """torch's module of this device: `torch.cuda`, `torch.xpu`, ..."""
+        return self._torch.get_device_module(self.torch_device_type)
+
+    def _torch_device(self) -> torch.device:
+        device: torch.device = self._torch.device(self.torch_device_type, self.current_device().index or 0)
+        return device
+
+    def kernels(self) -> KernelTable:
+        from polyaccel.ops.torch_kernels import torch_kernels
+
+        return torch_kernels()
+
+    def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+        from polyaccel.accelerators.torch_memory import allocate_torch
+
+        return allocate_torch(numel, dtype, self._torch_device(), pinned=pinned)
+
+    def wrap(self, array: Any) -> Buffer:
+        from polyaccel.accelerators.torch_memory import wrap_torch
+
+        return wrap_torch(array)
+
+    def device_count(self) -> int:
+        return int(self._module.device_count())
+
+    def current_device(self) -> DeviceId:
+        return DeviceId(self.name, int(self._module.current_device()))
+
+    def set_device(self, index: int) -> None:
+        count = self.device_count()
+        if not 0 <= index < count:
+            raise ShardingError(
+                f"{self.name}:{index} does not exist, this process sees {count}",
+                cure=f"start at most {count} ranks here, or show more devices by {self.visible_devices_variable}",
+                value=index,
+            )
+        self._module.set_device(index)
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def memory_stats(self) -> MemoryStats:
+        module = self._module
+        free_nbytes, total_nbytes = module.mem_get_info()
+        return MemoryStats(
+            allocated_nbytes=int(module.memory_allocated()),
+            peak_nbytes=int(module.max_memory_allocated()),
+            reserved_nbytes=int(module.memory_reserved()),
+            total_nbytes=int(total_nbytes),
+            free_nbytes=int(free_nbytes),
+        )
+
+    def reset_peak_memory(self) -> None:
+        self._module.reset_peak_memory_stats()
+
+    def manual_seed(self, seed: int) -> None:
+        self._torch.manual_seed(seed)  # the host's generator, and those of every device
+
+    def rng_state(self) -> bytes:
+        """The host's generator, from which data loaders draw, and the current device's."""
+        host: bytes = self._torch.get_rng_state().numpy().tobytes()
+        device: bytes = self._module.get_rng_state().cpu().numpy().tobytes()
+        return _LENGTH.pack(len(host)) + host + device
+
+    def set_rng_state(self, state: bytes) -> None:
+        """Raises ShardingError for a state that another kind of device saved."""
+        try:
+            (length,) = _LENGTH.unpack_from(state)
+            host, device = state[_LENGTH.size : _LENGTH.size + length], state[_LENGTH.size + length :]
+            self._torch.set_rng_state(self._bytes_tensor(host))
+            self._module.set_rng_state(self._bytes_tensor(device))
+        except (RuntimeError, TypeError, ValueError, struct.error) as error:
+            raise ShardingError(
+                f"{len(state)} bytes are no random state of {self.name}: {error}",
+                cure="restore a state with the accelerator that saved it",
+                value=len(state),
+            ) from error
+
+    def _bytes_tensor(self, data: bytes) -> Any:
+        if not data:
+            raise ValueError("a generator's state is missing")
+        return self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+
+    def new_stream(self) -> Stream:
+        module = self._module
+        return TorchStream(module, module.Stream())
+
+    def current_stream(self) -> Stream:
+        module = self._module
+        return TorchStream(module, module.current_stream())
