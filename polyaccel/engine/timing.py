@@ -31,10 +31,11 @@ class PhaseTimer:
         """The context manager that charges a `with` block to `phase`; always the same object."""
         return self._laps[phase]
 
-    def take(self) -> dict[Phase, float]:
+    def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call, in which phases still open are charged until now."""
         self._charge()
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        taken: dict[str, float] = {**self._seconds}
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         return taken
 
     def _charge(self) -> None:

@@ -20,7 +20,9 @@ settings = st.fixed_dictionaries(
         "min_loss_scale": st.sampled_from([1.0, 1.5, 4.0]),
     }
 )
-histories = st.lists(st.booleans(), max_size=60)
+# Runs of good steps and of overflows: single draws hardly ever give a window's worth of either.
+runs = st.lists(st.tuples(st.booleans(), st.integers(1, 8)), max_size=12)
+histories = runs.map(lambda runs: [overflow for overflow, length in runs for _ in range(length)])
 
 
 def by_the_book(settings: dict[str, Any], history: list[bool]) -> list[float | None]:
@@ -95,6 +97,19 @@ def test_defaults_double_after_a_thousand_good_steps_and_halve_at_the_second_ove
     assert scaler.loss_scale == 2.0**15
     scaler.update(False)
     assert scaler.loss_scale == 2.0**16
+
+
+@pytest.mark.parametrize(("consecutive", "good_steps", "tolerated"), [(False, 2, 0), (False, 3, 1), (True, 1, 1)])
+def test_tolerance_comes_back_with_growth_or_with_any_good_step(
+    consecutive: bool, good_steps: int, tolerated: int
+) -> None:
+    scaler = LossScaler.from_config(loss_scale_window=2, hysteresis=2, consecutive_hysteresis=consecutive)
+    scaler.update(True)
+    for _ in range(good_steps):
+        scaler.update(False)
+    before = scaler.loss_scale
+    scaler.update(True)
+    assert scaler.loss_scale == (before if tolerated else before / 2)
 
 
 def test_the_minimum_names_the_parameter_and_the_cure() -> None:
