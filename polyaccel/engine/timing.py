@@ -34,7 +34,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call, in which phases still open are charged until now."""
         self._charge()
-        taken: dict[str, float] = {**self._seconds}
+        taken: dict[str, float] = dict(self._seconds.items())
         self._seconds = dict.fromkeys(PHASES, 0.0)
         return taken
 
