@@ -90,7 +90,9 @@ def count_ranks() -> int:
     The CPU is one device, however many sockets it has; ranks that each stay within a NUMA node use its memory better
     than one that spans several, so there it is one rank a node.
     """
-    from polyaccel.accelerators import choose_accelerator  # may import torch, which an explicit --nproc has no use for
+    from polyaccel.accelerators.detect import (
+        choose_accelerator,
+    )  # may import torch, which an explicit --nproc has no use for
 
     accelerator = choose_accelerator(None)
     if accelerator.name == "cpu":

@@ -1,0 +1,236 @@
+"""However a job ends, the launcher names the rank, gives its exit code, and leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launcher_job import Job, is_alive, let_go, wait_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+FOR_EVER = """
+ready()
+while True:
+    signal.pause()
+"""
+UNTIL_LET_GO = """
+ready()
+wait()
+"""
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_quoted(tmp_path: Path) -> None:
+    script = """
+ready()
+if rank == 1:
+    wait()
+    raise ValueError("loss is not finite")
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script) as job:
+        ranks, _ = job.pids()
+        let_go(ranks[1])
+        code, _, stderr = job.finish()
+    assert code == 1
+    assert f"rank 1 (pid {ranks[1]}) exited with code 1" in stderr
+    assert stderr.rstrip().splitlines()[-1] == "polyaccel:   | ValueError: loss is not finite"
+    assert not any(map(is_alive, ranks))
+
+
+def test_the_first_failing_rank_decides_the_exit_code(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+ready()
+if rank == 1:
+    wait()
+    sys.exit(7)
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script) as job:
+        ranks, _ = job.pids()
+        let_go(ranks[1])
+        code, _, stderr = job.finish()
+    assert code == 7
+    assert f"rank 1 (pid {ranks[1]}) exited with code 7" in stderr
+    assert "code 9" not in stderr
+
+
+def test_one_rank_may_end_well_before_the_others(tmp_path: Path) -> None:
+    with Job(tmp_path, UNTIL_LET_GO) as job:
+        ranks, _ = job.pids()
+        let_go(ranks[0])
+        assert wait_gone(ranks[0])
+        assert is_alive(ranks[1])
+        let_go(ranks[1])
+        code, _, stderr = job.finish()
+    assert (code, stderr) == (0, "")
+
+
+def test_a_killed_rank_is_named_with_the_likely_cause(tmp_path: Path) -> None:
+    with Job(tmp_path, FOR_EVER) as job:
+        ranks, _ = job.pids()
+        os.kill(ranks[1], signal.SIGKILL)
+        code, _, stderr = job.finish()
+    assert code == 128 + 9
+    assert f"rank 1 (pid {ranks[1]}) was killed by SIGKILL after" in stderr
+    assert "(out of memory? check dmesg)" in stderr
+    assert not any(map(is_alive, ranks))
+
+
+def test_a_stopped_rank_is_said_and_ends_the_job(tmp_path: Path) -> None:
+    with Job(tmp_path, FOR_EVER, "--stop-timeout", "0.3") as job:
+        ranks, _ = job.pids()
+        os.kill(ranks[1], signal.SIGSTOP)
+        job.wait_for(rf"rank 1 \(pid {ranks[1]}\) is stopped by SIGSTOP; .*the job ends in 0.3 s", "stderr")
+        code, _, stderr = job.finish()
+    assert code == 128 + signal.SIGSTOP
+    assert f"rank 1 (pid {ranks[1]}) was stopped by SIGSTOP and not continued" in stderr
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.parametrize(("limit_s", "notice"), [("30", "the job ends in 30 s"), ("0", r"kill -CONT \d+$")])
+def test_a_stopped_rank_that_is_continued_goes_on(tmp_path: Path, limit_s: str, notice: str) -> None:
+    with Job(tmp_path, UNTIL_LET_GO, "--stop-timeout", limit_s) as job:
+        ranks, _ = job.pids()
+        os.kill(ranks[0], signal.SIGSTOP)
+        job.wait_for(rf"rank 0 \(pid {ranks[0]}\) is stopped .*{notice}", "stderr")
+        os.kill(ranks[0], signal.SIGCONT)
+        job.wait_for(rf"rank 0 \(pid {ranks[0]}\) goes on", "stderr")
+        for pid in ranks:
+            let_go(pid)
+        code, _, _ = job.finish()
+    assert code == 0
+
+
+@pytest.mark.parametrize("options", ["", ", start_new_session=True"], ids=["same session", "own session"])
+def test_the_whole_tree_ends_with_a_failing_rank(tmp_path: Path, options: str) -> None:
+    script = f"""
+start("import signal; signal.pause()" {options})
+ready()
+if rank == 0:
+    wait()
+    os._exit(3)
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script) as job:
+        ranks, children = job.pids(children=2)
+        let_go(ranks[0])
+        code, _, _ = job.finish()
+    assert code == 3
+    assert not any(map(is_alive, ranks + children))
+
+
+def test_what_finished_ranks_leave_behind_is_ended_and_said(tmp_path: Path) -> None:
+    script = """
+if rank == 0:
+    start("import signal; signal.pause()", start_new_session=True)
+ready()
+os._exit(0)
+"""
+    with Job(tmp_path, script) as job:
+        _, (child,) = job.pids(children=1)
+        code, _, stderr = job.finish()
+    assert code == 0
+    assert f"polyaccel: ending what the ranks left behind: pid {child}\n" in stderr
+    assert not is_alive(child)
+
+
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
+ready()
+if rank == 0:
+    wait()
+    sys.exit(4)
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script, "--grace", "0.3") as job:
+        ranks, children = job.pids(children=2)
+        let_go(ranks[0])
+        code, _, stderr = job.finish()
+    assert code == 4
+    assert "killed with SIGKILL: pid " in stderr
+    assert not any(map(is_alive, ranks + children))
+
+
+def test_a_stopped_rank_does_not_survive_a_failing_one(tmp_path: Path) -> None:
+    with Job(tmp_path, FOR_EVER) as job:
+        ranks, _ = job.pids()
+        os.kill(ranks[0], signal.SIGSTOP)
+        job.wait_for("is stopped", "stderr")
+        os.kill(ranks[1], signal.SIGKILL)
+        code, _, _ = job.finish()
+    assert code == 128 + 9
+    assert not is_alive(ranks[0])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_every_rank_and_ends_the_job(tmp_path: Path, signum: signal.Signals) -> None:
+    with Job(tmp_path, FOR_EVER) as job:
+        ranks, _ = job.pids()
+        job.process.send_signal(signum)
+        code, _, stderr = job.finish()
+    assert code == 128 + signum
+    assert stderr.rstrip().endswith(f"polyaccel: ended by {signum.name}, which was passed on to the ranks")
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ranks_that_handle_a_signal_may_end_well(tmp_path: Path, signum: signal.Signals) -> None:
+    script = f"""
+signal.signal({int(signum)}, lambda *_: (print("saved", flush=True), sys.exit(0)))
+ready()
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script) as job:
+        job.pids()
+        job.process.send_signal(signum)
+        code, stdout, _ = job.finish()
+    assert code == 0
+    assert "[rank 0] saved\n" in stdout
+    assert "[rank 1] saved\n" in stdout
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))
+ready()
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script, "--grace", "1000") as job:
+        ranks, _ = job.pids()
+        job.process.send_signal(signal.SIGINT)
+        job.wait_for("not now")
+        job.process.send_signal(signal.SIGINT)
+        code, _, stderr = job.finish()
+    assert code == 128 + signal.SIGINT
+    assert "killed by a second SIGINT" in stderr
+    assert not any(map(is_alive, ranks))
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    with Job(tmp_path, UNTIL_LET_GO, ignored=(signal.SIGHUP,)) as job:
+        ranks, _ = job.pids()
+        job.process.send_signal(signal.SIGHUP)
+        for pid in ranks:
+            let_go(pid)
+        code, _, stderr = job.finish()
+    assert (code, stderr) == (0, "")
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    with Job(tmp_path, FOR_EVER) as job:
+        ranks, _ = job.pids()
+        job.process.kill()
+        assert all(map(wait_gone, ranks))

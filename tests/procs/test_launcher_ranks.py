@@ -1,0 +1,216 @@
+"""What a rank finds when it starts, and what the user sees of what it prints."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+from launcher_job import LIMIT_S, Job
+
+REPORT = """
+import json
+print(json.dumps({"env": dict(os.environ), "argv": sys.argv[1:], "stdin": sys.stdin.read()}))
+"""
+
+
+def reports(stdout: str) -> dict[int, dict[str, object]]:
+    return {
+        int(rank): json.loads(text) for rank, text in re.findall(r"^\[rank (\d)\] (.*)$", stdout, flags=re.MULTILINE)
+    }
+
+
+def test_ranks_have_the_variables_of_torchrun_and_deepspeed(tmp_path: Path) -> None:
+    with Job(tmp_path, REPORT, nproc=3, environment={"USER_VARIABLE": "kept"}) as job:
+        code, stdout, stderr = job.finish()
+    assert (code, stderr) == (0, "")
+    environments = {rank: report["env"] for rank, report in reports(stdout).items()}
+    assert sorted(environments) == [0, 1, 2]
+    for rank, environment in environments.items():
+        assert isinstance(environment, dict)
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == environment["LOCAL_SIZE"] == "3"
+        assert (environment["CROSS_RANK"], environment["CROSS_SIZE"]) == ("0", "1")
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["USER_VARIABLE"] == "kept"
+    assert len({environment["MASTER_PORT"] for environment in environments.values()}) == 1
+
+
+def test_arguments_arrive_as_written(tmp_path: Path) -> None:
+    arguments = ("--nproc", "7", "-v", "--", "two words", "", "--mod", "*", "--version", "-h")
+    with Job(tmp_path, REPORT, arguments=arguments) as job:
+        code, stdout, _ = job.finish()
+    assert code == 0
+    assert [report["argv"] for report in reports(stdout).values()] == [list(arguments)] * 2
+
+
+def test_standard_input_goes_to_the_first_rank_only(tmp_path: Path) -> None:
+    with Job(tmp_path, REPORT) as job:
+        assert job.process.stdin is not None
+        job.process.stdin.write(b"for rank 0")
+        job.process.stdin.close()
+        job.process.stdin = None
+        _, stdout, _ = job.finish()
+    assert {rank: report["stdin"] for rank, report in reports(stdout).items()} == {0: "for rank 0", 1: ""}
+
+
+def test_ranks_meet_at_the_port(tmp_path: Path) -> None:
+    script = """
+import socket
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if rank == 0:
+    server = socket.create_server(address)
+    print(server.accept()[0].recv(100).decode())
+else:
+    while True:
+        try:
+            socket.create_connection(address, timeout=10).sendall(b"hello from rank 1")
+            break
+        except ConnectionRefusedError:
+            pass
+"""
+    with Job(tmp_path, script) as job:
+        assert job.finish() == (0, "[rank 0] hello from rank 1\n", "")
+
+
+def test_a_module_runs_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    run = [sys.executable, "-m", "polyaccel", "run", "--nproc", "1", "--module", "package.train", "-x"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, timeout=LIMIT_S, check=True, text=True)
+    assert done.stdout == "[rank 0] __main__ package ['-x']\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no core binding here")
+def test_bound_ranks_share_the_cores(tmp_path: Path) -> None:
+    script = "import json\nprint(json.dumps(sorted(os.sched_getaffinity(0))))"
+    with Job(tmp_path, script, "--bind-cores") as job:
+        _, stdout, _ = job.finish()
+    cores = {rank: set(map(int, re.findall(r"\d+", text))) for rank, text in re.findall(r"rank (\d)\] (.*)", stdout)}
+    assert cores["0"] | cores["1"] == os.sched_getaffinity(0)
+    assert len(os.sched_getaffinity(0)) < 2 or not cores["0"] & cores["1"]
+
+
+def test_concurrent_long_lines_stay_whole(tmp_path: Path) -> None:
+    lines, width = 60, 100_000
+    script = f"for i in range({lines}): print(i, str(rank) * {width}, file=[sys.stdout, sys.stderr][i % 2])"
+    with Job(tmp_path, script) as job:
+        errors: list[str] = []
+        reader = threading.Thread(target=lambda: errors.extend(job.lines("stderr")))
+        reader.start()
+        shown = {"stdout": list(job.lines("stdout")), "stderr": errors}
+        reader.join()
+        assert job.process.wait() == 0
+    for parity, name in enumerate(("stdout", "stderr")):
+        for rank in (0, 1):
+            of_rank = [line for line in shown[name] if line.startswith(f"[rank {rank}] ")]
+            assert of_rank == [f"[rank {rank}] {i} {str(rank) * width}\n" for i in range(parity, lines, 2)]
+        assert len(shown[name]) == lines
+
+
+def test_an_unfinished_line_is_shown_while_its_rank_waits(tmp_path: Path) -> None:
+    script = """
+if rank == 0:
+    print("name? ", end="")
+    print("hello", input())
+"""
+    with Job(tmp_path, script) as job:
+        assert job.process.stdin is not None
+        assert job.process.stdout is not None
+        question = os.read(job.process.stdout.fileno(), 100)
+        assert question == b"[rank 0] name? "
+        job.process.stdin.write(b"Ada\n")
+        job.process.stdin.flush()
+        code, stdout, _ = job.finish()
+    assert (code, stdout) == (0, "hello Ada\n")
+
+
+def test_bytes_that_are_no_text_come_through(tmp_path: Path) -> None:
+    script = "sys.stdout.buffer.write(bytes(range(256)) + b'\\n')"
+    with Job(tmp_path, script, nproc=1) as job:
+        assert job.process.stdout is not None
+        shown = job.process.stdout.read()
+        assert job.process.wait() == 0
+    assert shown.replace(b"[rank 0] ", b"") == bytes(range(256)) + b"\n"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path) -> None:
+    script = """
+ready()
+if rank == 1:
+    for i in range(1000): print("x" * 1000)
+    print("all printed", file=sys.stderr)
+"""
+    with Job(tmp_path, script) as job:
+        assert job.process.stdout is not None
+        job.process.stdout.close()
+        job.process.stdout = None
+        code, _, stderr = job.finish()
+    assert (code, stderr) == (0, "[rank 1] all printed\n")
+
+
+def test_logs_hold_all_that_each_rank_wrote_in_every_run(tmp_path: Path) -> None:
+    script = "print('out', rank); print('error', rank, file=sys.stderr)"
+    for _ in range(2):
+        with Job(tmp_path, script, "--log-dir", "logs/today") as job:
+            assert job.finish()[0] == 0
+    for rank in (0, 1):
+        assert (tmp_path / f"logs/today/rank_{rank}.log").read_text() == f"out {rank}\nerror {rank}\n" * 2
+
+
+def test_a_log_directory_that_cannot_be_made_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with Job(tmp_path, "ready()", "--log-dir", "file/logs") as job:
+        code, stdout, stderr = job.finish()
+    assert (code, stdout) == (1, "")
+    assert "polyaccel: error: no log file file/logs/rank_0.log" in stderr
+    assert "--log-dir" in stderr
+
+
+def test_on_a_terminal_the_first_rank_owns_it_and_ctrl_c_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\nprint(sys.stdout.isatty(), os.environ['RANK'])\nwhile True: signal.pause()\n"
+    )
+    keyboard, terminal = pty.openpty()
+
+    # The terminal is its controlling one, as in a shell: Ctrl-C becomes SIGINT for the launcher's group only.
+    def take_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", str(script)],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    watchdog = threading.Timer(LIMIT_S, process.kill)
+    watchdog.start()
+    try:
+        shown = b""
+        while shown.count(b"\n") < 2:
+            shown += os.read(keyboard, 1000)
+        assert sorted(shown.splitlines()) == [b"True 0", b"[rank 1] False 1"]
+        os.write(keyboard, b"\x03")
+        _, stderr = process.communicate()
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        os.close(keyboard)
+        os.close(terminal)
+    assert process.returncode == 128 + signal.SIGINT
+    assert b"ended by SIGINT" in stderr
