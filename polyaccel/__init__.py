@@ -1,1 +1,68 @@
-"""polyaccel."""
+"""polyaccel: one training engine for any accelerator.
+
+Importing this package loads neither torch nor JAX; a public name loads what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from polyaccel import comm as comm
+    from polyaccel import zero as zero
+    from polyaccel.accelerators import get_accelerator as get_accelerator
+    from polyaccel.accelerators import set_accelerator as set_accelerator
+    from polyaccel.arguments import add_config_arguments as add_config_arguments
+    from polyaccel.comm import init_distributed as init_distributed
+    from polyaccel.config import Config as Config
+    from polyaccel.config import load_config as load_config
+    from polyaccel.errors import ConfigError as ConfigError
+    from polyaccel.errors import PolyaccelError as PolyaccelError
+    from polyaccel.torch.engine import TorchEngine as TorchEngine
+    from polyaccel.torch.initialize import initialize as initialize
+
+_HOMES = {
+    "Config": "polyaccel.config",
+    "ConfigError": "polyaccel.errors",
+    "PolyaccelError": "polyaccel.errors",
+    "TorchEngine": "polyaccel.torch.engine",
+    "add_config_arguments": "polyaccel.arguments",
+    "get_accelerator": "polyaccel.accelerators",
+    "init_distributed": "polyaccel.comm",
+    "initialize": "polyaccel.torch.initialize",
+    "load_config": "polyaccel.config",
+    "set_accelerator": "polyaccel.accelerators",
+}
+_ROOMS = ("comm", "zero")
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "PolyaccelError",
+    "TorchEngine",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "load_config",
+    "set_accelerator",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"polyaccel.{name}")
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'polyaccel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

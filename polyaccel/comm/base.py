@@ -97,6 +97,8 @@ class Communicator(ABC):
     timeout_s: float
     deterministic: bool = False
     """The order in which a reduction adds depends on nothing but the ranks: not on sizes, offsets or timing."""
+    sent_numel: int = 0
+    """Elements that this rank has sent to others so far, by the formulas of `comm.record`; 0 where nobody counts."""
 
     # Eleven methods to provide. With async_op=False the returned work is done.
 

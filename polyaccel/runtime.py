@@ -1,0 +1,137 @@
+"""The composition root: a config goes in, live parts come out, and somebody closes them.
+
+Nothing else knows both the config and the implementations. What a part needs of the config is handed to it as a value
+of its own kind (`StepPolicy`, `LossScalePolicy`, ...), so no part reads JSON keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.default import default_communicator
+from polyaccel.config import Config, ResolvedConfig, resolve_config
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.gradients import ReductionPolicy
+from polyaccel.zero.layout import ShardLayout, plan_layout
+from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
+from polyaccel.zero.policy import ZeroPolicy
+from polyaccel.zero.step import StepPolicy
+
+NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
+    "Adam": Adam,
+    "AdamW": Adam,
+    "SGD": Sgd,
+    "Adagrad": Adagrad,
+    "Lion": Lion,
+    "Lamb": Lamb,
+}
+"""What runs on slices through the kernel table, by the name that a resolved config uses."""
+
+_LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
+_BUCKETS_AT_LEAST = 16
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts that a frontend builds an engine from."""
+
+    config: ResolvedConfig
+    accelerator: Accelerator
+    communicator: Communicator
+    policy: ZeroPolicy
+    step_policy: StepPolicy
+    param_dtype: DType | None
+    """What floating parameters are held in; None: as the model has them."""
+
+    def plan(self, specs: tuple[ParamSpec, ...]) -> ShardLayout:
+        """Lay out `specs`. Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small
+        model, so that there are enough of them to overlap and to keep few under way."""
+        total = sum(spec.numel for spec in specs)
+        wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
+        cap = min(self.config.zero_optimization.reduce_bucket_size, wanted)
+        return plan_layout(specs, world_size=self.communicator.world_size, max_bucket_numel=cap)
+
+    def loss_scaler(self) -> LossScaler:
+        """The scaler of fp16 training; a constant 1 in every other precision."""
+        autocast = self.config.torch_autocast
+        if not self.config.fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
+            return LossScaler()
+        fp16 = self.config.fp16
+        return LossScaler.from_config(
+            loss_scale=fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+
+    def native_optimizer(self) -> tuple[SliceOptimizer, dict[str, Any]] | None:
+        """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
+        none."""
+        section = self.config.optimizer
+        if section is None or section.type not in NATIVE_OPTIMIZERS:
+            return None
+        defaults = dict(section.params)
+        if "adam_w_mode" in defaults:
+            defaults["decoupled"] = defaults.pop("adam_w_mode")
+        for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
+            defaults.pop(switch, None)
+        return NATIVE_OPTIMIZERS[section.type](), defaults
+
+
+def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
+    """The runtime for a config over the default communicator.
+
+    `hints` resolve values that are `"auto"`. Raises ConfigError, and CommError before `init_distributed`.
+    """
+    communicator = default_communicator()
+    config = resolve_config(parsed, world_size=communicator.world_size, hints=hints)
+    accelerator = communicator.accelerator
+    param_dtype = _param_dtype(config)
+    if param_dtype is not None and param_dtype not in accelerator.supported_dtypes():
+        key = "fp16.enabled" if config.fp16.enabled else "bf16.enabled"
+        known = ", ".join(sorted(dtype.value for dtype in accelerator.supported_dtypes() if dtype.is_floating))
+        expected = f"accelerator {accelerator.name!r} does not compute in {param_dtype.value}"
+        raise ConfigError([Problem(key, True, expected, f"use one of its types: {known}")])
+    return Runtime(
+        config=config,
+        accelerator=accelerator,
+        communicator=communicator,
+        policy=ZeroPolicy.of_stage(config.zero_optimization.stage),
+        step_policy=_step_policy(config),
+        param_dtype=param_dtype,
+    )
+
+
+def _param_dtype(config: ResolvedConfig) -> DType | None:
+    if config.fp16.enabled:
+        return DType.FLOAT16
+    return DType.BFLOAT16 if config.bf16.enabled else None
+
+
+def _step_policy(config: ResolvedConfig) -> StepPolicy:
+    zero = config.zero_optimization
+    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
+    reduce_dtype = config.communication_data_type
+    accumulate_dtype = config.data_types.grad_accum_dtype
+    return StepPolicy(
+        clip_norm=config.gradient_clipping,
+        skip_overflow=config.fp16.enabled or autocast_fp16 or (config.bf16.enabled and config.bf16.check_grad_overflow),
+        defer_publish=zero.overlap_param_gather,
+        reduction=ReductionPolicy(
+            average=config.gradient_allreduce_op == "mean",
+            prescale=config.prescale_gradients,
+            predivide_factor=config.gradient_predivide_factor,
+            reduce_dtype=DType.parse(reduce_dtype) if reduce_dtype else None,
+            accumulate_dtype=DType.parse(accumulate_dtype) if accumulate_dtype else None,
+            accumulates=config.gradient_accumulation_steps > 1,
+            overlap=zero.overlap_comm is not False,
+        ),
+    )

@@ -1,0 +1,165 @@
+"""A torch module as the ZeRO step sees it: names, views into buckets, and hooks that hand over gradients.
+
+[Note: Passes]
+A backward pass begins with `begin_pass` and ends with `end_pass`. `TorchEngine.backward` calls both. When a user calls
+`loss.backward()` itself, the first sign of it (the gradient of an output of the engine, or of a parameter) begins the
+pass, and a callback that autograd runs when the whole backward is done ends it. Begun at an output, that callback
+belongs to the outermost backward, so reentrant checkpointing, which runs backwards inside the backward, ends nothing
+early. Should a pass end early all the same, what comes after is late or a pass of its own: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.torch_memory import dtype_of
+from polyaccel.buffer import Buffer
+from polyaccel.engine.base import ModelAdapter
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.step import ZeroStep
+
+
+class TorchAdapter(ModelAdapter):
+    """Parameters of `module`, those of `groups` trained, all floating ones held as `param_dtype` (None: as they are).
+
+    `groups` are the optimizer's groups, each a sequence of parameters of the module. `begin` is called when a backward
+    pass begins that the engine did not begin itself, `end` when it is over.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[Sequence[nn.Parameter]],
+        accelerator: Accelerator,
+        param_dtype: DType | None,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.module = module
+        self._accelerator = accelerator
+        self._begin, self._end = begin, end
+        self._params = dict(module.named_parameters())  # tied parameters appear once, under their first name
+        self._names = {parameter: fqn for fqn, parameter in self._params.items()}
+        self._group_of = _group_indices(groups, self._names)
+        self._specs = {fqn: self._spec(fqn, parameter, param_dtype) for fqn, parameter in self._params.items()}
+        self._frozen = {fqn: parameter for fqn, parameter in self._params.items() if not parameter.requires_grad}
+        self._step: ZeroStep | None = None
+        self._handles: list[Any] = []
+        self.gradient_factor = 1.0
+        """What gradients of the present pass are multiplied with before they enter their bucket."""
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Each parameter's fully qualified name."""
+        return self._names
+
+    # What the step asks.
+
+    def param_specs(self) -> Sequence[ParamSpec]:
+        """In the reverse of the order of registration, which is nearly always that in which gradients appear."""
+        return tuple(reversed(self._specs.values()))
+
+    def read_param(self, fqn: str) -> Buffer:
+        return self._accelerator.wrap(self._params[fqn].detach().contiguous())
+
+    def bind(self, fqn: str, view: Buffer) -> None:
+        parameter = self._params[fqn]
+        parameter.grad = None
+        parameter.data = view.raw.view(parameter.shape)
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._step = None
+
+    def keep(self, handle: Any) -> None:
+        """Remove `handle`, a hook on the module, with the adapter's own."""
+        self._handles.append(handle)
+
+    # Gradients.
+
+    def attach(self, step: ZeroStep) -> None:
+        """Hand every gradient over to `step` from now on."""
+        self._step = step
+        for fqn, parameter in self._params.items():
+            if self._specs[fqn].trainable:
+                hook = self._make_hook(fqn)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def watch_outputs(self, outputs: Any) -> None:
+        """Begin a pass when the gradient of any of `outputs` appears. See [Note: Passes]."""
+        for leaf in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+
+    def check_frozen(self) -> None:
+        """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""
+        for fqn, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ShardingError(
+                    f"parameter {fqn!r} was frozen when the engine was built and requires a gradient now",
+                    cure="call polyaccel.initialize again after changing requires_grad",
+                    value=fqn,
+                )
+
+    def _on_output_gradient(self, gradient: Tensor) -> None:
+        self._ensure_pass()
+
+    def _make_hook(self, fqn: str) -> Callable[[nn.Parameter], None]:
+        def take(parameter: nn.Parameter) -> None:
+            gradient = parameter.grad
+            if gradient is None or self._step is None:
+                return
+            parameter.grad = None
+            if gradient.is_sparse:
+                raise ShardingError(
+                    f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn
+                )
+            self._ensure_pass()
+            if self.gradient_factor != 1.0:
+                gradient.mul_(self.gradient_factor)
+            self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
+
+        return take
+
+    def _ensure_pass(self) -> None:
+        if self._step is not None and not self._step.in_pass:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _spec(self, fqn: str, parameter: nn.Parameter, param_dtype: DType | None) -> ParamSpec:
+        own = dtype_of(parameter.dtype)
+        dtype = param_dtype if param_dtype is not None and own.is_floating else own
+        group = self._group_of.get(fqn)
+        trainable = parameter.requires_grad and group is not None
+        return ParamSpec(fqn, tuple(parameter.shape), dtype, group or 0, trainable)
+
+
+def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Parameter, str]) -> dict[str, int]:
+    """The optimizer group of each parameter that is in one. Raises ShardingError for strangers and repetitions."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            fqn = names.get(parameter)
+            if fqn is None:
+                shape = tuple(parameter.shape)
+                raise ShardingError(
+                    f"optimizer group {index} has a parameter of shape {shape} that is not the model's",
+                    cure="pass parameters of the model that is given to initialize",
+                    value=shape,
+                )
+            if fqn in found:
+                raise ShardingError(
+                    f"parameter {fqn!r} is in optimizer groups {found[fqn]} and {index}",
+                    cure="put every parameter into one group",
+                    value=fqn,
+                )
+            found[fqn] = index
+    return found

@@ -1,0 +1,192 @@
+"""A torch optimizer of the user's own, run on slices.
+
+Its parameters are exchanged for views of the master weights: flat slices when its update is elementwise, tensors of the
+true shape when it is not (possible only where optimizer states are replicated). Its states of a slice's length become
+views of flat buffers too, so that checkpoints hold them like those of any other optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.torch_memory import dtype_of
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import ShardingError
+from polyaccel.ops.base import SCALE
+from polyaccel.zero.layout import Slice
+from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Optimizers of torch whose update of an element depends on that element alone."""
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
+    """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
+
+    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks.
+    """
+    known = type(optimizer) in ELEMENTWISE
+    if sharded and not known and not allow_untested:
+        name = type(optimizer).__name__
+        raise ShardingError(
+            f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
+            cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
+            value=name,
+        )
+    return known or sharded
+
+
+class ClientOptimizer(SliceOptimizer):
+    """Adapts `optimizer`, whose groups hold parameters of the module named by `names`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], *, flat: bool) -> None:
+        self.optimizer = optimizer
+        self._flat = flat
+        self._names = names
+        self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
+
+    def bind(self, shards: Sequence[Shard]) -> None:
+        """Exchange the optimizer's parameters for views of the shards' master weights."""
+        groups = self.optimizer.param_groups
+        parameters = {fqn: parameter for parameter, fqn in self._names.items()}
+        earlier = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        members: list[list[Tensor]] = [[] for _ in groups]
+        for shard in shards:
+            for piece in shard.slices:
+                view = shard.master.view(piece.shard_offset, piece.length).raw
+                parameter = parameters[piece.fqn]
+                tensor = view if self._flat else view.view(parameter.shape)
+                if parameter in earlier:
+                    self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
+                members[shard.bucket.kind.group].append(tensor)
+                self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
+        for group, tensors in zip(groups, members, strict=True):
+            group["params"] = tensors
+
+    def update(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        accelerator: Accelerator,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        kernels = accelerator.kernels()
+        for shard in shards:
+            assert shard.grad is not None  # set by the step
+            grad = shard.grad
+            if grad.dtype is not shard.master.dtype:
+                grad = accelerator.allocate(shard.master.numel, shard.master.dtype)
+                grad.copy_from(shard.grad)
+            if grad_scale != 1.0:
+                kernels[SCALE](grad, grad_scale)
+            updated = {fqn for fqn in shard.steps if _is_updated(shard, fqn)}
+            for piece in shard.slices:
+                _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+                view = grad.view(piece.shard_offset, piece.length).raw.view(tensor.shape)
+                tensor.grad = view if piece.fqn in updated else None
+        self.optimizer.step()
+        for shard in shards:
+            self._adopt_states(shard, accelerator)
+            for piece in shard.slices:
+                self._places[(shard.bucket.index, piece.fqn)][1].grad = None
+            if shard.out is not None:
+                shard.out.copy_from(shard.master)
+            yield shard
+
+    def _adopt_states(self, shard: Shard, accelerator: Accelerator) -> None:
+        """Move states as long as their slice into flat buffers of the shard, once, and leave views in their place."""
+        if not self._flat:
+            return
+        for piece in shard.slices:
+            _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+            state = self.optimizer.state.get(tensor, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.length:
+                    view = self._state_buffer(shard, name, value, accelerator).view(piece.shard_offset, piece.length)
+                    if value.data_ptr() != view.data_ptr():
+                        view.raw.copy_(value)
+                        state[name] = view.raw
+
+    def _state_buffer(self, shard: Shard, name: str, like: Tensor, accelerator: Accelerator) -> Buffer:
+        if name not in shard.states:
+            shard.states[name] = accelerator.allocate(shard.master.numel, dtype_of(like.dtype))
+        return shard.states[name]
+
+    def whole_state(self) -> bytes | None:
+        """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat."""
+        if self._flat:
+            return None
+        stream = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), stream)
+        return stream.getvalue()
+
+    def load_whole_state(self, data: bytes) -> None:
+        """Take over what `whole_state` gave."""
+        self.optimizer.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))
+
+    def scalar_states(self) -> dict[str, dict[str, float]]:
+        """States of one number each, such as step counts, by parameter name."""
+        found: dict[str, dict[str, float]] = {}
+        for (_, fqn), (_, tensor) in self._places.items():
+            numbers = {name: _number(value) for name, value in self.optimizer.state.get(tensor, {}).items()}
+            found[fqn] = {name: number for name, number in numbers.items() if number is not None}
+        return {fqn: numbers for fqn, numbers in found.items() if numbers}
+
+    def restore(self, shards: Sequence[Shard], scalars: dict[str, dict[str, float]], steps: Mapping[str, int]) -> None:
+        """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
+
+        `steps` counts each parameter's updates; one without has no state yet.
+        """
+        for shard in shards:
+            for piece in shard.slices:
+                if not steps[piece.fqn]:
+                    continue
+                _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+                state: dict[str, Any] = self.optimizer.state[tensor]
+                for name, number in scalars.get(piece.fqn, {}).items():
+                    state[name] = torch.tensor(number, dtype=torch.float32)
+                for name, buffer in shard.states.items():
+                    state[name] = buffer.view(piece.shard_offset, piece.length).raw
+
+
+def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:
+    """The part of a parameter's present state that belongs to a slice of it."""
+    if not flat:
+        return dict(state)
+    end = piece.start + piece.length
+    return {
+        name: value.detach().flatten()[piece.start : end].clone()
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+        else value
+        for name, value in state.items()
+    }
+
+
+def _is_updated(shard: Shard, fqn: str) -> bool:
+    """Whether the parameter lies in a run of this step."""
+    return any(
+        run.offset <= piece.shard_offset < run.offset + run.numel
+        for piece in shard.slices
+        if piece.fqn == fqn
+        for run in shard.runs
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return float(value)
+    return None

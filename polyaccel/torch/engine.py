@@ -1,0 +1,476 @@
+"""The engine that torch users hold: forward, backward, step, and everything they ask of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from logging import getLogger
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.engine.base import Engine
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.timing import PhaseTimer
+from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
+from polyaccel.runtime import Runtime
+from polyaccel.torch.adapter import TorchAdapter
+from polyaccel.torch.batch import cast_floats, device_of, loss_of, to_device
+from polyaccel.torch.checkpoint import load_engine, save_engine
+from polyaccel.torch.client_optimizer import ClientOptimizer
+from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
+from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
+from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.policy import Placement
+from polyaccel.zero.step import StepResult, ZeroStep
+
+log = getLogger(__name__)
+
+
+class TorchEngine(nn.Module, Engine):
+    """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
+
+    `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
+    updates at the accumulation boundary. Attributes that the engine lacks are the module's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: Runtime,
+        slice_optimizer: SliceOptimizer | None,
+        groups: ParamGroups,
+    ) -> None:
+        super().__init__()
+        self._modules["module"] = module
+        self.runtime = runtime
+        self.config = runtime.config
+        self.accelerator = runtime.accelerator
+        self.communicator = runtime.communicator
+        self.counters = StepCounters(
+            gradient_accumulation_steps=self.config.gradient_accumulation_steps,
+            train_batch_size=self.config.train_batch_size,
+        )
+        self.loss_scaler: LossScaler = runtime.loss_scaler()
+        self.timer = PhaseTimer()
+        self.training_dataloader: Any = None
+        self.lr_scheduler: Any = None
+        self.metrics: StepMetrics | None = None
+        """Figures of the last optimizer step on this rank."""
+        self._own_data: Iterator[Any] | None = None
+        self._losses: list[Tensor] = []
+        self._sync = True
+        self._scaled_by_user = False
+        self._result: StepResult | None = None
+        self._step_began_s = perf_counter()
+        self._traffic_before = 0
+
+        self.adapter = TorchAdapter(
+            module,
+            [group["params"] for group in groups],
+            self.accelerator,
+            runtime.param_dtype,
+            self._begin_foreign_pass,
+            self._end_pass,
+        )
+        self.zero = ZeroStep(
+            runtime.plan(tuple(self.adapter.param_specs())),
+            runtime.policy,
+            runtime.step_policy,
+            slice_optimizer,
+            groups,
+            self.communicator,
+            self.accelerator,
+            self.adapter.read_param,
+            self.adapter.bind,
+        )
+        self.optimizer: Any = None
+        if slice_optimizer is not None:
+            self.adapter.attach(self.zero)
+            if isinstance(slice_optimizer, ClientOptimizer):
+                slice_optimizer.bind(self.zero.shards)
+            self.optimizer = ZeroOptimizer(groups, self._update)
+        self._broadcast_buffers()
+        if runtime.step_policy.defer_publish:
+            self._await_publishing_in_forward()
+
+    # Running the module.
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, its parameters up to date."""
+        self.zero.fence()
+        return self._own_module
+
+    @property
+    def _own_module(self) -> nn.Module:
+        module = self._modules["module"]
+        assert module is not None  # set in the constructor
+        return module
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.accelerator)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's output, under autocast if the config says so."""
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            inputs, named = cast_floats((inputs, named), torch.float16)
+        with self.timer("forward"), self._autocast():
+            outputs = self._own_module(*inputs, **named)
+        if torch.is_grad_enabled() and self.training and self.optimizer is not None:
+            self.adapter.watch_outputs(outputs)
+        return outputs
+
+    def _autocast(self) -> torch.autocast:
+        section = self.config.torch_autocast
+        return torch.autocast(self.device.type, dtype=getattr(torch, section.dtype), enabled=section.enabled)
+
+    # Gradients.
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
+
+        Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
+        """
+        if self.optimizer is None:
+            raise _no_optimizer()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise PolyaccelError(
+                f"backward needs a scalar loss, not {shape}", cure="reduce it: loss.mean()", value=shape
+            )
+        factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        scaled = loss.float() * factor if factor != 1.0 else loss
+        with self.timer("backward"):
+            self._begin_pass(1.0)
+            try:
+                root = scaled.float() * self.loss_scaler.loss_scale if self._scales else scaled
+                root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            except BaseException:
+                self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
+                raise
+            self._end_pass()
+        self._losses.append(loss.detach())
+        return scaled.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
+        self._scaled_by_user = True
+        return loss.float() * self.loss_scaler.loss_scale
+
+    @property
+    def _scales(self) -> bool:
+        return self.loss_scaler.loss_scale != 1.0
+
+    def _begin_pass(self, gradient_factor: float) -> None:
+        self.adapter.gradient_factor = gradient_factor
+        each_pass = self.runtime.policy.grads is Placement.SHARDED
+        self.zero.begin_pass(reduce=self._sync and (each_pass or self.counters.is_boundary))
+
+    def _begin_foreign_pass(self) -> None:
+        """A `loss.backward()` that is not ours began. See [Note: Passes] in the adapter."""
+        if self._scales and not self._scaled_by_user:
+            raise PolyaccelError(
+                "loss.backward() was called on an fp16 loss that is not scaled: small gradients would vanish",
+                cure="call engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        self._begin_pass(1.0 / self.gradient_accumulation_steps())
+
+    def _end_pass(self) -> None:
+        with self.timer("reduce"):
+            self.zero.end_pass()
+        self._scaled_by_user = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
+        if not self._sync:
+            raise InvariantError("no_sync is nested in no_sync", cure="use one at a time")
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, accumulated ones too."""
+        self.zero.discard_gradients()
+        super().zero_grad(set_to_none)
+
+    # The update.
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last of its optimizer step."""
+        return self.counters.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether micro-batches end an accumulation; None counts them again."""
+        self.counters.set_gradient_accumulation_boundary(is_boundary)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        if not self._sync:
+            raise PolyaccelError("step was called inside no_sync", cure="leave the no_sync block first")
+        if self.optimizer is None:
+            raise _no_optimizer()
+        if not self.counters.is_boundary:
+            self.counters.advance()
+            return
+        self.optimizer.step()
+        result = self._result
+        assert result is not None  # set by the update
+        self.counters.advance(skipped=not result.applied)
+        lr = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        if result.applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._record(result, lr)
+
+    def _update(self) -> None:
+        """What `optimizer.step()` does."""
+        self.adapter.check_frozen()
+        with self.timer("update"):
+            scale = self.loss_scaler.loss_scale
+            result = self._result = self.zero.update(self.optimizer.param_groups, scale)
+        torch.autograd.graph.increment_version(list(self.adapter.names))
+        self.loss_scaler.update(not result.applied, result.culprit)
+        if not result.applied:
+            log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)
+
+    def _record(self, result: StepResult, lr: tuple[float, ...]) -> None:
+        now = perf_counter()
+        elapsed, self._step_began_s = now - self._step_began_s, now
+        sent = self.communicator.sent_numel
+        self.metrics = StepMetrics(
+            step=self.global_steps,
+            loss=float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            grad_norm_clipped=result.clipped_norm,
+            loss_scale=self.loss_scaler.loss_scale,
+            skipped=not result.applied,
+            samples=self.global_samples,
+            step_time_s=elapsed,
+            samples_per_s=self.train_batch_size() / elapsed,
+            peak_memory_nbytes=self.accelerator.memory_stats().peak_nbytes,
+            traffic_numel=sent - self._traffic_before,
+            phase_s=self.timer.take(),
+        )
+        self._traffic_before = sent
+        self._losses.clear()
+        self._print(self.metrics)
+
+    def _print(self, metrics: StepMetrics) -> None:
+        every = self.config.steps_per_print
+        if every is None or metrics.step % every or self.communicator.rank != 0:
+            return
+        loss = "none" if metrics.loss is None else f"{metrics.loss:.4f}"
+        log.info(
+            "step %d: loss %s, lr %s, grad norm %.4g, loss scale %g",
+            metrics.step, loss, ", ".join(f"{lr:.3g}" for lr in metrics.lr), metrics.grad_norm, metrics.loss_scale,
+        )  # fmt: skip
+        if self.config.wall_clock_breakdown:
+            log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
+        epoch).
+
+        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean
+        loss of this rank's micro-batches.
+        """
+        self.train()
+        source = self._data(data_iter)
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            with self.timer("data"):
+                batch = to_device(next(source), self.device)
+            loss = loss_of(self._call(batch))
+            self.backward(loss)
+            losses.append(loss.detach())
+            self.step()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Any) -> Tensor:
+        """The loss of one micro-batch from `data_iter`, without gradients; the training mode is restored."""
+        was_training = self.training
+        self.eval()
+        try:
+            return loss_of(self._call(to_device(next(self._data(data_iter)), self.device)))
+        finally:
+            self.train(was_training)
+
+    def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
+
+    def _data(self, data_iter: Any) -> Iterator[Any]:
+        if data_iter is not None:
+            return iter(data_iter) if not hasattr(data_iter, "__next__") else data_iter
+        if self.training_dataloader is None:
+            raise PolyaccelError("train_batch has no data", cure="pass data_iter, or training_data to initialize")
+        if self._own_data is None:
+            self._own_data = iter(RepeatingLoader(self.training_dataloader))
+        return self._own_data
+
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+    ) -> ShardedDataLoader[Any]:
+        """A loader of this rank's micro-batches of `dataset`, shuffled anew each epoch; see `ShardedDataLoader`."""
+        return ShardedDataLoader(
+            dataset,
+            micro_batch_size=self.train_micro_batch_size_per_gpu(),
+            rank=self.communicator.rank,
+            world_size=self.communicator.world_size,
+            drop_last=self.config.dataloader_drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError."""
+        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
+            raise CheckpointError(
+                "gradients of an unfinished optimizer step would be lost",
+                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
+            )
+        tag = tag or f"global_step{self.global_steps}"
+        save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on from a checkpoint, whatever world size and stage wrote it; returns its path and client state.
+
+        Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
+        that does not have this model's parameters.
+        """
+        return load_engine(
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            module_only=load_module_only,
+        )
+
+    # What users ask.
+
+    @property
+    def global_steps(self) -> int:
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.counters.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the parameters."""
+        return self.counters.step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step."""
+        return None if self._result is None else self._result.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every optimizer group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    def train_batch_size(self) -> int:
+        return self.counters.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.counters.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def destroy(self) -> None:
+        """Remove the hooks and let go of buffers. The module keeps its parameters' values."""
+        self.zero.fence()
+        self.adapter.release()
+        for parameter in self.adapter.names:
+            parameter.data = parameter.data.clone()
+        self.zero.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._own_module, name)
+
+    # Set-up.
+
+    def _broadcast_buffers(self) -> None:
+        """Begin with rank 0's buffers (running statistics and the like) on every rank."""
+        for buffer in self._own_module.buffers():
+            if buffer.numel() and self.communicator.world_size > 1:
+                flat = buffer.detach().contiguous().view(-1)
+                self.communicator.broadcast(self.accelerator.wrap(flat), 0)
+                buffer.copy_(flat.view(buffer.shape))
+
+    def _await_publishing_in_forward(self) -> None:
+        """Let each module wait for its own parameters, and no others, before it runs."""
+        for child in self._own_module.modules():
+            indices = {
+                self.zero.layout.locate(self.adapter.names[parameter])[0].index
+                for parameter in child.parameters(recurse=False)
+            }
+            if indices:
+                self.adapter.keep(child.register_forward_pre_hook(_waiter(self.zero, tuple(indices))))
+
+
+def _no_optimizer() -> PolyaccelError:
+    return PolyaccelError(
+        "this engine has no optimizer", cure='pass one to initialize, or add "optimizer" to the config'
+    )
+
+
+def _waiter(zero: ZeroStep, indices: tuple[int, ...]) -> Callable[[nn.Module, Any], None]:
+    def wait(module: nn.Module, inputs: Any) -> None:
+        for index in indices:
+            zero.wait_published(index)
+
+    return wait

@@ -1,0 +1,362 @@
+"""The life of a bucket's gradients: they appear one by one, fill the bucket, are reduced, and rest where the update
+reads.
+
+[Note: Arrival, launch, late]
+Reductions are launched in bucket order on every rank, whatever the order in which gradients appear, for a collective
+must meet its like. A bucket is launched early, overlapping the backward pass, once every gradient that it has ever seen
+has arrived again; the end of the pass launches the rest, with zeros for what did not come. A gradient that arrives
+after its bucket was launched (a parameter used again, a second backward pass, an order never seen before) is *late*: it
+is kept aside, and the step's small all-reduce tells all ranks to reduce that bucket once more before the update. So no
+order of events gives wrong numbers; a strange one costs time.
+
+[Note: Where gradients accumulate]
+With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
+sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
+from a pool only while the bucket is under way. Passes that must not reduce (`no_sync`) accumulate in a full buffer of
+their own, which the next reducing pass takes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.errors import ShardingError
+from polyaccel.ops.base import COMBINE, SCALE
+from polyaccel.types import DType, ReduceOp
+from polyaccel.zero.layout import Bucket
+from polyaccel.zero.policy import Placement, ZeroPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionPolicy:
+    """How gradients are combined over ranks.
+
+    `average` divides by the number of ranks; `prescale` does so before adding, `predivide_factor` does a part of it
+    before and the rest after. `reduce_dtype` is what travels, None the parameter's own type. `accumulate_dtype` is what
+    micro-batches add up in; None is the type that travels, or float32 where that has 16 bits and `accumulates` says
+    that there is more than one micro-batch. `overlap` launches while the backward pass still runs. At most
+    `max_in_flight` full buffers are under way at once where gradients are sharded.
+    """
+
+    average: bool = True
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    reduce_dtype: DType | None = None
+    accumulate_dtype: DType | None = None
+    accumulates: bool = False
+    overlap: bool = True
+    max_in_flight: int = 3
+
+    def __post_init__(self) -> None:
+        if self.predivide_factor <= 0.0:
+            raise ShardingError(
+                f"predivide_factor is {self.predivide_factor}",
+                cure="use a positive number",
+                value=self.predivide_factor,
+            )
+        if self.max_in_flight < 1:
+            raise ShardingError(
+                f"max_in_flight is {self.max_in_flight}", cure="use 1 or more", value=self.max_in_flight
+            )
+
+
+class StagingPool:
+    """Full gradient buffers that buckets borrow while they are under way; kept between steps, so nothing is allocated
+    anew."""
+
+    def __init__(self, communicator: Communicator, limit: int) -> None:
+        self._communicator = communicator
+        self._free: dict[DType, list[Buffer]] = {}
+        self._lent: dict[int, Buffer] = {}
+        self._limit = limit
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether lending another buffer would pass the limit. The caller then finishes an older bucket first."""
+        return len(self._lent) >= self._limit
+
+    def acquire(self, numel: int, dtype: DType) -> Buffer:
+        """A buffer of at least `numel` elements, cut to that length; its contents are undefined."""
+        free = self._free.setdefault(dtype, [])
+        fitting = next((index for index, buffer in enumerate(free) if buffer.numel >= numel), None)
+        if fitting is not None:
+            whole = free.pop(fitting)
+        else:
+            if free:
+                free.pop()  # too small for what is needed now: replaced, not joined, by the larger one
+            whole = self._communicator.allocate(numel, dtype)
+        self._lent[whole.data_ptr()] = whole
+        return whole.view(0, numel)
+
+    def release(self, buffer: Buffer) -> None:
+        """Take back what `acquire` gave."""
+        whole = self._lent.pop(buffer.data_ptr())
+        self._free[whole.dtype].append(whole)
+
+
+class GradientBucket:
+    """The gradients of one bucket on one rank, from the first arrival to the update."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        policy: ZeroPolicy,
+        reduction: ReductionPolicy,
+        communicator: Communicator,
+        accelerator: Accelerator,
+        pool: StagingPool,
+    ) -> None:
+        self.bucket = bucket
+        self._policy = policy
+        self._reduction = reduction
+        self._communicator = communicator
+        self._kernels = accelerator.kernels()
+        self._pool = pool
+        self._reduce_dtype = reduction.reduce_dtype or bucket.kind.dtype
+        widened = DType.FLOAT32 if reduction.accumulates and self._reduce_dtype.itemsize < 4 else self._reduce_dtype
+        self._accumulate_dtype = reduction.accumulate_dtype or widened
+        self._offsets = tuple((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self._gaps = _gaps(bucket)
+
+        self._full: Buffer | None = None
+        """Where gradients of this rank accumulate until they are reduced."""
+        self._full_is_borrowed = False
+        self._filled: set[int] = set()
+        """Slots of `_full` that hold something; the others have undefined contents."""
+        self._late: Buffer | None = None
+        self._late_slots: set[int] = set()
+        self._own: Buffer | None = None
+        """Sharded gradients: this rank's reduced slice."""
+        self._closed = False
+        """Replicated gradients: the reduction was launched, `_full` takes no more."""
+        self._settled = False
+        """A reduced gradient stands where the update reads."""
+        self._pending: tuple[Work, Callable[[], None]] | None = None
+
+        slots = len(bucket.slots)
+        self._expected = [1] * slots
+        self._most_arrivals = [0] * slots
+        self._arrivals = [0] * slots
+        self._missing = slots
+        self._launched = False
+        self.touched = [False] * slots
+        """Slots with a gradient on this rank since the last update."""
+
+        if self._keeps_full:
+            self._full = communicator.allocate(bucket.numel, self._accumulate_dtype)
+        else:
+            self._own = accelerator.allocate(bucket.shard_numel, self._accumulate_dtype)
+
+    @property
+    def _keeps_full(self) -> bool:
+        return self._policy.grads is Placement.REPLICATED
+
+    # The backward pass.
+
+    def begin_pass(self) -> None:
+        """A backward pass starts: count arrivals anew."""
+        self._arrivals = [0] * len(self._arrivals)
+        self._missing = sum(self._expected)
+        self._launched = False
+
+    def end_pass(self) -> None:
+        """A backward pass is over: from now on expect what has ever arrived, as often as it did."""
+        self._most_arrivals = [max(pair) for pair in zip(self._most_arrivals, self._arrivals, strict=True)]
+        self._expected = list(self._most_arrivals)
+
+    @property
+    def is_ready(self) -> bool:
+        """Every expected gradient of this pass has arrived."""
+        return self._missing == 0
+
+    @property
+    def is_launched(self) -> bool:
+        return self._launched
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def needs_staging(self) -> bool:
+        """Whether the next arrival of a reducing pass must borrow a buffer."""
+        return self._full is None and not self._launched
+
+    def add(self, slot_index: int, gradient: Buffer, *, reducing: bool) -> None:
+        """Take a gradient (flat, any floating type) into the bucket. `reducing`: this pass ends in a reduction."""
+        self.touched[slot_index] = True
+        if self._arrivals[slot_index] < self._expected[slot_index]:
+            self._missing -= 1
+        self._arrivals[slot_index] += 1
+        if self._launched or self._closed:
+            self._add_late(slot_index, gradient)
+            return
+        if self._full is None:
+            self._full_is_borrowed = reducing
+            if reducing:
+                self._full = self._pool.acquire(self.bucket.numel, self._reduce_dtype)
+            else:
+                self._full = self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
+        self._put(self._full, self._filled, slot_index, gradient)
+
+    def _add_late(self, slot_index: int, gradient: Buffer) -> None:
+        if self._late is None:
+            self._late = self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
+        self._put(self._late, self._late_slots, slot_index, gradient)
+
+    def _put(self, target: Buffer, filled: set[int], slot_index: int, gradient: Buffer) -> None:
+        place = target.view(*self._offsets[slot_index])
+        if slot_index in filled:
+            self._kernels[COMBINE](place, gradient, ReduceOp.SUM)
+        else:
+            place.copy_from(gradient)
+            filled.add(slot_index)
+
+    # The reduction.
+
+    def launch(self) -> None:
+        """Start the reduction of everything that has accumulated; zeros stand for what is missing."""
+        self._launched = True
+        if self._closed:  # a second pass over replicated gradients: what it brought is late
+            return
+        self.finish()
+        if self._full is None:
+            self._full = self._pool.acquire(self.bucket.numel, self._reduce_dtype)
+            self._full_is_borrowed = True
+        self._zero_the_rest(self._full, self._filled)
+        source, self._full = self._full, self._full if self._keeps_full else None
+        borrowed, self._full_is_borrowed = self._full_is_borrowed, False
+        self._filled = set()
+        self._closed = self._keeps_full
+        self._pending = self._reduce(source, is_late=False, borrowed=borrowed)
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if any, and put its result where the update reads."""
+        if self._pending is not None:
+            work, settle = self._pending
+            self._pending = None
+            work.wait()
+            settle()
+
+    def reduce_late(self) -> None:
+        """Reduce what came late on any rank and add it to the result. Every rank calls this for the same buckets."""
+        self.finish()
+        late = self._late or self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
+        self._zero_the_rest(late, self._late_slots)
+        self._late, self._late_slots = None, set()
+        work, settle = self._reduce(late, is_late=True, borrowed=False)
+        work.wait()
+        settle()
+
+    @property
+    def has_late(self) -> bool:
+        return self._late is not None
+
+    def result(self) -> Buffer:
+        """The reduced gradient that this rank updates with: its own slice, or the whole bucket under a replicated
+        optimizer."""
+        if self._keeps_full:
+            assert self._full is not None  # allocated for good
+            low, high = self._own_bounds() if self._policy.optim is Placement.SHARDED else (0, self.bucket.numel)
+            return self._full.view(low, high - low)
+        assert self._own is not None  # likewise
+        return self._own
+
+    def own_part(self, result: Buffer) -> Buffer:
+        """This rank's own shard of `result`."""
+        if result.numel == self.bucket.shard_numel:
+            return result
+        low, high = self._own_bounds()
+        return result.view(low, high - low)
+
+    @property
+    def holds_result(self) -> bool:
+        return self._settled
+
+    @property
+    def has_content(self) -> bool:
+        """Gradients are held that no update has used yet."""
+        return any(self.touched) or self._settled or self.is_pending
+
+    def discard(self) -> None:
+        """Forget all gradients, reduced or not. The buffers stay."""
+        self.finish()
+        if self._full is not None and not self._keeps_full:
+            if self._full_is_borrowed:
+                self._pool.release(self._full)
+            self._full = None
+        self._full_is_borrowed = False
+        self._filled = set()
+        self._late, self._late_slots = None, set()
+        self._closed = self._settled = self._launched = False
+        self.touched = [False] * len(self.touched)
+
+    def _own_bounds(self) -> tuple[int, int]:
+        return self.bucket.shard_bounds(self._communicator.rank)
+
+    def _zero_the_rest(self, full: Buffer, filled: set[int]) -> None:
+        for offset, numel in self._gaps:
+            full.view(offset, numel).fill(0.0)
+        for index, window in enumerate(self._offsets):
+            if index not in filled:
+                full.view(*window).fill(0.0)
+
+    def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> tuple[Work, Callable[[], None]]:
+        """Launch the collective on `source`; the returned function settles the result after it has finished."""
+        staged = source
+        if source.dtype is not self._reduce_dtype:
+            staged = self._pool.acquire(source.numel, self._reduce_dtype)
+            staged.copy_from(source)
+        before, after, op = self._scaling()
+        if before != 1.0:
+            self._kernels[SCALE](staged, before)
+        info = CallInfo("late gradients" if is_late else "gradients", self.bucket.index)
+        overlap = self._reduction.overlap
+        if self._policy.optim is Placement.REPLICATED:
+            reduced = staged
+            work = self._communicator.all_reduce(staged, op, async_op=overlap, info=info)
+        else:
+            low, high = self._own_bounds()
+            reduced = staged.view(low, high - low)
+            work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, info=info)
+
+        def settle() -> None:
+            if after != 1.0:
+                self._kernels[SCALE](reduced, after)
+            self._settle(reduced)
+            if staged is not source:
+                self._pool.release(staged)
+            if borrowed:
+                self._pool.release(source)
+
+        return work, settle
+
+    def _scaling(self) -> tuple[float, float, ReduceOp]:
+        """Factors before and after the collective, and its operation."""
+        ranks = self._communicator.world_size
+        if not self._reduction.average:
+            return 1.0, 1.0, ReduceOp.SUM
+        if self._reduction.prescale:
+            return 1.0 / ranks, 1.0, ReduceOp.SUM
+        factor = self._reduction.predivide_factor
+        if factor != 1.0:
+            return 1.0 / factor, factor / ranks, ReduceOp.SUM
+        return 1.0, 1.0, ReduceOp.AVG
+
+    def _settle(self, reduced: Buffer) -> None:
+        target = self.result()
+        if self._settled:  # an earlier micro-batch, or what was not late
+            self._kernels[COMBINE](target, reduced, ReduceOp.SUM)
+        elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place
+            target.copy_from(reduced)
+        self._settled = True
+
+
+def _gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The padding: (offset, numel) of every run of the bucket that belongs to no slot."""
+    ends = [0, *(slot.end for slot in bucket.slots)]
+    starts = [*(slot.offset for slot in bucket.slots), bucket.numel]
+    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)

@@ -1,0 +1,266 @@
+"""Optimizers on slices: what the step updates is a `Shard` of flat buffers, never a tensor with a shape.
+
+An elementwise optimizer needs no more than that: one fused kernel call for each run of elements. LAMB scales each
+parameter by a ratio of its norms, so it adds the squared norms of all slices over the ranks first.
+Hyperparameters come from `groups`, one mapping for each optimizer group, read anew at every step so that learning-rate
+schedules need not know about any of this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Any, ClassVar
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.ops.base import (
+    ADAGRAD,
+    ADAM,
+    LAMB_APPLY,
+    LAMB_DIRECTION,
+    LION,
+    SGD,
+    SQUARE_SUMS,
+    AdagradHyper,
+    AdamHyper,
+    LionHyper,
+    SgdHyper,
+)
+from polyaccel.types import DType
+from polyaccel.zero.layout import Bucket, Slice
+from polyaccel.zero.norms import allocate_sums, read_sums
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [offset, offset + numel) of a shard, updated together; `step` counts their updates with this one."""
+
+    offset: int
+    numel: int
+    step: int
+
+
+@dataclass(slots=True)
+class Shard:
+    """What an optimizer sees of one bucket: the elements that this rank updates, in flat buffers of equal length.
+
+    `grad` has the reduced gradient times the loss scale. `out` is where the parameters stand, None when `master` is
+    that memory itself. `slices` are the parameters' parts of the shard, `runs` what to update in this step.
+    """
+
+    bucket: Bucket
+    master: Buffer
+    out: Buffer | None
+    slices: tuple[Slice, ...]
+    states: dict[str, Buffer]
+    grad: Buffer | None = None
+    runs: tuple[Run, ...] = ()
+    steps: dict[str, int] = field(default_factory=dict)
+    """How many updates each parameter of the bucket has had. A parameter without a gradient on any rank has none."""
+
+    def cut(self, run: Run) -> tuple[Buffer, Buffer, Buffer | None, dict[str, Buffer]]:
+        """Views (master, gradient, out, states) of a run."""
+        assert self.grad is not None  # set by the step for every shard that it passes on
+        window = (run.offset, run.numel)
+        return (
+            self.master.view(*window),
+            self.grad.view(*window),
+            None if self.out is None else self.out.view(*window),
+            {name: state.view(*window) for name, state in self.states.items()},
+        )
+
+
+class SliceOptimizer(ABC):
+    """An optimizer that works on shards. `state_names` are its states, each as long as the shard, in float32."""
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    needs_whole_parameters: ClassVar[bool] = False
+    """True for an update that must see parameters uncut: usable only where the optimizer states are replicated."""
+
+    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:  # noqa: B027 - zeros suit most
+        """Set the states of a new shard, which are zero, to where the optimizer starts."""
+
+    @abstractmethod
+    def update(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        accelerator: Accelerator,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        """Update every shard with its gradient times `grad_scale`; yield each as soon as its parameters are final.
+
+        Collective: every rank passes the same buckets in the same order.
+        """
+
+
+class ElementwiseOptimizer(SliceOptimizer):
+    """An update that treats every element alike: one kernel call for each run."""
+
+    def update(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        accelerator: Accelerator,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        for shard in shards:
+            for run in shard.runs:
+                self.update_run(shard, run, groups[shard.bucket.kind.group], grad_scale, accelerator)
+            yield shard
+
+    @abstractmethod
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None: ...
+
+
+class Adam(ElementwiseOptimizer):
+    """Adam and AdamW. Group keys: lr, betas, eps, weight_decay, and optionally decoupled and bias_correction."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+        master, grad, out, states = shard.cut(run)
+        hyper = _adam_hyper(group, run.step)
+        accelerator.kernels()[ADAM](master, grad, states["exp_avg"], states["exp_avg_sq"], out, hyper, grad_scale)
+
+
+class Sgd(ElementwiseOptimizer):
+    """SGD with momentum. Group keys: lr, momentum, dampening, weight_decay, nesterov."""
+
+    state_names = ("momentum_buffer",)
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+        master, grad, out, states = shard.cut(run)
+        momentum = float(group.get("momentum", 0.0))
+        hyper = SgdHyper(
+            lr=float(group["lr"]),
+            momentum=momentum,
+            dampening=float(group.get("dampening", 0.0)),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+            nesterov=bool(group.get("nesterov", False)),
+            first=run.step == 1,
+        )
+        accelerator.kernels()[SGD](
+            master, grad, states["momentum_buffer"] if momentum else None, out, hyper, grad_scale
+        )
+
+
+class Adagrad(ElementwiseOptimizer):
+    """Adagrad. Group keys: lr, eps, weight_decay, lr_decay, initial_accumulator_value."""
+
+    state_names = ("sum",)
+
+    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:
+        states["sum"].fill(float(group.get("initial_accumulator_value", 0.0)))
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+        master, grad, out, states = shard.cut(run)
+        hyper = AdagradHyper(
+            lr=float(group["lr"]),
+            eps=float(group.get("eps", 1e-10)),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+            lr_decay=float(group.get("lr_decay", 0.0)),
+            step=run.step,
+        )
+        accelerator.kernels()[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale)
+
+
+class Lion(ElementwiseOptimizer):
+    """Lion. Group keys: lr, betas, weight_decay."""
+
+    state_names = ("exp_avg",)
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+        master, grad, out, states = shard.cut(run)
+        beta1, beta2 = group["betas"]
+        hyper = LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group.get("weight_decay", 0.0)))
+        accelerator.kernels()[LION](master, grad, states["exp_avg"], out, hyper, grad_scale)
+
+
+class Lamb(SliceOptimizer):
+    """LAMB (You et al. 2020, algorithm 2) with DeepSpeed's bounds on the trust ratio: group keys min_coeff, max_coeff.
+
+    A parameter's norms are over all of it, though it be cut over ranks.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        accelerator: Accelerator,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        kernels = accelerator.kernels()
+        for shard in shards:
+            group = groups[shard.bucket.kind.group]
+            direction = accelerator.allocate(shard.master.numel, DType.FLOAT32)
+            for run in shard.runs:
+                master, grad, _, states = shard.cut(run)
+                kernels[LAMB_DIRECTION](
+                    master,
+                    grad,
+                    states["exp_avg"],
+                    states["exp_avg_sq"],
+                    direction.view(run.offset, run.numel),
+                    _adam_hyper(group, run.step),
+                    grad_scale,
+                )
+            ratios = self._trust_ratios(shard, direction, group, accelerator, communicator)
+            for piece in shard.slices:
+                if any(run.offset <= piece.shard_offset < run.offset + run.numel for run in shard.runs):
+                    window = (piece.shard_offset, piece.length)
+                    kernels[LAMB_APPLY](
+                        shard.master.view(*window),
+                        direction.view(*window),
+                        None if shard.out is None else shard.out.view(*window),
+                        float(group["lr"]) * ratios[piece.fqn],
+                    )
+            yield shard
+
+    def _trust_ratios(
+        self, shard: Shard, direction: Buffer, group: Group, accelerator: Accelerator, communicator: Communicator
+    ) -> dict[str, float]:
+        """`|weights| / |direction|` of each parameter in the bucket, bounded; 1 where either norm is zero."""
+        names = [slot.param.fqn for slot in shard.bucket.slots]
+        sums = allocate_sums(accelerator, communicator, 2 * len(names))
+        pieces: list[tuple[int, Buffer]] = []
+        for piece in shard.slices:
+            index = names.index(piece.fqn)
+            pieces.append((index, shard.master.view(piece.shard_offset, piece.length)))
+            pieces.append((len(names) + index, direction.view(piece.shard_offset, piece.length)))
+        accelerator.kernels()[SQUARE_SUMS](sums, pieces)
+        if shard.master.numel != shard.bucket.numel:  # cut over ranks
+            communicator.all_reduce(sums, info=CallInfo("lamb norms", shard.bucket.index))
+        values = read_sums(sums)
+        low, high = float(group.get("min_coeff", 0.01)), float(group.get("max_coeff", 10.0))
+        ratios: dict[str, float] = {}
+        for index, fqn in enumerate(names):
+            weight, update = sqrt(values[index]), sqrt(values[len(names) + index])
+            usable = weight > 0.0 and update > 0.0 and isfinite(weight) and isfinite(update)
+            ratios[fqn] = min(max(weight / update, low), high) if usable else 1.0
+        return ratios
+
+
+def _adam_hyper(group: Group, step: int) -> AdamHyper:
+    beta1, beta2 = group["betas"]
+    return AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group.get("weight_decay", 0.0)),
+        step=step,
+        decoupled=bool(group.get("decoupled", True)),
+        bias_correction=bool(group.get("bias_correction", True)),
+    )

@@ -1,0 +1,431 @@
+"""The ZeRO step on flat buffers: bind parameters to buckets, reduce gradients as they appear, update slices, publish.
+
+Every frontend drives this same object and keeps only what its framework must do: say what the parameters are, see them
+in the buckets (`param_views`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
+here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.errors import InvariantError
+from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.types import DType
+from polyaccel.zero.gradients import GradientBucket, ReductionPolicy, StagingPool
+from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
+from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
+from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
+from polyaccel.zero.policy import Placement, ZeroPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """What the update does. `clip_norm` 0 is off. `skip_overflow`: a gradient that is not finite skips the update
+    (mixed precision); otherwise it goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated
+    parameters may last into the next forward pass, and whoever reads parameters calls `wait_published` or `fence`
+    first.
+    """
+
+    clip_norm: float = 0.0
+    skip_overflow: bool = False
+    defer_publish: bool = False
+    reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an update did. `grad_norm` is before clipping, `clipped_norm` after."""
+
+    applied: bool
+    grad_norm: float
+    clipped_norm: float
+    culprit: str | None
+
+
+class BucketParams:
+    """One bucket's parameters: the full flat buffer that the frontend's views lie in, and the master weights.
+
+    `master` covers what this rank updates: its own shard, or everything under a replicated optimizer. It is a view of
+    the parameters when those are of the master type already, so that the update needs no copy and no extra byte.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        policy: ZeroPolicy,
+        master_dtype: DType,
+        communicator: Communicator,
+        accelerator: Accelerator,
+    ) -> None:
+        self.bucket = bucket
+        self.full = communicator.allocate(bucket.numel, bucket.kind.dtype)
+        low, high = bucket.shard_bounds(communicator.rank)
+        self.own = self.full.view(low, high - low)
+        sharded = policy.optim is Placement.SHARDED and bucket.kind.trainable
+        self.origin = low if sharded else 0
+        """The bucket's element where `master` starts."""
+        extent = self.own if sharded else self.full
+        self.master_is_view = not bucket.kind.trainable or bucket.kind.dtype is master_dtype
+        self.master = extent if self.master_is_view else accelerator.allocate(extent.numel, master_dtype)
+        self.out: Buffer | None = None if self.master_is_view else extent
+
+    def slices(self) -> tuple[Slice, ...]:
+        """The parameters' parts of `master`."""
+        low, high = self.origin, self.origin + self.master.numel
+        return tuple(
+            Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low)
+            for slot in self.bucket.slots
+            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
+        )
+
+
+class ZeroStep:
+    """Parameters, gradients, optimizer states and their exchange for one layout on one rank.
+
+    `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
+    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast. The layout's
+    order is the order in which gradients are expected. Raises what the accelerator and the communicator raise.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        policy: ZeroPolicy,
+        step_policy: StepPolicy,
+        optimizer: SliceOptimizer | None,
+        groups: Sequence[Group],
+        communicator: Communicator,
+        accelerator: Accelerator,
+        read_param: Callable[[str], Buffer],
+        on_bound: Callable[[str, Buffer], None] = lambda fqn, view: None,
+    ) -> None:
+        if layout.world_size != communicator.world_size:
+            raise InvariantError(
+                f"layout for {layout.world_size} ranks, communicator of {communicator.world_size}",
+                value=layout.world_size,
+            )
+        if policy.params is Placement.SHARDED:
+            raise InvariantError("this step keeps parameters replicated; sharded ones need units", value=policy)
+        self.layout = layout
+        self.policy = policy
+        self.step_policy = step_policy
+        self.optimizer = optimizer
+        self.communicator = communicator
+        self.accelerator = accelerator
+        self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
+        """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
+        self._pool = StagingPool(communicator, step_policy.reduction.max_in_flight)
+        self.params: list[BucketParams] = []
+        self._bind(read_param, on_bound)
+        self._gradients = [
+            GradientBucket(bucket, policy, step_policy.reduction, communicator, accelerator, self._pool)
+            for bucket in layout.buckets
+            if bucket.kind.trainable
+        ]
+        self._by_fqn = {
+            slot.param.fqn: (position, index)
+            for position, gradients in enumerate(self._gradients)
+            for index, slot in enumerate(gradients.bucket.slots)
+        }
+        self._shards = self._make_shards(groups)
+        self._in_pass = False
+        self._reducing = False
+        self._has_unreduced = False
+        """Gradients accumulated in a pass that did not reduce, and no reducing pass has followed."""
+        self._next_launch = 0
+        self._publishing: dict[int, Work] = {}
+
+    # Parameters.
+
+    def param_view(self, fqn: str) -> Buffer:
+        """Where the parameter stands, flat, in its bucket."""
+        bucket, slot = self.layout.locate(fqn)
+        return self.params[bucket.index].full.view(slot.offset, slot.param.numel)
+
+    def _bind(self, read_param: Callable[[str], Buffer], on_bound: Callable[[str, Buffer], None]) -> None:
+        """Move all parameters into their buckets, one bucket at a time so that few exist twice."""
+        for bucket in self.layout.buckets:
+            place = BucketParams(
+                bucket, self.policy, _master_dtype(bucket.kind.dtype), self.communicator, self.accelerator
+            )
+            originals = {slot.param.fqn: read_param(slot.param.fqn) for slot in bucket.slots}
+            wide = {original.dtype for original in originals.values()}
+            staging = place.full
+            if wide != {bucket.kind.dtype}:
+                widest = max(wide, key=lambda dtype: dtype.itemsize)
+                staging = self.accelerator.allocate(bucket.numel, widest)
+            for slot in bucket.slots:
+                staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
+            self.communicator.broadcast(staging, 0, info=CallInfo("initial parameters", bucket.index))
+            if staging is not place.full:
+                place.full.copy_from(staging)
+            if not place.master_is_view:
+                place.master.copy_from(staging.view(place.origin, place.master.numel))
+            place.full.mark_written()
+            self.params.append(place)
+            del originals, staging
+            for slot in bucket.slots:
+                on_bound(slot.param.fqn, place.full.view(slot.offset, slot.param.numel))
+
+    def _make_shards(self, groups: Sequence[Group]) -> list[Shard]:
+        if self.optimizer is None:
+            return []
+        shards = []
+        for gradients in self._gradients:
+            place = self.params[gradients.bucket.index]
+            states = {
+                name: self.accelerator.allocate(place.master.numel, DType.FLOAT32)
+                for name in self.optimizer.state_names
+            }
+            self.optimizer.initialise_states(states, groups[gradients.bucket.kind.group])
+            shards.append(Shard(gradients.bucket, place.master, place.out, place.slices(), states))
+        return shards
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """What this rank updates, in layout order."""
+        return self._shards
+
+    # The backward pass.
+
+    @property
+    def in_pass(self) -> bool:
+        return self._in_pass
+
+    def begin_pass(self, *, reduce: bool) -> None:
+        """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced.
+
+        With replicated gradients pass True only at the accumulation boundary; with sharded ones at every micro-batch.
+        """
+        self._in_pass, self._reducing, self._next_launch = True, reduce, 0
+        self._has_unreduced = not reduce
+        for gradients in self._gradients:
+            gradients.begin_pass()
+
+    def add_gradient(self, fqn: str, gradient: Buffer) -> None:
+        """Take over a parameter's gradient, flat; the caller may free it at once. Launches what became ready."""
+        position, index = self._by_fqn[fqn]
+        bucket = self._gradients[position]
+        if self._reducing and bucket.needs_staging() and self._pool.is_exhausted:
+            self._finish_oldest()
+        bucket.add(index, gradient, reducing=self._reducing)
+        if self._reducing:
+            self._launch_ready()
+
+    def end_pass(self) -> None:
+        """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
+        if self._reducing:
+            for gradients in self._gradients[self._next_launch :]:
+                if gradients.needs_staging() and self._pool.is_exhausted:
+                    self._finish_oldest()
+                self._launch(gradients)
+        for gradients in self._gradients:
+            gradients.end_pass()
+        self._in_pass = self._reducing = False
+
+    def abandon_pass(self) -> None:
+        """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before going on."""
+        self._in_pass = self._reducing = False
+
+    def _launch_ready(self) -> None:
+        while self._next_launch < len(self._gradients) and self._gradients[self._next_launch].is_ready:
+            self._launch(self._gradients[self._next_launch])
+            self._next_launch += 1
+
+    def _launch(self, gradients: GradientBucket) -> None:
+        gradients.launch()
+        if not self.step_policy.reduction.overlap:
+            gradients.finish()
+
+    def _finish_oldest(self) -> None:
+        for gradients in self._gradients:
+            if gradients.is_pending:
+                gradients.finish()
+                return
+
+    def finish_reductions(self) -> None:
+        """Wait until every reduction that was launched has settled."""
+        for gradients in self._gradients:
+            gradients.finish()
+
+    def gradient_buckets(self) -> Sequence[GradientBucket]:
+        """The trainable buckets' gradients, in layout order."""
+        return self._gradients
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        for gradients in self._gradients:
+            gradients.discard()
+        self._has_unreduced = False
+
+    # The update.
+
+    def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
+        """Agree on norm and overflow, update this rank's slices, publish the parameters, forget the gradients.
+
+        Collective. `loss_scale` is what the gradients were multiplied with. Nothing changes on an overflow that is
+        skipped.
+        """
+        if self.optimizer is None:
+            raise InvariantError("update was called on a step without an optimizer")
+        if self._has_unreduced:
+            self.begin_pass(reduce=True)
+            self.end_pass()
+        self.finish_reductions()
+        report = self.agree(loss_scale)
+        if report.overflow and self.step_policy.skip_overflow:
+            self.discard_gradients()
+            return StepResult(False, report.norm, report.norm, report.culprit)
+        factor = report.clip_factor(self.step_policy.clip_norm)
+        for fqn in report.touched:
+            self.steps[fqn] += 1
+        for shard, gradients in zip(self._shards, self._gradients, strict=True):
+            shard.grad = gradients.result()
+            shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
+            shard.runs = tuple(_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
+        self.fence()
+        for shard in self.optimizer.update(
+            self._shards, groups, factor / loss_scale, self.accelerator, self.communicator
+        ):
+            self._publish(shard.bucket.index)
+        if not self.step_policy.defer_publish:
+            self.fence()
+        for shard in self._shards:
+            shard.grad = None
+        self.discard_gradients()
+        return StepResult(True, report.norm, report.norm * factor, report.culprit)
+
+    def agree(self, loss_scale: float) -> GradientReport:
+        """What all ranks know of the gradients; late ones are reduced on the way. See [Note: One small all-reduce]."""
+        report = self._sum_up(loss_scale)
+        if report.late_buckets:
+            for index in report.late_buckets:
+                self._gradients[index].reduce_late()
+            report = self._sum_up(loss_scale)
+        return report
+
+    def _sum_up(self, loss_scale: float) -> GradientReport:
+        count = len(self.layout.params)
+        sums = allocate_sums(self.accelerator, self.communicator, 2 * count + len(self._gradients))
+        pieces: list[tuple[int, Buffer]] = []
+        rank = self.communicator.rank
+        for gradients in self._gradients:
+            if gradients.holds_result:
+                own = gradients.own_part(gradients.result())
+                for piece in gradients.bucket.slices(rank):
+                    pieces.append((self.layout.position[piece.fqn], own.view(piece.shard_offset, piece.length)))
+        self.accelerator.kernels()[SQUARE_SUMS](sums, pieces)
+        values = read_sums(sums)
+        for gradients in self._gradients:
+            for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
+                values[count + self.layout.position[slot.param.fqn]] = float(touched)
+        for index, gradients in enumerate(self._gradients):
+            values[2 * count + index] = float(gradients.has_late)
+        write_sums(sums, values)
+        self.communicator.all_reduce(sums, info=CallInfo("norms and flags"))
+        return interpret_sums(read_sums(sums), self.layout, loss_scale)
+
+    # Publishing.
+
+    def _publish(self, index: int) -> None:
+        """Start making an updated bucket whole on every rank."""
+        place = self.params[index]
+        if self.policy.optim is Placement.SHARDED:
+            info = CallInfo("updated parameters", index)
+            self._publishing[index] = self.communicator.all_gather(place.full, place.own, async_op=True, info=info)
+        place.full.mark_written()
+
+    def publish_all(self) -> None:
+        """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
+        for gradients in self._gradients:
+            place = self.params[gradients.bucket.index]
+            if place.out is not None:
+                place.out.copy_from(place.master)
+            self._publish(gradients.bucket.index)
+        self.fence()
+
+    def wait_published(self, index: int) -> None:
+        """Return once bucket `index` has the updated parameters of all ranks."""
+        work = self._publishing.pop(index, None)
+        if work is not None:
+            work.wait()
+
+    def fence(self) -> None:
+        """Return once every parameter is up to date."""
+        for index in list(self._publishing):
+            self.wait_published(index)
+
+    # Owned state, for checkpoints.
+
+    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """What this rank answers for, in global coordinates: (slot, kind, start, buffer); over all ranks each element
+        once.
+
+        Kind `param` is the parameter in the best precision there is, the others are optimizer states.
+        """
+        for place in self.params:
+            shard = next((shard for shard in self._shards if shard.bucket is place.bucket), None)
+            for piece in place.bucket.slices(self.communicator.rank):
+                _, slot = self.layout.locate(piece.fqn)
+                offset = slot.offset + piece.start - place.origin
+                yield slot, "param", piece.start, place.master.view(offset, piece.length)
+                for name, state in (shard.states if shard else {}).items():
+                    yield slot, name, piece.start, state.view(offset, piece.length)
+
+    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """What this rank must read to go on, in global coordinates: all of `master` and of the optimizer states."""
+        for place in self.params:
+            shard = next((shard for shard in self._shards if shard.bucket is place.bucket), None)
+            for piece in place.slices():
+                _, slot = self.layout.locate(piece.fqn)
+                yield slot, "param", piece.start, place.master.view(piece.shard_offset, piece.length)
+                for name, state in (shard.states if shard else {}).items():
+                    yield slot, name, piece.start, state.view(piece.shard_offset, piece.length)
+
+    def close(self) -> None:
+        """Let go of all buffers. Views that frontends hold keep their memory alive."""
+        self.finish_reductions()
+        self.fence()
+        self.params.clear()
+        self._gradients.clear()
+        self._shards.clear()
+
+
+def _master_dtype(dtype: DType) -> DType:
+    """What a parameter of `dtype` is updated in: at least fp32."""
+    return dtype if dtype in (DType.FLOAT32, DType.FLOAT64) else DType.FLOAT32
+
+
+def _runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:
+    """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
+
+    Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
+    """
+    slots = shard.bucket.slots
+    starts = [slot.offset for slot in slots[1:]]
+    stops = [*starts, shard.bucket.numel]
+    low, high = origin, origin + shard.master.numel
+    open_run: Run | None = None
+    for slot, stop in zip(slots, stops, strict=True):
+        begin, end = max(low, slot.offset), min(high, stop)
+        if begin >= end:
+            continue
+        if slot.param.fqn not in touched:
+            if open_run is not None:
+                yield open_run
+            open_run = None
+            continue
+        step = steps[slot.param.fqn]
+        if open_run is not None and open_run.step == step and open_run.offset + open_run.numel == begin - low:
+            open_run = Run(open_run.offset, open_run.numel + end - begin, step)
+        else:
+            if open_run is not None:
+                yield open_run
+            open_run = Run(begin - low, end - begin, step)
+    if open_run is not None:
+        yield open_run
