@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
@@ -34,6 +34,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[ParamSpec], ShardLayout, int]:
 Case = tuple[list[ParamSpec], ShardLayout, int]
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_every_element_has_exactly_one_owner(case: Case) -> None:
     params, layout, _ = case
@@ -46,6 +47,7 @@ def test_every_element_has_exactly_one_owner(case: Case) -> None:
     assert all(count == 1 for counts in owned.values() for count in counts)
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_a_slice_lies_in_its_shard_where_it_says(case: Case) -> None:
     _, layout, _ = case
@@ -57,6 +59,7 @@ def test_a_slice_lies_in_its_shard_where_it_says(case: Case) -> None:
             assert 0 <= piece.shard_offset <= bucket.shard_numel - piece.length
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_shards_tile_their_bucket(case: Case) -> None:
     _, layout, _ = case
@@ -67,6 +70,7 @@ def test_shards_tile_their_bucket(case: Case) -> None:
         assert bucket.shard_numel > 0
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_slots_do_not_overlap_and_padding_is_less_than_asked_for(case: Case) -> None:
     _, layout, _ = case
@@ -79,6 +83,7 @@ def test_slots_do_not_overlap_and_padding_is_less_than_asked_for(case: Case) -> 
         assert 0 <= bucket.numel - end <= layout.world_size * grain
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_parameters_and_shards_start_aligned_in_every_type(case: Case) -> None:
     _, layout, _ = case
@@ -88,6 +93,7 @@ def test_parameters_and_shards_start_aligned_in_every_type(case: Case) -> None:
             assert all(slot.offset * itemsize % ALIGNMENT_NBYTES == 0 for slot in bucket.slots)
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_buckets_keep_the_order_and_the_cap(case: Case) -> None:
     params, layout, cap = case
@@ -121,6 +127,7 @@ def _put_together(layout: ShardLayout, shards: dict[tuple[int, int], list[int]])
     return values
 
 
+@settings(deadline=None)
 @given(layouts(), st.integers(1, 9), st.integers(1, 400))
 def test_slices_carry_values_to_another_world_and_bucket_size(case: Case, world_size: int, cap: int) -> None:
     params, layout, _ = case

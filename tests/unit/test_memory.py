@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
@@ -172,6 +172,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     return plan_layout(params, world_size=draw(st.integers(1, 5)), max_bucket_numel=cap, units=units)
 
 
+@settings(deadline=None)
 @given(layouts(), st.sampled_from(STAGES), st.integers(1, 3))
 def test_the_formula_is_the_layout_without_padding(layout: ShardLayout, stage: int, micro_batches: int) -> None:
     policy = ZeroPolicy.of_stage(stage)
@@ -185,6 +186,7 @@ def test_the_formula_is_the_layout_without_padding(layout: ShardLayout, stage: i
     assert 0 <= found.resident_nbytes - formula.resident_nbytes <= most_a_param * padding
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_a_higher_stage_keeps_no_more_than_a_lower(layout: ShardLayout) -> None:
     kept = [estimate_layout(ZeroPolicy.of_stage(stage), layout).resident_nbytes for stage in STAGES]

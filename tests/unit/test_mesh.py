@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
@@ -14,6 +14,7 @@ meshes = st.lists(st.integers(1, 4), max_size=4).map(
 )
 
 
+@settings(deadline=None)
 @given(meshes)
 def test_a_rank_is_where_its_coordinates_are(mesh: Mesh) -> None:
     places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
@@ -21,6 +22,7 @@ def test_a_rank_is_where_its_coordinates_are(mesh: Mesh) -> None:
     assert all(list(place) == [axis.name for axis in mesh.axes] for place in places)
 
 
+@settings(deadline=None)
 @given(meshes)
 def test_lines_along_an_axis_tile_the_mesh(mesh: Mesh) -> None:
     for axis in mesh.axes:

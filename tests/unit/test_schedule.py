@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
@@ -123,6 +123,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     )
 
 
+@settings(deadline=None)
 @given(layouts(), st.sampled_from(STAGES), st.integers(1, 4))
 def test_every_bucket_gets_what_its_policy_says(layout: ShardLayout, stage: int, micro_batches: int) -> None:
     policy = ZeroPolicy.of_stage(stage)
@@ -139,6 +140,7 @@ def test_every_bucket_gets_what_its_policy_says(layout: ShardLayout, stage: int,
         assert kinds[OpKind.PUBLISH] == trained * (stage in (1, 2))
 
 
+@settings(deadline=None)
 @given(layouts(), st.integers(1, 3))
 def test_sharded_parameters_are_live_when_used_and_never_otherwise(layout: ShardLayout, micro_batches: int) -> None:
     live: set[int] = set()
@@ -156,6 +158,7 @@ def test_sharded_parameters_are_live_when_used_and_never_otherwise(layout: Shard
     assert not live
 
 
+@settings(deadline=None)
 @given(layouts(), st.integers(1, 4))
 def test_traffic_is_that_of_the_formulas(layout: ShardLayout, micro_batches: int) -> None:
     psi = sum(bucket.numel for bucket in layout.buckets if bucket.kind.trainable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
@@ -55,6 +55,7 @@ def test_a_device_is_written_as_users_write_it() -> None:
     assert [str(DeviceId("cpu")), str(DeviceId("cuda", 0)), str(DeviceId("xpu", 3))] == ["cpu", "cuda:0", "xpu:3"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.sampled_from(DType))
 def test_a_parameter_counts_its_elements_and_bytes(shape: tuple[int, ...], dtype: DType) -> None:
     param = ParamSpec("p", shape, dtype)
