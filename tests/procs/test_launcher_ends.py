@@ -83,6 +83,35 @@ def test_a_killed_rank_is_named_with_the_likely_cause(tmp_path: Path) -> None:
     assert not any(map(is_alive, ranks))
 
 
+def test_of_ranks_that_failed_together_the_killed_one_is_the_cause(tmp_path: Path) -> None:
+    with Job(tmp_path, "ready()\nwait()\nsys.exit('connection lost')") as job:
+        ranks, _ = job.pids()
+        job.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
+        let_go(ranks[0])
+        os.kill(ranks[1], signal.SIGKILL)
+        assert all(map(wait_gone, ranks))
+        job.process.send_signal(signal.SIGCONT)
+        code, _, stderr = job.finish()
+    assert code == 128 + 9
+    assert f"rank 1 (pid {ranks[1]}) was killed by SIGKILL" in stderr
+
+
+def test_a_failing_rank_ends_the_job_although_nobody_reads_its_output(tmp_path: Path) -> None:
+    script = """
+ready()
+while rank == 0:
+    print("x" * 1000)
+signal.pause()
+"""
+    with Job(tmp_path, script) as job:
+        ranks, _ = job.pids()
+        os.kill(ranks[1], signal.SIGKILL)
+        assert all(map(wait_gone, ranks))
+        code, _, stderr = job.finish()
+    assert code == 128 + 9
+    assert f"rank 1 (pid {ranks[1]}) was killed by SIGKILL" in stderr
+
+
 def test_a_stopped_rank_is_said_and_ends_the_job(tmp_path: Path) -> None:
     with Job(tmp_path, FOR_EVER, "--stop-timeout", "0.3") as job:
         ranks, _ = job.pids()

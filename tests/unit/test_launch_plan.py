@@ -1,0 +1,117 @@
+"""A plan is complete and possible before anything starts, or an error that says what to change."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch import local, port
+from polyaccel.launch.affinity import Core
+from polyaccel.launch.local import LocalLauncher, plan_local
+from polyaccel.launch.port import free_port, is_free
+from polyaccel.launch.program import python_command
+
+
+@pytest.fixture
+def six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_cores", lambda cpus: tuple(Core(0, (cpu, cpu + 6)) for cpu in range(6)))
+
+
+@pytest.mark.usefixtures("six_cores")
+@pytest.mark.parametrize(("nproc", "threads"), [(1, "6"), (2, "3"), (4, "1"), (9, "1")])
+def test_ranks_share_the_cores(nproc: int, threads: str) -> None:
+    plan = plan_local(["program"], nproc=nproc, environment={})
+    assert [spec.rank for spec in plan.ranks] == list(range(nproc))
+    assert {spec.environment["OMP_NUM_THREADS"] for spec in plan.ranks} == {threads}
+    assert {spec.cores for spec in plan.ranks} == {None}
+
+
+@pytest.mark.usefixtures("six_cores")
+def test_bound_ranks_have_whole_cores() -> None:
+    plan = plan_local(["program"], nproc=3, environment={}, bind_cores=True)
+    assert [spec.cores for spec in plan.ranks] == [(0, 6, 1, 7), (2, 8, 3, 9), (4, 10, 5, 11)]
+
+
+def test_the_users_variables_win_where_they_are_a_choice() -> None:
+    chosen = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "", "MASTER_PORT": "1", "LOCAL_RANK": "9"}
+    (spec,) = plan_local(["program"], nproc=1, environment=chosen, master_port=free_port()).ranks
+    assert (spec.environment["OMP_NUM_THREADS"], spec.environment["PYTHONUNBUFFERED"]) == ("5", "")
+    assert spec.environment["MASTER_PORT"] != "1"
+    assert spec.environment["LOCAL_RANK"] == "0"
+
+
+def test_every_job_has_an_id_that_its_ranks_share() -> None:
+    first, second = (plan_local(["program"], nproc=2, environment={}) for _ in range(2))
+    assert {spec.environment["POLYACCEL_JOB_ID"] for spec in first.ranks} == {first.job_id}
+    assert first.job_id != second.job_id
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_rank_of_another_launcher_starts_no_job(name: str) -> None:
+    with pytest.raises(LaunchError, match=rf"{name}=1 is set: .*(?s:.*)unset {name}"):
+        plan_local(["program"], nproc=2, environment={name: "1"})
+
+
+def test_zero_ranks_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"0 ranks(?s:.*)--nproc 1"):
+        plan_local(["program"], nproc=0, environment={})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_taken_port_is_refused(address: str) -> None:
+    with socket.create_server((address, 0)) as server:
+        taken = server.getsockname()[1]
+        assert not is_free(taken)
+        with pytest.raises(LaunchError, match=rf"port {taken} cannot(?s:.*)--master-port auto"):
+            plan_local(["program"], nproc=1, environment={}, master_port=taken)
+        with pytest.raises(LaunchError, match=rf"none of 1 ports between {taken} and {taken}"):
+            free_port([taken])
+
+
+def test_a_free_port_is_one_that_the_kernel_does_not_hand_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_range = tmp_path / "range"
+    kernel_range.write_text("15300 65535\n")
+    monkeypatch.setattr(port, "_KERNEL_RANGE_FILE", kernel_range)
+    found = free_port()
+    assert 15000 <= found < 15300
+    with socket.create_server(("127.0.0.1", found)):
+        pass
+
+
+def test_the_local_launcher_is_usable_here() -> None:
+    assert LocalLauncher.probe().usable
+
+
+def test_a_script_runs_with_this_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert python_command(str(script), ["-x", ""]) == (sys.executable, str(script), "-x", "")
+    assert python_command("json.tool", module=True) == (sys.executable, "-m", "json.tool")
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "message"),
+    [
+        ("absent.py", False, "no script 'absent.py' in .*"),
+        ("json", False, "no script 'json'(?s:.*)--module json"),
+        ("absent.module", True, "no module 'absent.module'"),
+        ("train.py", True, "is a path(?s:.*)leave out --module"),
+        ("some/train", True, "is a path"),
+    ],
+)
+def test_a_missing_program_is_said_with_the_cure(target: str, module: bool, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        python_command(target, module=module)
+
+
+def test_a_program_that_cannot_be_executed_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/fd"))
+    plan = plan_local([str(tmp_path / "absent")], nproc=2, environment={})
+    with pytest.raises(LaunchError, match=r"rank 0 could not be started: .*absent"):
+        LocalLauncher().run(plan)
+    assert set(os.listdir("/dev/fd")) == before
