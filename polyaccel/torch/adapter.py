@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_memory import dtype_of
 from polyaccel.buffer import Buffer
+from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
 from polyaccel.types import DType, ParamSpec
@@ -79,9 +80,14 @@ class TorchAdapter(ModelAdapter):
         self._handles.clear()
         self._step = None
 
-    def keep(self, handle: Any) -> None:
-        """Remove `handle`, a hook on the module, with the adapter's own."""
-        self._handles.append(handle)
+    def broadcast_buffers(self, communicator: Communicator) -> None:
+        """Begin with rank 0's buffers (running statistics and the like) on every rank."""
+        if communicator.world_size == 1:
+            return
+        for buffer in self.module.buffers():
+            flat = self._accelerator.wrap(buffer.detach().contiguous())
+            communicator.broadcast(flat, 0, info=CallInfo("initial buffers"))
+            buffer.copy_(flat.raw.view(buffer.shape))
 
     # Gradients.
 
@@ -92,6 +98,8 @@ class TorchAdapter(ModelAdapter):
             if self._specs[fqn].trainable:
                 hook = self._make_hook(fqn)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if step.step_policy.defer_publish:
+            self._await_publishing(step)
 
     def watch_outputs(self, outputs: Any) -> None:
         """Begin a pass when the gradient of any of `outputs` appears. See [Note: Passes]."""
@@ -108,6 +116,14 @@ class TorchAdapter(ModelAdapter):
                     cure="call polyaccel.initialize again after changing requires_grad",
                     value=fqn,
                 )
+
+    def _await_publishing(self, step: ZeroStep) -> None:
+        """Let each module wait for its own parameters, and no others, before it runs."""
+        for module in self.module.modules():
+            fqns = [self._names[parameter] for parameter in module.parameters(recurse=False)]
+            buckets = sorted({step.layout.locate(fqn)[0].index for fqn in fqns})
+            if buckets:
+                self._handles.append(module.register_forward_pre_hook(_waiter(step, buckets)))
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         self._ensure_pass()
@@ -140,6 +156,14 @@ class TorchAdapter(ModelAdapter):
         group = self._group_of.get(fqn)
         trainable = parameter.requires_grad and group is not None
         return ParamSpec(fqn, tuple(parameter.shape), dtype, group or 0, trainable)
+
+
+def _waiter(step: ZeroStep, buckets: Sequence[int]) -> Callable[[nn.Module, Any], None]:
+    def wait(module: nn.Module, inputs: Any) -> None:
+        for index in buckets:
+            step.wait_published(index)
+
+    return wait
 
 
 def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Parameter, str]) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import getLogger
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from polyaccel.engine.base import Engine
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import StepMetrics
-from polyaccel.engine.timing import PhaseTimer
+from polyaccel.engine.recording import StepRecorder
 from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
 from polyaccel.runtime import Runtime
 from polyaccel.torch.adapter import TorchAdapter
@@ -56,18 +55,20 @@ class TorchEngine(nn.Module, Engine):
             train_batch_size=self.config.train_batch_size,
         )
         self.loss_scaler: LossScaler = runtime.loss_scaler()
-        self.timer = PhaseTimer()
         self.training_dataloader: Any = None
         self.lr_scheduler: Any = None
-        self.metrics: StepMetrics | None = None
-        """Figures of the last optimizer step on this rank."""
+        self._recorder = StepRecorder(
+            self.accelerator,
+            self.communicator,
+            print_every=self.config.steps_per_print,
+            print_phases=self.config.wall_clock_breakdown,
+        )
+        self.timer = self._recorder.timer
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
         self._sync = True
         self._scaled_by_user = False
         self._result: StepResult | None = None
-        self._step_began_s = perf_counter()
-        self._traffic_before = 0
 
         self.adapter = TorchAdapter(
             module,
@@ -87,6 +88,7 @@ class TorchEngine(nn.Module, Engine):
             self.accelerator,
             self.adapter.read_param,
             self.adapter.bind,
+            self.timer,
         )
         self.optimizer: Any = None
         if slice_optimizer is not None:
@@ -94,9 +96,7 @@ class TorchEngine(nn.Module, Engine):
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update)
-        self._broadcast_buffers()
-        if runtime.step_policy.defer_publish:
-            self._await_publishing_in_forward()
+        self.adapter.broadcast_buffers(self.communicator)
 
     # Running the module.
 
@@ -228,7 +228,9 @@ class TorchEngine(nn.Module, Engine):
         lr = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._record(result, lr)
+        loss = float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None
+        self._losses.clear()
+        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
 
     def _update(self) -> None:
         """What `optimizer.step()` does."""
@@ -240,41 +242,6 @@ class TorchEngine(nn.Module, Engine):
         self.loss_scaler.update(not result.applied, result.culprit)
         if not result.applied:
             log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)
-
-    def _record(self, result: StepResult, lr: tuple[float, ...]) -> None:
-        now = perf_counter()
-        elapsed, self._step_began_s = now - self._step_began_s, now
-        sent = self.communicator.sent_numel
-        self.metrics = StepMetrics(
-            step=self.global_steps,
-            loss=float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None,
-            lr=lr,
-            grad_norm=result.grad_norm,
-            grad_norm_clipped=result.clipped_norm,
-            loss_scale=self.loss_scaler.loss_scale,
-            skipped=not result.applied,
-            samples=self.global_samples,
-            step_time_s=elapsed,
-            samples_per_s=self.train_batch_size() / elapsed,
-            peak_memory_nbytes=self.accelerator.memory_stats().peak_nbytes,
-            traffic_numel=sent - self._traffic_before,
-            phase_s=self.timer.take(),
-        )
-        self._traffic_before = sent
-        self._losses.clear()
-        self._print(self.metrics)
-
-    def _print(self, metrics: StepMetrics) -> None:
-        every = self.config.steps_per_print
-        if every is None or metrics.step % every or self.communicator.rank != 0:
-            return
-        loss = "none" if metrics.loss is None else f"{metrics.loss:.4f}"
-        log.info(
-            "step %d: loss %s, lr %s, grad norm %.4g, loss scale %g",
-            metrics.step, loss, ", ".join(f"{lr:.3g}" for lr in metrics.lr), metrics.grad_norm, metrics.loss_scale,
-        )  # fmt: skip
-        if self.config.wall_clock_breakdown:
-            log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
@@ -395,6 +362,11 @@ class TorchEngine(nn.Module, Engine):
     def skipped_steps(self) -> int:
         return self.counters.skipped_steps
 
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Figures of the last optimizer step on this rank; None before the first."""
+        return self._recorder.last
+
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the parameters."""
         return self.counters.step_applied
@@ -441,36 +413,8 @@ class TorchEngine(nn.Module, Engine):
                 raise
             return getattr(self._own_module, name)
 
-    # Set-up.
-
-    def _broadcast_buffers(self) -> None:
-        """Begin with rank 0's buffers (running statistics and the like) on every rank."""
-        for buffer in self._own_module.buffers():
-            if buffer.numel() and self.communicator.world_size > 1:
-                flat = buffer.detach().contiguous().view(-1)
-                self.communicator.broadcast(self.accelerator.wrap(flat), 0)
-                buffer.copy_(flat.view(buffer.shape))
-
-    def _await_publishing_in_forward(self) -> None:
-        """Let each module wait for its own parameters, and no others, before it runs."""
-        for child in self._own_module.modules():
-            indices = {
-                self.zero.layout.locate(self.adapter.names[parameter])[0].index
-                for parameter in child.parameters(recurse=False)
-            }
-            if indices:
-                self.adapter.keep(child.register_forward_pre_hook(_waiter(self.zero, tuple(indices))))
-
 
 def _no_optimizer() -> PolyaccelError:
     return PolyaccelError(
         "this engine has no optimizer", cure='pass one to initialize, or add "optimizer" to the config'
     )
-
-
-def _waiter(zero: ZeroStep, indices: tuple[int, ...]) -> Callable[[nn.Module, Any], None]:
-    def wait(module: nn.Module, inputs: Any) -> None:
-        for index in indices:
-            zero.wait_published(index)
-
-    return wait

@@ -8,7 +8,9 @@ here sees a tensor, an array or a device's name; stages are values of `ZeroPolic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
@@ -21,6 +23,8 @@ from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.policy import Placement, ZeroPolicy
+
+WaitingPhase = Literal["reduce", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ class ZeroStep:
     """Parameters, gradients, optimizer states and their exchange for one layout on one rank.
 
     `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
-    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast. The layout's
+    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `on_bound`
+    is told where each parameter stands from then on. `timed` is entered around waiting for others. The layout's
     order is the order in which gradients are expected. Raises what the accelerator and the communicator raise.
     """
 
@@ -103,6 +108,7 @@ class ZeroStep:
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
         on_bound: Callable[[str, Buffer], None] = lambda fqn, view: None,
+        timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
     ) -> None:
         if layout.world_size != communicator.world_size:
             raise InvariantError(
@@ -117,6 +123,7 @@ class ZeroStep:
         self.optimizer = optimizer
         self.communicator = communicator
         self.accelerator = accelerator
+        self._timed = timed
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
         self._pool = StagingPool(communicator, step_policy.reduction.max_in_flight)
@@ -250,8 +257,9 @@ class ZeroStep:
 
     def finish_reductions(self) -> None:
         """Wait until every reduction that was launched has settled."""
-        for gradients in self._gradients:
-            gradients.finish()
+        with self._timed("reduce"):
+            for gradients in self._gradients:
+                gradients.finish()
 
     def gradient_buckets(self) -> Sequence[GradientBucket]:
         """The trainable buckets' gradients, in layout order."""
@@ -357,8 +365,9 @@ class ZeroStep:
 
     def fence(self) -> None:
         """Return once every parameter is up to date."""
-        for index in list(self._publishing):
-            self.wait_published(index)
+        with self._timed("publish"):
+            for index in list(self._publishing):
+                self.wait_published(index)
 
     # Owned state, for checkpoints.
 

@@ -1,0 +1,76 @@
+"""From what happened in a step to its figures: collects, times, prints. The same for every frontend."""
+
+from __future__ import annotations
+
+from logging import getLogger
+from time import perf_counter
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.comm.base import Communicator
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.timing import PhaseTimer
+from polyaccel.zero.step import StepResult
+
+log = getLogger(__name__)
+
+
+class StepRecorder:
+    """Makes the `StepMetrics` of each optimizer step, and prints every `print_every`-th on rank 0 (None: none).
+
+    `print_phases` adds where the host's time went.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, communicator: Communicator, *, print_every: int | None, print_phases: bool
+    ) -> None:
+        self.timer = PhaseTimer()
+        self.last: StepMetrics | None = None
+        self._accelerator = accelerator
+        self._communicator = communicator
+        self._print_every = print_every if communicator.rank == 0 else None
+        self._print_phases = print_phases
+        self._began_s = perf_counter()
+        self._sent_before = communicator.sent_numel
+
+    def record(
+        self,
+        result: StepResult,
+        counters: StepCounters,
+        *,
+        loss: float | None,
+        lr: tuple[float, ...],
+        loss_scale: float,
+    ) -> StepMetrics:
+        """The figures of the step that has just ended; time and traffic count from the last call."""
+        now, sent = perf_counter(), self._communicator.sent_numel
+        elapsed = now - self._began_s
+        self.last = StepMetrics(
+            step=counters.global_steps,
+            loss=loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            grad_norm_clipped=result.clipped_norm,
+            loss_scale=loss_scale,
+            skipped=not result.applied,
+            samples=counters.global_samples,
+            step_time_s=elapsed,
+            samples_per_s=counters.train_batch_size / elapsed,
+            peak_memory_nbytes=self._accelerator.memory_stats().peak_nbytes,
+            traffic_numel=sent - self._sent_before,
+            phase_s=self.timer.take(),
+        )
+        self._began_s, self._sent_before = now, sent
+        if self._print_every is not None and self.last.step % self._print_every == 0:
+            self._print(self.last)
+        return self.last
+
+    def _print(self, metrics: StepMetrics) -> None:
+        loss = "none" if metrics.loss is None else f"{metrics.loss:.4f}"
+        rates = ", ".join(f"{lr:.3g}" for lr in metrics.lr)
+        log.info(
+            "step %d: loss %s, lr %s, grad norm %.4g, loss scale %g, %.1f samples/s",
+            metrics.step, loss, rates, metrics.grad_norm, metrics.loss_scale, metrics.samples_per_s,
+        )  # fmt: skip
+        if self._print_phases:
+            log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))
