@@ -58,6 +58,11 @@ def discover(
     return Rendezvous(0, 1, 0, 1, None, None, "no launcher")
 
 
+def local_rank(*, default: int) -> int:
+    """What the launcher said is this rank's number on its host; `default` if it said nothing."""
+    return _integer(os.environ, "LOCAL_RANK", default)
+
+
 def _from_arguments(request: Request) -> Rendezvous:
     given = f"rank={request.rank}, world_size={request.world_size}, init_method={request.init_method!r}"
     if request.rank is None or request.world_size is None:

@@ -1,0 +1,123 @@
+"""Making the default process group and ending it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import get_accelerator
+from polyaccel.comm.base import API_VERSION, DEFAULT_TIMEOUT_S, CommBackend, Communicator, Rendezvous
+from polyaccel.comm.default import (
+    default_communicator,
+    is_initialized,
+    own_thread_communicator,
+    set_default_communicator,
+    set_thread_communicator,
+)
+from polyaccel.comm.discovery import DEFAULT_PORT, discover
+from polyaccel.comm.record import RecordingCommunicator
+from polyaccel.comm.torch_pg import initialized_world
+from polyaccel.errors import CommError
+from polyaccel.registry import PluginGroup, load_plugin
+
+_log = logging.getLogger(__name__)
+
+BACKEND_VARIABLE = "POLYACCEL_COMM"
+DEBUG_VARIABLE = "POLYACCEL_COMM_DEBUG"
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join all ranks in the default process group; nothing happens if it exists. DeepSpeed's arguments and meaning.
+
+    `dist_backend` is the name of a comm plugin; None takes `POLYACCEL_COMM`, else the accelerator's own. One process
+    connects to nobody. `timeout` (a timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a
+    torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError
+    if there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s) and
+    `comms_logger` (enabled) as mapping or as a config object; arguments win. `auto_mpi_discovery` is about MPI's
+    variables, which no source reads yet: it changes nothing. `rank` and
+    `world_size` below 0 are found by `comm.discovery`.
+    Raises CommError and CommTimeout as `CommBackend.connect`.
+    """
+    if is_initialized():
+        return
+    section = _value(config, "comm")
+    name = dist_backend or os.environ.get(BACKEND_VARIABLE) or _value(section, "backend")
+    limit = timeout if timeout is not None else _value(section, "timeout_s")
+    rendezvous = discover(
+        rank=rank if rank >= 0 else None,
+        world_size=world_size if world_size >= 0 else None,
+        init_method=init_method,
+        port=distributed_port,
+    )
+    if dist_init_required is False and initialized_world() is None:
+        raise CommError(
+            "dist_init_required=False, but there is no process group",
+            cure="call torch.distributed.init_process_group first, or leave dist_init_required out",
+            value=dist_init_required,
+        )
+    debug = bool(_value(_value(config, "comms_logger"), "enabled")) or os.environ.get(DEBUG_VARIABLE) == "1"
+    accelerator = get_accelerator()
+    if accelerator.device_count() > rendezvous.local_rank:
+        accelerator.set_device(rendezvous.local_rank)
+    communicator = connect(rendezvous, accelerator, backend=name, timeout_s=_seconds(limit), debug=debug)
+    set_default_communicator(communicator)
+    if verbose and communicator.rank == 0:
+        _log.info(
+            "process group of %d ranks over %s (%s)", communicator.world_size, communicator.backend, rendezvous.source
+        )
+
+
+def connect(
+    rendezvous: Rendezvous,
+    accelerator: Accelerator,
+    *,
+    backend: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    debug: bool = False,
+) -> RecordingCommunicator:
+    """A recorded communicator over all ranks. `backend` None: `local` for one process, else the accelerator's own."""
+    own = "local" if rendezvous.world_size == 1 else accelerator.capabilities().default_comm
+    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, backend or own, CommBackend, API_VERSION)
+    return RecordingCommunicator(plugin().connect(rendezvous, accelerator, timeout_s=timeout_s), debug=debug)
+
+
+def destroy_process_group(group: Communicator | None = None) -> None:
+    """Close `group`, by default the default one, after which `init_distributed` may be called again."""
+    if group is not None:
+        group.close()
+        return
+    if not is_initialized():
+        return
+    default_communicator().close()
+    if own_thread_communicator() is not None:
+        set_thread_communicator(None)
+    else:
+        set_default_communicator(None)
+
+
+def _seconds(limit: timedelta | float | None) -> float:
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+    if seconds is None:
+        return DEFAULT_TIMEOUT_S
+    if seconds <= 0:
+        raise CommError(f"a timeout of {seconds:g} s", cure="give a positive number of seconds", value=seconds)
+    return float(seconds)
+
+
+def _value(section: Any, key: str) -> Any:
+    """`key` of a mapping or a config object; None if it has none."""
+    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
