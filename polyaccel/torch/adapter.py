@@ -161,7 +161,7 @@ class TorchAdapter(ModelAdapter):
 def _waiter(step: ZeroStep, buckets: Sequence[int]) -> Callable[[nn.Module, Any], None]:
     def wait(module: nn.Module, inputs: Any) -> None:
         for index in buckets:
-            step.wait_published(index)
+            step.params.wait_published(index)
 
     return wait
 

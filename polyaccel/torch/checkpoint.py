@@ -37,7 +37,7 @@ def save_engine(
     exclude_frozen: bool,
 ) -> None:
     """Write the whole state of `engine`. Collective."""
-    engine.zero.fence()
+    engine.zero.params.fence()
     optimizer = engine.zero.optimizer
     blobs = _random_states(engine)
     client_scalars: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def load_engine(
     module_only: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint's state. Collective. Returns its path and the client state."""
-    engine.zero.fence()
+    engine.zero.params.fence()
     reader = open_checkpoint(load_dir, tag, communicator=engine.communicator)
     scalars = reader.scalars
     _check_names(engine, reader, strict)
@@ -93,7 +93,7 @@ def load_engine(
         if (kind == _PARAM and reader.has(fqn, kind)) or (kind != _PARAM and optimizer_states):
             reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=engine.accelerator.allocate)
     engine.zero.discard_gradients()
-    engine.zero.publish_all()
+    engine.zero.params.publish_masters()
     _load_buffers(engine, reader)
     if not module_only:
         engine.counters.load_state_dict(scalars["counters"])

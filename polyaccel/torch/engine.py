@@ -103,7 +103,7 @@ class TorchEngine(nn.Module, Engine):
     @property
     def module(self) -> nn.Module:
         """The user's module, its parameters up to date."""
-        self.zero.fence()
+        self.zero.params.fence()
         return self._own_module
 
     @property
@@ -399,7 +399,7 @@ class TorchEngine(nn.Module, Engine):
 
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values."""
-        self.zero.fence()
+        self.zero.params.fence()
         self.adapter.release()
         for parameter in self.adapter.names:
             parameter.data = parameter.data.clone()

@@ -1,7 +1,7 @@
 """The ZeRO step on flat buffers: bind parameters to buckets, reduce gradients as they appear, update slices, publish.
 
 Every frontend drives this same object and keeps only what its framework must do: say what the parameters are, see them
-in the buckets (`param_views`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
+in the buckets (`ParamStore`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
 here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
 """
 
@@ -14,14 +14,15 @@ from typing import Literal
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.errors import InvariantError
 from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy, StagingPool
-from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
+from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
+from polyaccel.zero.params import ParamStore
 from polyaccel.zero.policy import Placement, ZeroPolicy
 
 WaitingPhase = Literal["reduce", "publish"]
@@ -49,43 +50,6 @@ class StepResult:
     grad_norm: float
     clipped_norm: float
     culprit: str | None
-
-
-class BucketParams:
-    """One bucket's parameters: the full flat buffer that the frontend's views lie in, and the master weights.
-
-    `master` covers what this rank updates: its own shard, or everything under a replicated optimizer. It is a view of
-    the parameters when those are of the master type already, so that the update needs no copy and no extra byte.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        policy: ZeroPolicy,
-        master_dtype: DType,
-        communicator: Communicator,
-        accelerator: Accelerator,
-    ) -> None:
-        self.bucket = bucket
-        self.full = communicator.allocate(bucket.numel, bucket.kind.dtype)
-        low, high = bucket.shard_bounds(communicator.rank)
-        self.own = self.full.view(low, high - low)
-        sharded = policy.optim is Placement.SHARDED and bucket.kind.trainable
-        self.origin = low if sharded else 0
-        """The bucket's element where `master` starts."""
-        extent = self.own if sharded else self.full
-        self.master_is_view = not bucket.kind.trainable or bucket.kind.dtype is master_dtype
-        self.master = extent if self.master_is_view else accelerator.allocate(extent.numel, master_dtype)
-        self.out: Buffer | None = None if self.master_is_view else extent
-
-    def slices(self) -> tuple[Slice, ...]:
-        """The parameters' parts of `master`."""
-        low, high = self.origin, self.origin + self.master.numel
-        return tuple(
-            Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low)
-            for slot in self.bucket.slots
-            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
-        )
 
 
 class ZeroStep:
@@ -127,8 +91,9 @@ class ZeroStep:
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
         self._pool = StagingPool(communicator, step_policy.reduction.max_in_flight)
-        self.params: list[BucketParams] = []
-        self._bind(read_param, on_bound)
+        self.params = ParamStore(
+            layout, policy, communicator, accelerator, read_param, on_bound, lambda: self._timed("publish")
+        )
         self._gradients = [
             GradientBucket(bucket, policy, step_policy.reduction, communicator, accelerator, self._pool)
             for bucket in layout.buckets
@@ -145,39 +110,6 @@ class ZeroStep:
         self._has_unreduced = False
         """Gradients accumulated in a pass that did not reduce, and no reducing pass has followed."""
         self._next_launch = 0
-        self._publishing: dict[int, Work] = {}
-
-    # Parameters.
-
-    def param_view(self, fqn: str) -> Buffer:
-        """Where the parameter stands, flat, in its bucket."""
-        bucket, slot = self.layout.locate(fqn)
-        return self.params[bucket.index].full.view(slot.offset, slot.param.numel)
-
-    def _bind(self, read_param: Callable[[str], Buffer], on_bound: Callable[[str, Buffer], None]) -> None:
-        """Move all parameters into their buckets, one bucket at a time so that few exist twice."""
-        for bucket in self.layout.buckets:
-            place = BucketParams(
-                bucket, self.policy, _master_dtype(bucket.kind.dtype), self.communicator, self.accelerator
-            )
-            originals = {slot.param.fqn: read_param(slot.param.fqn) for slot in bucket.slots}
-            wide = {original.dtype for original in originals.values()}
-            staging = place.full
-            if wide != {bucket.kind.dtype}:
-                widest = max(wide, key=lambda dtype: dtype.itemsize)
-                staging = self.accelerator.allocate(bucket.numel, widest)
-            for slot in bucket.slots:
-                staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
-            self.communicator.broadcast(staging, 0, info=CallInfo("initial parameters", bucket.index))
-            if staging is not place.full:
-                place.full.copy_from(staging)
-            if not place.master_is_view:
-                place.master.copy_from(staging.view(place.origin, place.master.numel))
-            place.full.mark_written()
-            self.params.append(place)
-            del originals, staging
-            for slot in bucket.slots:
-                on_bound(slot.param.fqn, place.full.view(slot.offset, slot.param.numel))
 
     def _make_shards(self, groups: Sequence[Group]) -> list[Shard]:
         if self.optimizer is None:
@@ -296,13 +228,13 @@ class ZeroStep:
             shard.grad = gradients.result()
             shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
             shard.runs = tuple(_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
-        self.fence()
+        self.params.fence()
         for shard in self.optimizer.update(
             self._shards, groups, factor / loss_scale, self.accelerator, self.communicator
         ):
-            self._publish(shard.bucket.index)
+            self.params.publish(shard.bucket.index)
         if not self.step_policy.defer_publish:
-            self.fence()
+            self.params.fence()
         for shard in self._shards:
             shard.grad = None
         self.discard_gradients()
@@ -340,35 +272,6 @@ class ZeroStep:
 
     # Publishing.
 
-    def _publish(self, index: int) -> None:
-        """Start making an updated bucket whole on every rank."""
-        place = self.params[index]
-        if self.policy.optim is Placement.SHARDED:
-            info = CallInfo("updated parameters", index)
-            self._publishing[index] = self.communicator.all_gather(place.full, place.own, async_op=True, info=info)
-        place.full.mark_written()
-
-    def publish_all(self) -> None:
-        """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
-        for gradients in self._gradients:
-            place = self.params[gradients.bucket.index]
-            if place.out is not None:
-                place.out.copy_from(place.master)
-            self._publish(gradients.bucket.index)
-        self.fence()
-
-    def wait_published(self, index: int) -> None:
-        """Return once bucket `index` has the updated parameters of all ranks."""
-        work = self._publishing.pop(index, None)
-        if work is not None:
-            work.wait()
-
-    def fence(self) -> None:
-        """Return once every parameter is up to date."""
-        with self._timed("publish"):
-            for index in list(self._publishing):
-                self.wait_published(index)
-
     # Owned state, for checkpoints.
 
     def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
@@ -399,15 +302,9 @@ class ZeroStep:
     def close(self) -> None:
         """Let go of all buffers. Views that frontends hold keep their memory alive."""
         self.finish_reductions()
-        self.fence()
-        self.params.clear()
+        self.params.close()
         self._gradients.clear()
         self._shards.clear()
-
-
-def _master_dtype(dtype: DType) -> DType:
-    """What a parameter of `dtype` is updated in: at least fp32."""
-    return dtype if dtype in (DType.FLOAT32, DType.FLOAT64) else DType.FLOAT32
 
 
 def _runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:
