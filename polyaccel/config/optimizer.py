@@ -23,7 +23,7 @@ def _only(allowed: bool, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-# Flags with one permitted value; excluded from a resolved optimizer's arguments, which the update then uses as they are.
+# Flags with one permitted value; they are left out of a resolved optimizer's arguments.
 Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
 TorchAdam = Annotated[bool, _only(False, "there is one implementation of Adam, and its update equals torch's")]
 Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
@@ -93,6 +93,8 @@ class AdagradParams(Section):
     """Learning rate."""
     lr_decay: NonNegativeFloat = 0.0
     """Decay of the learning rate with the step."""
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    """The sum of squares at the start."""
     eps: NonNegativeFloat = 1e-10
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0

@@ -48,7 +48,7 @@ def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path) 
         return Problem(key, None, "is required and missing", "give it a value")
     if kind in ("model_type", "dict_type"):
         return Problem(key, value, "should be an object", 'write {"key": value, ...}')
-    message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    message = item["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("tuple", "list")
     return Problem(key, value, message, _cure(value, kind, item.get("ctx", {})))
 
 

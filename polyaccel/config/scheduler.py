@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from polyaccel.config.section import CountInt, Fraction, NonNegativeFloat, Params, PositiveFloat, PositiveInt, Section
+from polyaccel.config.optimizer import Beta
+from polyaccel.config.section import CountInt, Fraction, Listed, NonNegativeFloat, Params, PositiveInt, Section
+
+PerGroup = NonNegativeFloat | Listed[tuple[NonNegativeFloat, ...]]
+"""One number, or one for each optimizer group."""
 
 
 class SchedulerConfig(Section):
@@ -21,11 +25,11 @@ class SchedulerConfig(Section):
 class WarmupParams(Section):
     """WarmupLR: from the minimum to the maximum, then constant."""
 
-    warmup_min_lr: NonNegativeFloat = 0.0
+    warmup_min_lr: PerGroup = 0.0
     """Learning rate at the start."""
-    warmup_max_lr: NonNegativeFloat | None = None
+    warmup_max_lr: PerGroup | None = None
     """Learning rate after the warm-up; null is each group's own."""
-    warmup_num_steps: CountInt = 1000
+    warmup_num_steps: PositiveInt = 1000
     """Optimizer steps of the warm-up; fewer than 2 count as 2."""
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
@@ -36,7 +40,7 @@ class WarmupDecayParams(WarmupParams):
 
     total_num_steps: PositiveInt
     """The step at which the learning rate is 0."""
-    warmup_max_lr: NonNegativeFloat | None = 0.001
+    warmup_max_lr: PerGroup | None = 0.001
     """Learning rate after the warm-up; null is each group's own."""
 
 
@@ -47,7 +51,7 @@ class WarmupCosineParams(Section):
     """The step at which the floor is reached."""
     warmup_min_ratio: Fraction = 0.0
     """Ratio at the start."""
-    warmup_num_steps: CountInt = 1000
+    warmup_num_steps: PositiveInt = 1000
     """Optimizer steps of the warm-up; fewer than 2 count as 2."""
     cos_min_ratio: Fraction = 0.0001
     """Ratio at the floor."""
@@ -58,9 +62,9 @@ class WarmupCosineParams(Section):
 class OneCycleParams(Section):
     """OneCycle (Smith 2018): one rise and fall of the learning rate, momentum the other way, then decay."""
 
-    cycle_min_lr: NonNegativeFloat
+    cycle_min_lr: PerGroup
     """Learning rate at the ends of the cycle."""
-    cycle_max_lr: NonNegativeFloat
+    cycle_max_lr: PerGroup
     """Learning rate at its top."""
     decay_lr_rate: NonNegativeFloat = 0.0
     """Decay of the learning rate after the cycle, for each `decay_step_size`."""
@@ -76,9 +80,9 @@ class OneCycleParams(Section):
     """Steps of one decay interval; 0 is no decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (or the first beta) too."""
-    cycle_min_mom: Fraction = 0.8
+    cycle_min_mom: Beta | Listed[tuple[Beta, ...]] = 0.8
     """Momentum at the top of the cycle."""
-    cycle_max_mom: Fraction = 0.9
+    cycle_max_mom: Beta | Listed[tuple[Beta, ...]] = 0.9
     """Momentum at its ends."""
     decay_mom_rate: NonNegativeFloat = 0.0
     """Growth of the momentum after the cycle, for each `decay_step_size`."""
@@ -87,7 +91,7 @@ class OneCycleParams(Section):
 class LrRangeTestParams(Section):
     """LRRangeTest (Smith 2017): the learning rate grows until training diverges."""
 
-    lr_range_test_min_lr: PositiveFloat = 1e-3
+    lr_range_test_min_lr: PerGroup = 1e-3
     """Learning rate at the start."""
     lr_range_test_step_size: PositiveInt = 2000
     """Steps of one interval."""

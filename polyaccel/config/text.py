@@ -23,7 +23,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[Problem]]:
         tree = json.loads(blank_comments(text), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        line = text.split("\n")[error.lineno - 1].strip()
         problem = Problem(place, line, f"is not JSON: {error.msg}", "only comments and trailing commas may be added")
         raise ConfigError([problem], source=source) from None
     return tree, [
@@ -46,7 +46,7 @@ def blank_comments(text: str) -> str:
             index = _string_end(text, index)
         elif char == "#" or text.startswith(("//", "/*"), index):
             end = _comment_end(text, index)
-            out[index:end] = [" " if not mark.isspace() else mark for mark in text[index:end]]
+            out[index:end] = [mark if mark == "\n" else " " for mark in text[index:end]]
             index = end
             continue
         elif char in "]}" and previous == "," and before_comma not in ("", "[", "{", ",", ":"):

@@ -1,0 +1,75 @@
+"""`polyaccel config check` and `polyaccel config schema`, through their own parser."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from polyaccel.cli.config import add_parser
+from polyaccel.config import Config
+from polyaccel.config.auto import RULES
+from polyaccel.config.keys import walk_keys
+
+
+def _run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["config", *arguments])
+    return int(args.func(args))
+
+
+def _write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_check_prints_the_batch_sizes_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"train_batch_size": 12, "zero_optimization": {"stage": 2}, "optimizer": {"type": "adamw"}, /* [b] */}'
+    assert _run("check", _write(tmp_path / "a.json", text), "--world-size", "3") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][-4:] == ["valid", "for", "3", "ranks"]
+    settings = {line[0]: line[1] for line in lines[2:]}
+    assert settings["train_micro_batch_size_per_gpu"] == "4"
+    assert settings["zero_optimization.stage"] == "2"
+    assert settings["optimizer.params.lr"] == "0.001"
+    assert "gradient_clipping" not in settings
+
+
+def test_check_takes_the_world_size_from_three_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}'
+    assert _run("check", _write(tmp_path / "a.json", text)) == 0
+    assert "valid for 2 ranks" in capsys.readouterr().out
+
+
+def test_check_lists_all_problems_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path / "a.json", '{"train_batch_size": 3, "zero_optimisation": {}, "fp16": {"enabled": 1}}')
+    assert _run("check", path, "--world-size", "2") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{path}: 3 problems")
+    for part in ("zero_optimisation = {}", "fp16.enabled = 1", "train_batch_size = 3"):
+        assert part in captured.err
+
+
+def test_check_of_a_missing_file_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("check", "no/such/file.json") == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_schema_documents_every_key_and_says_where_auto_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False
+    allows_auto = set()
+    for key in walk_keys(Config):
+        owner = schema if key.model is Config else schema["$defs"][key.model.__name__]
+        entry = owner["properties"][key.field.alias or key.name]
+        if "$ref" in entry:  # pydantic leaves a description out that equals the section's own
+            entry = schema["$defs"][entry["$ref"].rpartition("/")[2]] | entry
+        assert entry["description"] == key.field.description, key.dotted
+        if {"const": "auto"} in entry.get("anyOf", []):
+            allows_auto.add(key.dotted)
+    assert allows_auto == {key for key in RULES if ".params." not in key}
