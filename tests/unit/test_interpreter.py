@@ -225,3 +225,17 @@ def test_broken_orders_are_refused() -> None:
         run(*operations[:update], replace(operations[update], micro_batch=1), *operations[update + 1 :])
     with pytest.raises(InvariantError, match=r"uses 'embed\.weight' while bucket \d+ is not unsharded"):
         run(*(operation for operation in operations if operation.kind not in (OpKind.UNSHARD, OpKind.RESHARD)))
+
+
+def test_weights_off_padding_or_unequal_replicas_are_refused() -> None:
+    layout = plan_layout([_param("a", 5)], world_size=2, max_bucket_numel=10)
+    chain = Chain((_param("a", 5),), ("a",))
+    for stage, element, message in (
+        (3, -1, "padding of bucket 0 on rank 1"),
+        (0, 0, "ranks hold different parameters"),
+    ):
+        interpreter = Interpreter(chain, chain.init_weights(), ZeroPolicy.of_stage(stage), layout)
+        held = interpreter._ranks[1].shards if stage == 3 else interpreter._ranks[1].params
+        held[0][element] = 1.0
+        with pytest.raises(InvariantError, match=message):
+            interpreter.weights()

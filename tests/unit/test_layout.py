@@ -162,6 +162,14 @@ def test_a_parameter_larger_than_the_cap_has_a_bucket_to_itself() -> None:
     assert [[slot.param.fqn for slot in bucket.slots] for bucket in layout.buckets] == [["p0"], ["p1"], ["p2", "p3"]]
 
 
+@pytest.mark.parametrize(("cap", "buckets"), [(132, 1), (131, 2)])
+def test_the_cap_is_the_last_size_that_fits(cap: int, buckets: int) -> None:
+    params = [ParamSpec("a", (10,), DType.FLOAT32), ParamSpec("b", (100,), DType.FLOAT32)]
+    layout = plan_layout(params, world_size=1, max_bucket_numel=cap)
+    assert layout.buckets[-1].slots[-1].end in (32 + 100, 100)  # `b` starts at 32, the next aligned place
+    assert len(layout.buckets) == buckets
+
+
 def test_a_repeated_name_is_refused_with_the_cure() -> None:
     twice = [ParamSpec("head.weight", (2, 3), DType.FLOAT32)] * 2
     with pytest.raises(ShardingError, match=r"'head\.weight' appears twice\n  cure: tied parameters"):
