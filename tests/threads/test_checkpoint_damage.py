@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,19 @@ def test_a_renamed_tag_is_refused(place: Path) -> None:
         open_checkpoint(place, "best")
 
 
+def test_a_manifest_with_a_hole_is_refused_although_its_checksums_are_right(place: Path) -> None:
+    """As a wrong writer might leave it: every byte is the one that was written, but some were never written."""
+    path = place / "step3" / "save-0001" / "manifest.json"
+    tree = json.loads(path.read_text())
+    del tree["tensors"][1]["pieces"][0]
+    data = json.dumps(tree).encode()
+    path.write_bytes(data)
+    marker = commit.Commit("step3", "save-0001", len(data), zlib.crc32(data), saved_at_s=1.0)
+    (place / "step3" / "commit.json").write_bytes(marker.to_bytes())
+    with pytest.raises(CheckpointError, match=r"misses elements \[0, 16\) of 'b\.weight' \(param\)"):
+        open_checkpoint(place)
+
+
 def test_the_tags_of_a_directory_are_listed_newest_first(place: Path) -> None:
     truncate(place / "step3" / "save-0001" / "rank00000.bin")
     statuses = list_checkpoints(place)
@@ -249,6 +263,13 @@ def test_a_request_that_cannot_be_met_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(place).read_into(*arguments, allocate_numpy(4, DType.FLOAT32))
+
+
+def test_what_was_saved_can_be_asked(place: Path) -> None:
+    reader = open_checkpoint(place)
+    assert reader.has("a.weight", "param")
+    assert not reader.has("a.weight", "exp_avg")
+    assert [(tensor.fqn, tensor.numel) for tensor in reader.tensors()] == list(TENSORS.items())
 
 
 def test_another_element_type_is_refused_unless_asked_for(place: Path) -> None:
