@@ -315,7 +315,9 @@ def lion(
     def update(p: Tensor, g: Tensor, states: list[Tensor], scratch: _Scratch) -> None:
         (average,) = states
         one, two = scratch.like("one", g), scratch.like("two", g)
-        direction = torch.mul(average, hyper.beta1, out=two).add_(torch.mul(g, 1 - hyper.beta1, out=one)).sign_()
+        blend = torch.mul(average, hyper.beta1, out=two).add_(torch.mul(g, 1 - hyper.beta1, out=one))
+        # torch calls the sign of NaN 0, which would freeze the parameter in silence.
+        direction = torch.where(blend.isnan(), blend, torch.sign(blend, out=one), out=two)
         p.mul_(1 - hyper.lr * hyper.weight_decay).sub_(direction.mul_(hyper.lr))
         average.mul_(hyper.beta2).add_(g.mul_(1 - hyper.beta2))
 

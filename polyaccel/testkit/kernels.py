@@ -1,0 +1,127 @@
+"""The contract of kernels: every op of a table against its float64 meaning, and its independence of slices.
+
+`check_meaning` runs one case of `polyaccel.testkit.kernel_cases` on random, empty, odd or non-finite data;
+`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums` is for the one
+op that is not elementwise. A failed check is an AssertionError that names the case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.ops import reference
+from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.ops.reference import Float64s
+from polyaccel.testkit.kernel_cases import KernelCase
+from polyaccel.types import DType
+
+_EPSILON = {DType.FLOAT64: 2.0**-52, DType.FLOAT32: 2.0**-23, DType.BFLOAT16: 2.0**-7, DType.FLOAT16: 2.0**-10}
+_SMALLEST = 2.0**-24  # of float16, below which its spacing is no longer relative
+_ROUNDINGS = 4  # how many a kernel may take on the way to a value
+
+
+def check_meaning(
+    accelerator: Accelerator, case: KernelCase, numel: int, *, finite: bool = True, seed: int = 0
+) -> None:
+    """Run `case` on `numel` random elements, with NaN and infinities among them unless `finite`."""
+    buffers = _filled(accelerator, case, numel, finite=finite, seed=seed)
+    generations = [buffer.generation for buffer in buffers]
+    with np.errstate(all="ignore"):
+        expected = case.meaning([_contents(buffer) for buffer in buffers])
+    case.call(accelerator.kernels(), buffers)
+
+    # The arithmetic is in float64 if the master weights are, else in float32 whatever the other types.
+    computing = _EPSILON[DType.FLOAT64 if case.arguments[0].dtype is DType.FLOAT64 else DType.FLOAT32]
+    for argument, buffer, values, generation in zip(case.arguments, buffers, expected, generations, strict=True):
+        if argument.role == "out":
+            _check_rounding(case, buffers[0], buffer)
+        if values is not None:
+            # Absolute as well: a value near zero is a difference of larger ones, and they are all about 1.
+            tolerance = _ROUNDINGS * max(_EPSILON[argument.dtype], computing)
+            what = f"{case}, {argument.role}, {numel=}"
+            np.testing.assert_allclose(_contents(buffer), values, rtol=tolerance, atol=tolerance, err_msg=what)
+        if argument.written and buffer.generation <= generation:
+            raise AssertionError(f"{case} wrote {argument.role} without mark_written")
+
+
+def _check_rounding(case: KernelCase, master: Buffer, out: Buffer) -> None:
+    """`out` is `master` in its own type, to nearest: at most half a unit in the last place away."""
+    half = _EPSILON[out.dtype] / 2
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(
+            _contents(out), _contents(master), rtol=half, atol=_SMALLEST, err_msg=f"{case}: out is not master rounded"
+        )
+
+
+def check_slices(accelerator: Accelerator, case: KernelCase, numel: int, cuts: Sequence[int], *, seed: int = 0) -> None:
+    """The update of a buffer is bitwise that of its pieces, cut at `cuts` (ascending, inside [0, numel])."""
+    whole = _filled(accelerator, case, numel, finite=True, seed=seed)
+    parts = _filled(accelerator, case, numel, finite=True, seed=seed)
+    case.call(accelerator.kernels(), whole)
+    for start, stop in zip([0, *cuts], [*cuts, numel], strict=True):
+        case.call(accelerator.kernels(), [buffer.view(start, stop - start) for buffer in parts])
+    for argument, one, other in zip(case.arguments, whole, parts, strict=True):
+        if argument.role != "grad" and one.to_bytes() != other.to_bytes():
+            differ = np.flatnonzero(_contents(one) != _contents(other))
+            raise AssertionError(f"{case}: {argument.role} differs at elements {differ[:8]} when cut at {list(cuts)}")
+
+
+def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, seed: int = 0) -> None:
+    """Sums of squares of pieces of several lengths add up to float64's, go where they belong, and pass on NaN."""
+    wide = DType.FLOAT64 if DType.FLOAT64 in accelerator.supported_dtypes() else DType.FLOAT32
+    out = accelerator.allocate(3, wide)
+    out.fill(1.0)
+    values = np.random.default_rng(seed).standard_normal(numel) * 3
+    piece = accelerator.allocate(numel, dtype)
+    piece.from_bytes(encode(values, dtype))
+    half = numel // 2
+    kernel = accelerator.kernels()[SQUARE_SUMS]
+    kernel(out, [(2, piece), (0, piece.view(0, half)), (0, piece.view(half, numel - half))])
+    total = 1.0 + reference.square_sum(_contents(piece))
+    tolerance = _ROUNDINGS * _EPSILON[wide]
+    np.testing.assert_allclose(_contents(out), [total, 1.0, total], rtol=tolerance, err_msg=f"{dtype}, {numel=}")
+
+    # What decides on overflow: a single NaN or infinity is seen, and squares beyond float32 are not taken for one.
+    for planted, found in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isposinf)):
+        if numel:
+            values[numel // 3] = planted
+            piece.from_bytes(encode(values, dtype))
+            out.fill(0.0)
+            kernel(out, [(1, piece)])
+            if not found(_contents(out)[1]):
+                raise AssertionError(f"square_sums of {planted} among {numel} x {dtype.value} is {_contents(out)[1]}")
+    if wide is DType.FLOAT64 and dtype is DType.FLOAT32 and numel:
+        piece.fill(1e30)
+        out.fill(0.0)
+        kernel(out, [(0, piece)])
+        np.testing.assert_allclose(_contents(out)[0], numel * np.float64(np.float32(1e30)) ** 2, rtol=tolerance)
+
+
+def encode(values: Float64s, dtype: DType) -> bytes:
+    """`values` as the bytes of `dtype`; bfloat16 by cutting off the low half of a float32."""
+    if dtype is DType.BFLOAT16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(dtype.value).tobytes()
+
+
+def _contents(buffer: Buffer) -> Float64s:
+    return reference.to_float64(buffer.to_bytes(), buffer.dtype)
+
+
+def _filled(accelerator: Accelerator, case: KernelCase, numel: int, *, finite: bool, seed: int) -> list[Buffer]:
+    draw = np.random.default_rng(seed)
+    buffers = []
+    for argument in case.arguments:
+        values = draw.standard_normal(numel)
+        if argument.role == "square":
+            values = np.abs(values) + 0.01
+        elif not finite and argument.role in ("grad", "source"):
+            values[::7], values[1::7], values[2::7] = np.nan, np.inf, -np.inf
+        buffer = accelerator.allocate(numel, argument.dtype)
+        buffer.from_bytes(encode(values, argument.dtype))
+        buffers.append(buffer)
+    return buffers
