@@ -1,4 +1,4 @@
-"""The life of parameters: one full flat buffer a bucket, that frontends see by views and the update writes slices of."""
+"""The life of parameters: a full flat buffer a bucket, seen by frontends through views, updated slice by slice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class ParamStore:
     """All parameters of a layout on one rank: bound to their buckets, published after an update.
 
     `read_param(fqn)` gives a parameter's original value, flat, in its original precision; rank 0's values are
-    broadcast. `on_bound(fqn, view)` is told where each parameter stands from then on. `waiting` is entered around waits.
+    broadcast. `on_bound(fqn, view)` is told where each parameter stands from then on. `waiting` is entered around
+    waits.
     """
 
     def __init__(
