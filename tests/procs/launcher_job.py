@@ -58,6 +58,7 @@ class Job:
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=subprocess.PIPE,
+            bufsize=0,  # communicate() would miss what a buffer holds
             env={**inherited, **(environment or {})},
             cwd=directory,
             start_new_session=True,
@@ -67,6 +68,7 @@ class Job:
         self._watchdog = threading.Timer(LIMIT_S, self.process.kill)
         self._watchdog.start()
         self.seen = {"stdout": b"", "stderr": b""}
+        self._unread = dict(self.seen)
 
     def __enter__(self) -> Job:
         return self
@@ -82,9 +84,16 @@ class Job:
     def lines(self, name: str) -> Iterator[str]:
         """The lines of "stdout" or "stderr" as they come."""
         pipe: IO[bytes] = getattr(self.process, name)
-        for line in iter(pipe.readline, b""):
-            self.seen[name] += line
-            yield line.decode()
+        data = b"\n"
+        while data:
+            line, end, rest = self._unread[name].partition(b"\n")
+            if end:
+                self._unread[name] = rest
+                self.seen[name] += line + end
+                yield (line + end).decode()
+            else:
+                data = os.read(pipe.fileno(), 1 << 16)
+                self._unread[name] += data
 
     def wait_for(self, pattern: str, name: str = "stdout") -> re.Match[str]:
         """The match of `pattern` in the first line that has one."""
@@ -109,8 +118,11 @@ class Job:
         """Exit code, standard output and standard error, with what was read before."""
         stdout, stderr = self.process.communicate()
         assert self._watchdog.is_alive(), f"the launcher ran for {LIMIT_S} s: {self.seen} {stdout!r} {stderr!r}"
-        out = self.seen["stdout"] + (stdout or b"")
-        return self.process.returncode, out.decode(errors="replace"), (self.seen["stderr"] + stderr).decode()
+        out, err = (
+            self.seen[name] + self._unread[name] + (rest or b"")
+            for name, rest in (("stdout", stdout), ("stderr", stderr))
+        )
+        return self.process.returncode, out.decode(errors="replace"), err.decode()
 
 
 def let_go(pid: int) -> None:

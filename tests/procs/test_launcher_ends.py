@@ -44,7 +44,7 @@ while True:
 
 def test_the_first_failing_rank_decides_the_exit_code(tmp_path: Path) -> None:
     script = """
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to end"), sys.exit(9)))
 ready()
 if rank == 1:
     wait()
@@ -55,8 +55,9 @@ while True:
     with Job(tmp_path, script) as job:
         ranks, _ = job.pids()
         let_go(ranks[1])
-        code, _, stderr = job.finish()
+        code, stdout, stderr = job.finish()
     assert code == 7
+    assert "[rank 0] asked to end\n" in stdout
     assert f"rank 1 (pid {ranks[1]}) exited with code 7" in stderr
     assert "code 9" not in stderr
 
@@ -137,7 +138,7 @@ def test_a_stopped_rank_that_is_continued_goes_on(tmp_path: Path, limit_s: str, 
     assert code == 0
 
 
-@pytest.mark.parametrize("options", ["", ", start_new_session=True"], ids=["same session", "own session"])
+@pytest.mark.parametrize("options", [", env={}", ", start_new_session=True"], ids=["same session", "own session"])
 def test_the_whole_tree_ends_with_a_failing_rank(tmp_path: Path, options: str) -> None:
     script = f"""
 start("import signal; signal.pause()" {options})
@@ -169,6 +170,20 @@ os._exit(0)
     assert code == 0
     assert f"polyaccel: ending what the ranks left behind: pid {child}\n" in stderr
     assert not is_alive(child)
+
+
+def test_a_process_that_escaped_does_not_keep_the_job(tmp_path: Path) -> None:
+    script = """
+if rank == 0:  # has the rank's standard error, and nothing by which it could be found
+    start("import signal; signal.pause()", start_new_session=True, env={})
+ready()
+os._exit(0)
+"""
+    with Job(tmp_path, script) as job:
+        _, (child,) = job.pids(children=1)
+        code, _, stderr = job.finish()
+        os.kill(child, signal.SIGKILL)
+    assert (code, stderr) == (0, "")
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from launcher_job import LIMIT_S, Job
+from launcher_job import LIMIT_S, Job, let_go, wait_gone
 
 REPORT = """
 import json
@@ -54,13 +54,17 @@ def test_arguments_arrive_as_written(tmp_path: Path) -> None:
 
 
 def test_standard_input_goes_to_the_first_rank_only(tmp_path: Path) -> None:
-    with Job(tmp_path, REPORT) as job:
+    with Job(tmp_path, "if rank == 0: ready(); wait()\n" + REPORT) as job:
         assert job.process.stdin is not None
         job.process.stdin.write(b"for rank 0")
         job.process.stdin.close()
         job.process.stdin = None
+        shown = job.lines("stdout")
+        of_1, of_0 = sorted([next(shown), next(shown)], key=lambda line: "ready" in line)
+        assert reports(of_1)[1]["stdin"] == ""  # although rank 0 has read nothing yet
+        let_go(int(of_0.split()[-1]))
         _, stdout, _ = job.finish()
-    assert {rank: report["stdin"] for rank, report in reports(stdout).items()} == {0: "for rank 0", 1: ""}
+    assert reports(stdout.replace(of_0, ""))[0]["stdin"] == "for rank 0"
 
 
 def test_ranks_meet_at_the_port(tmp_path: Path) -> None:
@@ -142,6 +146,19 @@ def test_bytes_that_are_no_text_come_through(tmp_path: Path) -> None:
         shown = job.process.stdout.read()
         assert job.process.wait() == 0
     assert shown.replace(b"[rank 0] ", b"") == bytes(range(256)) + b"\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for ranks, which are not our children")
+def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:
+    with Job(tmp_path, "ready()\nprint('x' * 300_000)") as job:  # more than the pipes on the way hold
+        ranks, _ = job.pids()
+        assert job.process.stdout is not None
+        assert all(map(wait_gone, ranks))
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(timeout=0.5)
+        code, stdout, _ = job.finish()
+    assert code == 0
+    assert stdout.count("x") == 600_000
 
 
 def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path: Path) -> None:
