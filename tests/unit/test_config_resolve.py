@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.config import ResolvedConfig, load_config, load_resolved, resolve_config
+from polyaccel.errors import ConfigError
 
 CIFAR: dict[str, Any] = {  # the settings of DeepSpeed's CIFAR-10 tutorial
     "train_batch_size": 16,
@@ -222,3 +223,11 @@ def test_to_json_round_trips() -> None:
 def test_any_resolved_config_round_trips(config: dict[str, Any], world_size: int) -> None:
     resolved = load_resolved(config, world_size=world_size)
     assert _again(resolved, world_size) == resolved
+
+
+def test_a_gather_size_is_compared_with_the_bucket_size_that_auto_becomes() -> None:
+    zero = {"reduce_bucket_size": "auto", "allgather_bucket_size": 4096}
+    config = load_config({"train_batch_size": 2, "zero_optimization": zero})
+    assert resolve_config(config, world_size=1, hints={"hidden_size": 64}).zero_optimization.reduce_bucket_size == 4096
+    with pytest.raises(ConfigError, match=r"gathers use the buckets of reduce_bucket_size = 1024"):
+        resolve_config(config, world_size=1, hints={"hidden_size": 32})
