@@ -63,7 +63,14 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
     except PluginNotFound as error:
         raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, error.cure) from None
     plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, API_VERSION)
-    probe = plugin.probe()
+    try:
+        probe = plugin.probe()
+    except Exception as error:
+        raise PluginContractError(
+            f"{info} failed while it was probed: {error!r}",
+            cure=f"a probe says why not instead of raising: report it to the authors of {info.package}",
+            value=info.value,
+        ) from error
     if not probe.usable:
         cure = "name one that can be used, or none to let the best be chosen"
         raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, cure)

@@ -78,7 +78,9 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
 
 
 def scale(target: Buffer, factor: float) -> None:
-    """See `ScaleFn`."""
+    """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
+    if not target.dtype.is_floating:
+        raise ShardingError(f"cannot scale {target!r}", cure="scale a floating element type", value=target.dtype.value)
     with np.errstate(all="ignore"):
         np.multiply(target.raw, target.raw.dtype.type(factor), out=target.raw)
     target.mark_written()

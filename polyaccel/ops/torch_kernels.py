@@ -118,7 +118,9 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
 
 
 def scale(target: Buffer, factor: float) -> None:
-    """See `ScaleFn`."""
+    """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
+    if not target.dtype.is_floating:
+        raise ShardingError(f"cannot scale {target!r}", cure="scale a floating element type", value=target.dtype.value)
     target.raw.mul_(factor)
     target.mark_written()
 
@@ -193,7 +195,7 @@ def _sweep(
 
 
 def _stage(piece: Tensor, room: Tensor, factor: float) -> Tensor:
-    """Fill `room` with `piece * factor` in `room`'s type, and zeros where it is longer."""
+    """Fill `room` with `piece * factor` in `room`'s type; where it is longer, its contents do not matter."""
     filled = room[: piece.numel()]
     if factor == 1:
         filled.copy_(piece)
@@ -201,7 +203,6 @@ def _stage(piece: Tensor, room: Tensor, factor: float) -> Tensor:
         torch.mul(piece, factor, out=filled)
     else:
         filled.copy_(piece).mul_(factor)
-    room[piece.numel() :].zero_()
     return room
 
 

@@ -85,6 +85,8 @@ def test_a_broken_device_does_not_hinder_the_others(monkeypatch: pytest.MonkeyPa
     assert isinstance(choose_accelerator(), CpuAccelerator)
     with pytest.raises(PluginNotFound, match="driver fell over"):
         choose_accelerator("cudda")
+    with pytest.raises(PluginContractError, match="failed while it was probed: OSError"):
+        choose_accelerator("mps")
 
 
 def test_no_usable_accelerator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

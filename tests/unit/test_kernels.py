@@ -18,6 +18,7 @@ from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
     ALL_OPS,
+    SCALE,
     SGD,
     SQUARE_SUMS,
     AdagradHyper,
@@ -146,6 +147,12 @@ def test_buffers_of_other_lengths_are_refused(accelerator: CpuAccelerator) -> No
     short = accelerator.allocate(7, DType.FLOAT32)
     with pytest.raises(ShardingError, match="7 x float32"):
         accelerator.kernels()[ADAM](buffers[0], buffers[1], buffers[2], short, None, HYPER, 1.0)
+
+
+@pytest.mark.parametrize("accelerator", [TORCH, NUMPY], ids=["torch", "numpy"])
+def test_integers_are_not_scaled(accelerator: CpuAccelerator) -> None:
+    with pytest.raises(ShardingError, match="cannot scale"):
+        accelerator.kernels()[SCALE](accelerator.allocate(3, DType.INT32), 0.5)
 
 
 def test_a_table_names_who_provides_what() -> None:
