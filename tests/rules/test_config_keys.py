@@ -30,7 +30,8 @@ def _lines(model: type[Section], prefix: str = "") -> list[str]:
             continue
         value = "required" if key.field.is_required() else json.dumps(default)
         auto = ' | "auto"' if key.dotted in RULES else ""
-        missing = "  (not available)" if any(_covers(gap.key, key.dotted) for gap in GAPS) else ""
+        gap = next((gap for gap in GAPS if _covers(gap.key, key.dotted)), None)
+        missing = "" if gap is None else "  (only this value)" if gap.asks is None else "  (not every value)"
         lines.append(f"{key.dotted} = {value}{auto}{missing}")
     return lines
 
@@ -40,7 +41,7 @@ def _covers(gap: str, key: str) -> bool:
 
 
 def current_keys() -> str:
-    """Every key with its default, whether it may be "auto", and whether asking for it is an error still."""
+    """Every key with its default, whether it may be "auto", and whether other values are errors still."""
     lines = [*_lines(Config), *(line for name, model in NAMED.items() for line in _lines(model, f"{name}."))]
     return "\n".join(lines) + "\n"
 
