@@ -223,7 +223,9 @@ class RecordingCommunicator(Communicator):
         """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
         known = _missing_of(error)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
-        places = where_ranks_are(entry.group, self.ranks[self.rank], entry.seq, str(entry.call), notes, known)
+        places = where_ranks_are(
+            entry.group, self.ranks[self.rank], entry.seq, str(entry.call), notes, known, now_s=time()
+        )
         if not places and not known:
             return error
         message = "; ".join([error.message, *places.values()])

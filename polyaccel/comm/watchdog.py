@@ -82,7 +82,14 @@ def read_notes(board: Board, world_size: int) -> dict[int, Note]:
 
 
 def where_ranks_are(
-    group: tuple[int, ...], own_rank: int, seq: int, call: str, notes: Mapping[int, Note], missing: Collection[int]
+    group: tuple[int, ...],
+    own_rank: int,
+    seq: int,
+    call: str,
+    notes: Mapping[int, Note],
+    missing: Collection[int],
+    *,
+    now_s: float,
 ) -> dict[int, str]:
     """A sentence on each rank of `group` that is not in call number `seq` with this rank, as its note tells.
 
@@ -95,7 +102,7 @@ def where_ranks_are(
     for rank in group:
         if rank == own_rank:
             continue
-        place = _place(notes.get(rank), _key(group), seq, call)
+        place = _place(notes.get(rank), _key(group), seq, call, now_s)
         if place is not None:
             places[rank] = f"rank {rank} {place}"
         elif rank in missing:
@@ -103,13 +110,13 @@ def where_ranks_are(
     return places
 
 
-def _place(note: Note | None, group: str, seq: int, call: str) -> str | None:
+def _place(note: Note | None, group: str, seq: int, call: str, now_s: float) -> str | None:
     """What to say of a rank with this note; None if it seems to be in the same call."""
     if note is None:
         return "has never reported: not started, or dead?"
     at, text, started_s = note.calls.get(group, (-1, "", 0.0))
-    where = f"last entered #{at} {text}, {time() - started_s:.0f} s ago" if text else "has called nothing on this group"
-    silent_s = time() - note.at_s
+    where = f"last entered #{at} {text}, {now_s - started_s:.0f} s ago" if text else "has called nothing on this group"
+    silent_s = now_s - note.at_s
     if silent_s > note.stale_after_s:
         return f"has not reported for {silent_s:.0f} s: stopped or dead? It {where}"
     if at < seq:

@@ -14,7 +14,7 @@ from polyaccel.comm.local import LocalCommunicator, LocalWorld
 from polyaccel.errors import CommTimeout
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
-_GRACE_S = 5.0  # how long aborted ranks may take to notice
+_GRACE_S = 1.0  # how long aborted ranks may take to notice
 
 
 def run_threads(

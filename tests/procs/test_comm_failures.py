@@ -1,0 +1,138 @@
+"""A rank that dies, stops or goes another way ends the others' collectives with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.comm.record import RecordingCommunicator
+from polyaccel.errors import CommError, CommTimeout, LaunchError
+from polyaccel.testkit.procs import RankPool
+from polyaccel.types import DType
+
+LIMIT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[RankPool]:
+    with RankPool(3, comm_timeout_s=LIMIT_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, comm_timeout_s=LIMIT_S) as pool:
+        yield pool
+
+
+def signal_in_mid_collective(comm: Communicator, number: int) -> None:
+    """Rank 1 gets a signal after the first all-reduce, when the others are in the second."""
+    comm = RecordingCommunicator(comm, watch_s=0.05)
+    buffer = comm.accelerator.allocate(50_000, DType.FLOAT32)
+    comm.all_reduce(buffer, info=CallInfo("warm-up"))
+    comm.barrier()
+    board = comm.board()
+    assert board is not None
+    while "barrier" not in board.read(3).get(comm.rank, ""):
+        continue
+    if comm.rank == 1:
+        os.kill(os.getpid(), number)
+    part = buffer.view(300, 100)
+    comm.reduce_scatter(part, buffer.view(0, 300), async_op=comm.rank == 0, info=CallInfo("grads", 7)).wait()
+
+
+def test_a_killed_peer_is_named_by_the_survivors(trio: RankPool) -> None:
+    with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9") as caught:
+        trio.run(signal_in_mid_collective, signal.SIGKILL, timeout_s=30)
+    survivor = "\n".join(caught.value.__notes__)
+    assert "rank 0 raised CommError" in survivor
+    assert "rank 2 raised CommError" in survivor
+    assert "reduce_scatter sum 300 x float32 bucket 7 'grads'" in survivor
+    assert "ranks [1] did not take part" in survivor
+
+
+def test_a_stopped_peer_is_named_within_the_time_limit(trio: RankPool) -> None:
+    with pytest.raises(CommTimeout, match=r"ranks \[1\] did not take part") as caught:
+        trio.run(signal_in_mid_collective, signal.SIGSTOP, timeout_s=30)
+    assert caught.value.missing_ranks == (1,)
+    assert "reduce_scatter sum 300 x float32 bucket 7 'grads'" in str(caught.value)
+    assert "rank 1 has not reported for" in str(caught.value)
+    assert "stopped or dead? It last entered #1 barrier" in str(caught.value)
+    assert "ranks [1] did not answer and were killed" in "\n".join(caught.value.__notes__)
+
+
+def other_way(comm: Communicator, debug: bool) -> None:
+    comm = RecordingCommunicator(comm, debug=debug, watch_s=0.05)
+    buffer = comm.accelerator.allocate(60, DType.FLOAT32)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.all_gather(buffer, buffer.view(30, 30))
+    else:
+        comm.all_reduce(buffer, info=CallInfo("norm"))
+
+
+def test_another_call_is_named_after_the_time_limit(pair: RankPool) -> None:
+    with pytest.raises(CommTimeout) as caught:
+        pair.run(other_way, False, timeout_s=30)
+    error = caught.value
+    expected = "rank 1 called #1 all_gather 60 x float32 instead"
+    if error.__dict__["rank"] == 1:
+        expected = "rank 0 called #1 all_reduce sum 60 x float32 'norm' instead"
+    assert expected in str(error)
+
+
+def test_debug_mode_names_another_call_at_once_on_every_rank(pair: RankPool) -> None:
+    with pytest.raises(CommError) as caught:
+        pair.run(other_way, True, timeout_s=30)
+    assert not isinstance(caught.value, CommTimeout)
+    text = "ranks disagree about a collective: rank 0 called #1 all_reduce sum 60 x float32 'norm', "
+    assert text + "rank 1 called #1 all_gather 60 x float32" in str(caught.value)
+    assert sum(text in note for note in caught.value.__notes__) >= 2
+
+
+def fails_on_one(comm: Communicator) -> int:
+    if comm.rank == 1:
+        raise KeyError("of rank 1")
+    return os.getpid()
+
+
+def test_a_worker_that_raises_leaves_the_pool_usable(pair: RankPool) -> None:
+    before = pair.run(process_id)
+    with pytest.raises(KeyError, match="of rank 1") as caught:
+        pair.run(fails_on_one)
+    assert caught.value.__dict__["rank"] == 1
+    assert pair.run(process_id) == before
+
+
+def process_id(comm: Communicator) -> int:
+    return os.getpid()
+
+
+def unpicklable(comm: Communicator) -> Any:
+    return lambda: None
+
+
+def test_an_answer_that_does_not_pickle_is_an_error(pair: RankPool) -> None:
+    with pytest.raises(LaunchError, match="does not pickle"):
+        pair.run(unpicklable)
+
+
+def test_ranks_that_do_not_answer_are_killed_and_replaced() -> None:
+    with RankPool(2) as pool:
+        before = pool.run(process_id)
+        with pytest.raises(CommTimeout, match=r"worker ranks \[0, 1\] did not answer within 0.5 s"):
+            pool.run(wait_for_a_signal, timeout_s=0.5)
+        after = pool.run(process_id)
+    assert not set(before) & set(after)
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def wait_for_a_signal(comm: Communicator) -> None:
+    signal.pause()
