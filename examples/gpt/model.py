@@ -1,0 +1,109 @@
+"""A byte-level GPT: one token a byte, learned positions, the input embedding tied to the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model. `context` is the longest sequence, in bytes."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+SHAPES = {
+    "tiny": Shape(layers=2, width=64, heads=2, context=64),  # 0.1 M parameters, for tests
+    "small": Shape(layers=6, width=384, heads=6, context=256),  # 10.8 M
+    "medium": Shape(layers=9, width=512, heads=8, context=256),  # 28.6 M
+    "large": Shape(layers=16, width=800, heads=10, context=256),  # 123.4 M
+}
+"""What `--size` can name."""
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward net, each behind a norm and around a residual (GPT-2, Radford et al. 2019)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden` and the result are (batch, sequence, width)."""
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        wide = functional.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh")
+        return torch.add(hidden, self.mlp_out(wide))
+
+
+class Gpt(nn.Module):
+    """The whole model. Its initial values are a function of torch's random state."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
+                into_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    @property
+    def numel(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss in nats a byte if there are `targets`, else logits (batch, sequence, 256) in fp32.
+
+        `tokens` and `targets` are int64, (batch, sequence), the sequence at most the shape's context.
+        """
+        hidden = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden)).float()
+        if targets is None:
+            return logits
+        return functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, shape: Shape, prompt: bytes, numel: int, *, seed: int, device: torch.device
+) -> Iterator[int]:
+    """`numel` bytes that follow `prompt`, drawn at temperature 0.8. `model` is in evaluation mode."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64)
+    for _ in range(numel):
+        logits = model(tokens[:, -shape.context :].to(device))[0, -1].cpu()
+        drawn = torch.multinomial(torch.softmax(logits / 0.8, dim=-1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.view(1, 1)], dim=1)
+        yield int(drawn)

@@ -1,0 +1,233 @@
+"""Train a byte-level GPT on the source text of Python's standard library.
+
+    polyaccel run --nproc 2 examples/gpt/train.py
+    polyaccel run --nproc 2 examples/gpt/train.py --resume
+
+Also runs under torchrun, and alone: `python examples/gpt/train.py`. All there is to see afterwards is in runs/NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import Corpus, Windows, open_corpus, validation_share
+from model import SHAPES, Gpt, generate
+from progress import Progress, open_progress
+from report import write_report
+from run_folder import RunFolder, choose_folder
+from settings import Settings, add_arguments
+from torch import Tensor
+
+import polyaccel
+from polyaccel import PolyaccelError, TorchEngine, comm
+from polyaccel.engine.metrics import JsonlMonitor, StepMetrics
+
+_PROMPT = b"def "
+_SAMPLE_NBYTES = 400
+_TAG = "last"
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        polyaccel.init_distributed()
+        train(args)
+    except PolyaccelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    comm.destroy_process_group()
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--name", help="of the run (default: gpt, or gpt-2, gpt-3, ...)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs are (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run --name, or else with the latest one")
+    parser.add_argument("--until", type=int, metavar="N", help="stop after step N, ready for --resume")
+    parser.add_argument("--save-every", type=int, default=200, metavar="N", help="steps between checkpoints")
+    parser.add_argument("--eval-every", type=int, default=50, metavar="N", help="steps between validations")
+    parser.add_argument("--eval-windows", type=int, default=96, metavar="N", help="sequences to validate on")
+    return parser.parse_args()
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run. Collective."""
+    folder, settings = begin_run(args)
+    corpus = agreed_corpus()
+    shape = SHAPES[settings.size]
+    torch.manual_seed(settings.seed)
+    model = Gpt(shape)
+    numel = model.numel
+    engine, *_ = polyaccel.initialize(
+        model=model, training_data=Windows(corpus.training, shape.context), config=settings.config
+    )
+    if args.resume:
+        _, state = engine.load_checkpoint(str(folder.checkpoint))
+        if state["corpus"] != corpus.digest:
+            cure = "resume with the Python that the run was started with"
+            raise PolyaccelError("the library is not the one that the run was trained on", cure=cure)
+    validation = ValidationSet(Windows(corpus.validation, shape.context), engine, args.eval_windows)
+
+    rank = engine.communicator.rank
+    last = min(settings.steps, args.until or settings.steps)
+    monitor = JsonlMonitor()
+    if rank == 0:
+        monitor.open(folder.path, {})
+        folder.resolved_config.write_text(engine.config.to_json(), encoding="utf-8")
+        folder.corpus.write_text(json.dumps({"digest": corpus.digest, **corpus.files}, indent=1), encoding="utf-8")
+    with open_progress(total=settings.steps, done=engine.global_steps, rank=rank) as progress:
+        ranks = f"{engine.communicator.world_size} ranks on {engine.accelerator.name}"
+        progress.say(
+            f"{folder.path}: {settings.size} GPT, {numel / 1e6:.1f} M parameters, {settings.precision}, "
+            f"ZeRO-{engine.zero_optimization_stage()}, {ranks}"
+        )
+        if not args.resume:
+            validation.evaluate(engine, monitor, progress)
+        saved_at = engine.global_steps
+        while engine.global_steps < last:
+            metrics = train_step(engine, shape.context)
+            progress.step(metrics)
+            if rank == 0:
+                monitor.write(metrics)
+            if metrics.step % args.eval_every == 0 or metrics.step == last:
+                validation.evaluate(engine, monitor, progress)
+            if metrics.step % args.save_every == 0 or metrics.step == last:
+                engine.save_checkpoint(str(folder.checkpoint), _TAG, {"corpus": corpus.digest})
+                saved_at = metrics.step
+        progress.say(f"checkpoint of step {saved_at}: {folder.checkpoint}")
+        if engine.global_steps < settings.steps:
+            progress.say(f"stopped at step {last} of {settings.steps}; --resume goes on")
+        finish(engine, folder, settings, numel, progress)
+    monitor.close()
+    engine.destroy()
+
+
+def begin_run(args: argparse.Namespace) -> tuple[RunFolder, Settings]:
+    """The run's folder and settings, the same on all ranks: rank 0 decides."""
+    chosen: list[Any] = [None]
+    if comm.get_rank() == 0:
+        try:
+            folder = choose_folder(args.runs, args.name, resume=args.resume)
+            if args.resume:
+                settings = Settings.load(folder.settings)
+                settings.check_same(args)
+            else:
+                settings = Settings.begin(args)
+                folder.path.mkdir(parents=True, exist_ok=True)
+                settings.save(folder.settings)
+            chosen = [(folder, settings)]
+        except (PolyaccelError, OSError) as error:
+            chosen = [error]
+    comm.broadcast_object_list(chosen)
+    if isinstance(chosen[0], Exception):
+        raise PolyaccelError(str(chosen[0])) from chosen[0]
+    decided: tuple[RunFolder, Settings] = chosen[0]
+    return decided
+
+
+def agreed_corpus() -> Corpus:
+    """The corpus of this host. Raises PolyaccelError when other ranks have another."""
+    corpus = open_corpus()
+    digests: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(digests, corpus.digest)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        cure = "use the same version of Python on every host"
+        raise PolyaccelError(f"ranks {others} have another standard library than rank 0", cure=cure, value=others)
+    return corpus
+
+
+def train_step(engine: TorchEngine, context: int) -> StepMetrics:
+    """One optimizer step; its metrics with the loss of all ranks and the time of this step alone."""
+    began_s = time.perf_counter()
+    loss = engine.train_batch()
+    comm.all_reduce(loss, op=comm.ReduceOp.AVG)
+    elapsed_s = time.perf_counter() - began_s
+    assert engine.metrics is not None  # after an optimizer step
+    samples_per_s = engine.train_batch_size() / elapsed_s
+    return replace(
+        engine.metrics,
+        loss=float(loss),
+        step_time_s=elapsed_s,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * context,
+    )
+
+
+class ValidationSet:
+    """This rank's part of the validation windows, in micro-batches."""
+
+    def __init__(self, windows: Windows, engine: TorchEngine, count: int) -> None:
+        ranks = engine.communicator
+        share = validation_share(windows, count=count, rank=ranks.rank, world_size=ranks.world_size)
+        size = engine.train_micro_batch_size_per_gpu()
+        self._windows = windows
+        self._batches = [share[begin : begin + size] for begin in range(0, len(share), size)]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in self._batches:
+            tokens, targets = zip(*(self._windows[index] for index in indices), strict=True)
+            yield torch.stack(tokens), torch.stack(targets)
+
+    def evaluate(self, engine: TorchEngine, monitor: JsonlMonitor, progress: Progress) -> float:
+        """The mean loss over all ranks' windows, also shown and written down. Collective."""
+        batches = iter(self)
+        total = torch.zeros(1, dtype=torch.float64)
+        for indices in self._batches:
+            total += float(engine.eval_batch(batches)) * len(indices)
+        total /= sum(map(len, self._batches))
+        mean = total.to(engine.device, torch.float32)
+        comm.all_reduce(mean, op=comm.ReduceOp.AVG)
+        loss = float(mean)
+        if engine.communicator.rank == 0:
+            monitor.write_events([("validation_loss", loss, engine.global_steps)])
+        progress.say(f"step {engine.global_steps}: validation loss {loss:.4f}")
+        return loss
+
+
+def finish(engine: TorchEngine, folder: RunFolder, settings: Settings, numel: int, progress: Progress) -> None:
+    """Write the sample, the summary and the report. Collective."""
+    engine.eval()
+    # Every rank generates the same text, so that it also works when parameters are sharded.
+    drawn = generate(engine, SHAPES[settings.size], _PROMPT, _SAMPLE_NBYTES, seed=settings.seed, device=engine.device)
+    text = readable(_PROMPT + bytes(drawn))
+    figures: list[Any] = [None] * engine.communicator.world_size
+    traffic = engine.metrics.traffic_numel if engine.metrics else None
+    comm.all_gather_object(figures, (engine.accelerator.max_memory_allocated(), traffic))
+    if engine.communicator.rank != 0:
+        return
+    folder.sample.write_text(text, encoding="utf-8")
+    summary = {
+        "accelerator": engine.accelerator.name,
+        "comm": engine.communicator.backend,
+        "world_size": engine.communicator.world_size,
+        "zero_stage": engine.zero_optimization_stage(),
+        "parameters": numel,
+        "size": settings.size,
+        "precision": settings.precision,
+        "peak_memory_nbytes": [peak for peak, _ in figures],
+        "traffic_numel": [sent for _, sent in figures],
+    }
+    folder.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_report(folder)
+    progress.say(f"--- sample ---\n{text}\n--------------\nreport: {folder.report}")
+
+
+def readable(generated: bytes) -> str:
+    """Text that a terminal may be shown: an early model also writes control characters."""
+    text = generated.decode("utf-8", errors="replace").replace("\0", "\n")
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
