@@ -4,6 +4,7 @@ from polyaccel.comm.default import default_communicator as default_communicator
 from polyaccel.comm.default import is_initialized as is_initialized
 from polyaccel.comm.default import set_default_communicator as set_default_communicator
 from polyaccel.comm.functions import NON_MEMBER as NON_MEMBER
+from polyaccel.comm.functions import NonMember as NonMember
 from polyaccel.comm.functions import all_gather_into_tensor as all_gather_into_tensor
 from polyaccel.comm.functions import all_gather_object as all_gather_object
 from polyaccel.comm.functions import all_reduce as all_reduce
