@@ -29,6 +29,7 @@ from polyaccel.ops.base import COMBINE, SCALE
 from polyaccel.types import DType, ReduceOp
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.pool import BufferPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +65,6 @@ class ReductionPolicy:
             )
 
 
-class StagingPool:
-    """Full gradient buffers that buckets borrow while they are under way; kept between steps, so nothing is allocated
-    anew."""
-
-    def __init__(self, communicator: Communicator, limit: int) -> None:
-        self._communicator = communicator
-        self._free: dict[DType, list[Buffer]] = {}
-        self._lent: dict[int, Buffer] = {}
-        self._limit = limit
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether lending another buffer would pass the limit. The caller then finishes an older bucket first."""
-        return len(self._lent) >= self._limit
-
-    def acquire(self, numel: int, dtype: DType) -> Buffer:
-        """A buffer of at least `numel` elements, cut to that length; its contents are undefined."""
-        free = self._free.setdefault(dtype, [])
-        fitting = next((index for index, buffer in enumerate(free) if buffer.numel >= numel), None)
-        if fitting is not None:
-            whole = free.pop(fitting)
-        else:
-            if free:
-                free.pop()  # too small for what is needed now: replaced, not joined, by the larger one
-            whole = self._communicator.allocate(numel, dtype)
-        self._lent[whole.data_ptr()] = whole
-        return whole.view(0, numel)
-
-    def release(self, buffer: Buffer) -> None:
-        """Take back what `acquire` gave."""
-        whole = self._lent.pop(buffer.data_ptr())
-        self._free[whole.dtype].append(whole)
-
-
 class GradientBucket:
     """The gradients of one bucket on one rank, from the first arrival to the update."""
 
@@ -108,7 +75,7 @@ class GradientBucket:
         reduction: ReductionPolicy,
         communicator: Communicator,
         accelerator: Accelerator,
-        pool: StagingPool,
+        pool: BufferPool,
     ) -> None:
         self.bucket = bucket
         self._policy = policy

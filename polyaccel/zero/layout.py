@@ -17,7 +17,7 @@ the parameter's own type, because master weights and moments of another type sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,12 +52,17 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class BucketKind:
-    """What must not mix inside a bucket: element type, optimizer group, whether it is trained, and the unit if any."""
+    """What must not mix inside a bucket: element type, optimizer group, whether it is trained, and the unit if any.
+
+    `persistent`: under sharded parameters these stay whole on every rank, because gathering them would cost more than
+    it saves.
+    """
 
     dtype: DType
     group: int
     trainable: bool
     unit: str = ""
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,13 +135,15 @@ def plan_layout(
     *,
     world_size: int,
     max_bucket_numel: int,
-    units: dict[str, str] | None = None,
+    units: Mapping[str, str] | None = None,
+    persistent: Set[str] = frozenset(),
 ) -> ShardLayout:
     """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
 
-    A bucket holds parameters of one `BucketKind` (`units` maps a parameter's name to its unit, if buckets must not
-    cross units) and at most `max_bucket_numel` elements before its closing padding; a larger parameter has a bucket to
-    itself. Raises ShardingError for a repeated name.
+    A bucket holds parameters of one `BucketKind` and at most `max_bucket_numel` elements before its closing padding; a
+    larger parameter has a bucket to itself. `units` maps a parameter's name to its unit; buckets do not cross units,
+    and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
+    unit and come last. Raises ShardingError for a repeated name.
     """
     if world_size < 1 or max_bucket_numel < 1:
         raise ShardingError(f"{world_size=} and {max_bucket_numel=} must both be at least 1")
@@ -144,7 +151,8 @@ def plan_layout(
     runs: list[tuple[BucketKind, list[Slot]]] = []
     open_runs: dict[BucketKind, list[Slot]] = {}
     seen: set[str] = set()
-    for param in params:
+    last_unit = ""
+    for param in sorted(params, key=lambda param: param.fqn in persistent):
         if param.fqn in seen:
             raise ShardingError(
                 f"parameter {param.fqn!r} appears twice",
@@ -153,7 +161,12 @@ def plan_layout(
             )
         seen.add(param.fqn)
 
-        kind = BucketKind(param.dtype, param.group, param.trainable, (units or {}).get(param.fqn, ""))
+        stays = param.fqn in persistent
+        unit = "" if stays else (units or {}).get(param.fqn, "")
+        if unit != last_unit:
+            open_runs.clear()
+            last_unit = unit
+        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays)
         run = open_runs.get(kind)
         offset = _round_up(run[-1].end, _alignment(param.dtype)) if run else 0
         if run is None or offset + param.numel > max_bucket_numel:

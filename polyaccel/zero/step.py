@@ -18,12 +18,13 @@ from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.errors import InvariantError
 from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
-from polyaccel.zero.gradients import GradientBucket, ReductionPolicy, StagingPool
+from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.params import ParamStore
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.pool import BufferPool
 
 WaitingPhase = Literal["reduce", "publish"]
 
@@ -90,7 +91,7 @@ class ZeroStep:
         self._timed = timed
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
-        self._pool = StagingPool(communicator, step_policy.reduction.max_in_flight)
+        self._pool = BufferPool(communicator)
         self.params = ParamStore(
             layout, policy, communicator, accelerator, read_param, on_bound, lambda: self._timed("publish")
         )
@@ -150,7 +151,7 @@ class ZeroStep:
         """Take over a parameter's gradient, flat; the caller may free it at once. Launches what became ready."""
         position, index = self._by_fqn[fqn]
         bucket = self._gradients[position]
-        if self._reducing and bucket.needs_staging() and self._pool.is_exhausted:
+        if self._reducing and bucket.needs_staging() and self._is_crowded:
             self._finish_oldest()
         bucket.add(index, gradient, reducing=self._reducing)
         if self._reducing:
@@ -160,7 +161,7 @@ class ZeroStep:
         """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
         if self._reducing:
             for gradients in self._gradients[self._next_launch :]:
-                if gradients.needs_staging() and self._pool.is_exhausted:
+                if gradients.needs_staging() and self._is_crowded:
                     self._finish_oldest()
                 self._launch(gradients)
         for gradients in self._gradients:
@@ -180,6 +181,11 @@ class ZeroStep:
         gradients.launch()
         if not self.step_policy.reduction.overlap:
             gradients.finish()
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether as many full gradient buffers are under way as may be; an older bucket is then finished first."""
+        return self._pool.lent_count >= self.step_policy.reduction.max_in_flight
 
     def _finish_oldest(self) -> None:
         for gradients in self._gradients:

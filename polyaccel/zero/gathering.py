@@ -1,0 +1,241 @@
+"""Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
+
+[Note: Holds]
+Whoever needs a bucket whole holds it (`hold`) and drops it afterwards; holds nest. A bucket that nobody holds is idle:
+it is freed at once, or kept while its next use is near. What "near" means follows from the order in which the last step
+held its buckets: the same order is expected again, gives prefetching its targets, and tells how many elements will be
+held before a bucket is needed once more. An order that deviates is served on demand: the same collectives happen, only
+not ahead. Every rank sees the same holds in the same order, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from logging import getLogger
+from math import inf
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.zero.layout import Bucket
+from polyaccel.zero.pool import BufferPool
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPolicy:
+    """Bounds on gathered parameters, in elements.
+
+    `max_live_numel`: gathered at any time, as long as what is held at once allows it. `prefetch_numel`: gathered ahead
+    of their use. `max_reuse_numel`: an idle bucket whose next use comes within so many elements is kept.
+    """
+
+    max_live_numel: int = 1_000_000_000
+    prefetch_numel: int = 50_000_000
+    max_reuse_numel: int = 1_000_000_000
+
+
+class UseOrder:
+    """The order in which buckets were held in the last step, and where the present step stands in it."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self._numels = numels
+        self._learned: list[int] = []
+        self._present: list[int] = []
+        self._position = 0
+        self._has_deviated = False
+
+    @property
+    def is_learned(self) -> bool:
+        return bool(self._learned)
+
+    def note(self, index: int) -> None:
+        """Bucket `index` is used now."""
+        self._present.append(index)
+        if not self._learned:
+            return
+        try:
+            expected = self._learned.index(index, self._position)
+        except ValueError:
+            expected = -1
+        if expected != self._position and not self._has_deviated:
+            self._has_deviated = True
+            log.info("buckets are used in another order than in the last step; they are gathered on demand")
+        if expected >= 0:
+            self._position = expected + 1
+
+    def upcoming(self) -> Iterator[int]:
+        """The buckets that come next, nearest first, if the order holds."""
+        yield from self._learned[self._position :]
+
+    def distance(self, index: int) -> float:
+        """Elements that will be used before bucket `index` is; infinite if it is not expected again."""
+        passed = 0
+        for upcoming in self.upcoming():
+            if upcoming == index:
+                return passed
+            passed += self._numels[upcoming]
+        return inf
+
+    def end_step(self) -> None:
+        """The step is over: expect its order from now on."""
+        if self._present:
+            self._learned, self._present = self._present, []
+        self._position = 0
+
+
+class ShardedBucket:
+    """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed."""
+
+    def __init__(self, bucket: Bucket, own: Buffer) -> None:
+        self.bucket = bucket
+        self.own = own
+        self.full: Buffer | None = None
+        self.work: Work | None = None
+        self.holds = 0
+
+
+class Gathering:
+    """Makes sharded buckets whole and frees them again. `own` are the ranks' slices by bucket index.
+
+    `on_bound(bucket, full)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
+    nowhere now. `waiting` is entered around waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        own: dict[int, tuple[Bucket, Buffer]],
+        policy: GatherPolicy,
+        communicator: Communicator,
+        on_bound: Callable[[Bucket, Buffer], None],
+        on_freed: Callable[[Bucket], None],
+        waiting: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._buckets = {index: ShardedBucket(bucket, shard) for index, (bucket, shard) in own.items()}
+        self._policy = policy
+        self._communicator = communicator
+        self._on_bound = on_bound
+        self._on_freed = on_freed
+        self._waiting = waiting
+        self._pool = BufferPool(communicator)
+        last = max(own, default=-1)
+        self._order = UseOrder([own[index][0].numel if index in own else 0 for index in range(last + 1)])
+        self.live_numel = 0
+        """Elements gathered at present, those under way included."""
+        self.peak_numel = 0
+        self._ahead_numel = 0
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._buckets
+
+    def full(self, index: int) -> Buffer:
+        """The whole bucket. Raises ShardingError while it is sharded."""
+        place = self._buckets[index]
+        if place.full is None or place.work is not None:
+            raise ShardingError(f"bucket {index} is sharded at present", cure="hold it first", value=index)
+        return place.full
+
+    def is_whole(self, index: int) -> bool:
+        place = self._buckets[index]
+        return place.full is not None and place.work is None
+
+    def hold(self, index: int, *, learn: bool = True) -> None:
+        """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
+        step."""
+        place = self._buckets[index]
+        if place.holds == 0 and learn:
+            self._order.note(index)
+        place.holds += 1
+        if place.full is None:
+            self._make_room(place.bucket.numel)
+            self._launch(place)
+        if place.work is not None:
+            self._settle(place)
+        if learn:
+            self._prefetch()
+
+    def drop(self, index: int) -> None:
+        """Undo one `hold`. The bucket is freed once nobody holds it and its next use is not near."""
+        place = self._buckets[index]
+        if place.holds == 0:
+            raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
+        place.holds -= 1
+        if place.holds == 0 and not self._is_worth_keeping(index):
+            self._free(place)
+
+    def free_idle(self) -> None:
+        """Free everything that nobody holds, prefetched buckets too: parameters are about to change, or a step
+        ended."""
+        for place in self._buckets.values():
+            if place.holds == 0 and place.full is not None:
+                if place.work is not None:
+                    self._settle(place)
+                self._free(place)
+
+    def end_step(self) -> None:
+        """The optimizer step is over: what was gathered is stale, and the next step begins.
+
+        Raises ShardingError if something is held still.
+        """
+        held = [index for index, place in self._buckets.items() if place.holds]
+        if held:
+            raise ShardingError(
+                f"buckets {held} are gathered across an optimizer step",
+                cure="leave GatheredParameters (and forward or backward passes) before engine.step()",
+                value=held,
+            )
+        self.free_idle()
+        self._order.end_step()
+
+    def _is_worth_keeping(self, index: int) -> bool:
+        near = self._order.distance(index) <= self._policy.max_reuse_numel
+        return near and self.live_numel <= self._policy.max_live_numel
+
+    def _make_room(self, numel: int) -> None:
+        """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
+        idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
+        idle.sort(key=self._order.distance)
+        while idle and self.live_numel + numel > self._policy.max_live_numel:
+            place = self._buckets[idle.pop()]
+            if place.work is not None:
+                self._settle(place)
+            self._free(place)
+
+    def _prefetch(self) -> None:
+        for index in self._order.upcoming():
+            place = self._buckets[index]
+            if place.full is not None:
+                continue
+            numel = place.bucket.numel
+            within = self._ahead_numel + numel <= self._policy.prefetch_numel
+            if not within or self.live_numel + numel > self._policy.max_live_numel:
+                return
+            self._launch(place)
+            self._ahead_numel += numel
+
+    def _launch(self, place: ShardedBucket) -> None:
+        place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        self.live_numel += place.bucket.numel
+        self.peak_numel = max(self.peak_numel, self.live_numel)
+        info = CallInfo("parameters", place.bucket.index)
+        place.work = self._communicator.all_gather(place.full, place.own, async_op=True, info=info)
+
+    def _settle(self, place: ShardedBucket) -> None:
+        """Finish the gather under way and let the frontend see the parameters."""
+        assert place.work is not None  # the callers' condition
+        assert place.full is not None
+        with self._waiting():
+            place.work.wait()
+        place.work = None
+        self._ahead_numel = max(0, self._ahead_numel - place.bucket.numel)
+        self._on_bound(place.bucket, place.full)
+
+    def _free(self, place: ShardedBucket) -> None:
+        assert place.full is not None  # the callers' condition
+        self._on_freed(place.bucket)
+        self._pool.release(place.full)
+        place.full = None
+        self.live_numel -= place.bucket.numel
