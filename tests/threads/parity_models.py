@@ -20,6 +20,8 @@ SMALL_BUCKET = 64
 
 Config = dict[str, Any]
 Params = dict[str, Tensor]
+LossFn = Callable[[Any, int, int, int], Tensor]
+"""The loss of a model (or engine) on the micro-batch at (step, micro, rank)."""
 
 
 class ParityModel(nn.Module):
@@ -91,13 +93,26 @@ def snapshot(module: nn.Module) -> Params:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def train(communicator: Communicator, model: nn.Module, config: Config, steps: int) -> Run:
-    """Train `model`, the ParityModel, on this rank's batches."""
-    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+def parity_loss(model: Any, step: int, micro: int, rank: int) -> Tensor:
+    loss: Tensor = model(*batch(step, micro, rank))
+    return loss
+
+
+def train(
+    communicator: Communicator,
+    model: nn.Module,
+    config: Config,
+    steps: int,
+    loss_fn: LossFn = parity_loss,
+    groups: Callable[[nn.Module], Any] = grouped,
+    **arguments: Any,
+) -> Run:
+    """Train `model` on this rank's batches; `arguments` go to initialize."""
+    engine, *_ = polyaccel.initialize(model=model, model_parameters=groups(model), config=config, **arguments)
     run = Run({})
     for step in range(steps):
         for micro in range(engine.gradient_accumulation_steps()):
-            loss = engine(*batch(step, micro, communicator.rank))
+            loss = loss_fn(engine, step, micro, communicator.rank)
             engine.backward(loss)
             engine.step()
             run.losses.append(loss.item())
@@ -113,9 +128,17 @@ def on_threads(world: int, fn: Callable[..., Any], build: Callable[[], nn.Module
     return run_threads(world, lambda communicator: fn(communicator, models[communicator.rank], *args))
 
 
-def train_on_threads(world: int, config: Config, steps: int) -> Run:
+def train_on_threads(
+    world: int,
+    config: Config,
+    steps: int,
+    *,
+    build: Callable[[], nn.Module] = parity_model,
+    loss_fn: LossFn = parity_loss,
+    groups: Callable[[nn.Module], Any] = grouped,
+) -> Run:
     """`train` on threads. All ranks must end with the same parameters; returns rank 0's run."""
-    runs: list[Run] = on_threads(world, train, parity_model, deepcopy(config), steps)
+    runs: list[Run] = on_threads(world, train, build, deepcopy(config), steps, loss_fn, groups)
     for run in runs[1:]:
         assert_bitwise(run.params, runs[0].params)
         assert run.norms == runs[0].norms
@@ -128,16 +151,22 @@ def train_plainly(
     *,
     accumulation: int = 1,
     clip: float = 0.0,
-    param_dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = None,
     gradient_factor: float = 1.0,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    build: Callable[[], nn.Module] = parity_model,
+    loss_fn: LossFn = parity_loss,
+    groups: Callable[[nn.Module], Any] = grouped,
 ) -> Run:
-    """One plain torch process that sees all ranks' batches: parameters in `param_dtype`, float32 master weights.
+    """One plain torch process that sees all ranks' batches: parameters in `param_dtype` (None: as built), updated in
+    the type that they were built with.
 
-    `gradient_factor` multiplies the averaged gradients.
+    `gradient_factor` multiplies the averaged gradients. A parameter without a gradient on any rank has none.
     """
-    masters, model = parity_model(), parity_model().to(param_dtype)
-    optimizer = make_optimizer(grouped(masters))
+    masters, model = build(), build()
+    if param_dtype is not None:
+        model.to(param_dtype)
+    optimizer = make_optimizer(groups(masters))
     run = Run({})
     for step in range(steps):
         with torch.no_grad():
@@ -147,7 +176,7 @@ def train_plainly(
         for micro in range(accumulation):
             for rank in range(world):
                 model.zero_grad()
-                loss = model(*batch(step, micro, rank))
+                loss = loss_fn(model, step, micro, rank)
                 (loss / accumulation).backward()
                 _add_gradients(masters, model, gradient_factor / world)
                 if rank == 0:
@@ -155,7 +184,7 @@ def train_plainly(
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip or float("inf"))
         run.norms.append(float(norm))
         optimizer.step()
-    run.params = {name: master.detach().to(param_dtype) for name, master in masters.named_parameters()}
+    run.params = {name: master.detach().to(param_dtype or master.dtype) for name, master in masters.named_parameters()}
     return run
 
 
