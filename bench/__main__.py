@@ -1,0 +1,18 @@
+"""`python -m bench`: step times; `python -m bench imports` and `python -m bench memory`."""
+
+from __future__ import annotations
+
+import sys
+
+from bench import imports, memory, steps
+
+_COMMANDS = {"imports": imports.main, "memory": memory.main}
+
+
+def main(argv: list[str]) -> int:
+    command = _COMMANDS.get(argv[0]) if argv else None
+    return steps.main(argv) if command is None else command(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
