@@ -15,7 +15,7 @@ from typing import Literal
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
-from polyaccel.errors import InvariantError
+from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
@@ -110,6 +110,8 @@ class ZeroStep:
         self._reducing = False
         self._has_unreduced = False
         """Gradients accumulated in a pass that did not reduce, and no reducing pass has followed."""
+        self._is_incomplete = False
+        """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
 
     def _make_shards(self, groups: Sequence[Group]) -> list[Shard]:
@@ -142,6 +144,7 @@ class ZeroStep:
 
         With replicated gradients pass True only at the accumulation boundary; with sharded ones at every micro-batch.
         """
+        self._is_incomplete |= self._in_pass
         self._in_pass, self._reducing, self._next_launch = True, reduce, 0
         self._has_unreduced = not reduce
         for gradients in self._gradients:
@@ -171,6 +174,7 @@ class ZeroStep:
     def abandon_pass(self) -> None:
         """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before going on."""
         self._in_pass = self._reducing = False
+        self._is_incomplete = True
 
     def _launch_ready(self) -> None:
         while self._next_launch < len(self._gradients) and self._gradients[self._next_launch].is_ready:
@@ -204,10 +208,10 @@ class ZeroStep:
         return self._gradients
 
     def discard_gradients(self) -> None:
-        """Forget all gradients, reduced or not."""
+        """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
         for gradients in self._gradients:
             gradients.discard()
-        self._has_unreduced = False
+        self._in_pass = self._reducing = self._has_unreduced = self._is_incomplete = False
 
     # The update.
 
@@ -215,10 +219,14 @@ class ZeroStep:
         """Agree on norm and overflow, update this rank's slices, publish the parameters, forget the gradients.
 
         Collective. `loss_scale` is what the gradients were multiplied with. Nothing changes on an overflow that is
-        skipped.
+        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded.
         """
         if self.optimizer is None:
             raise InvariantError("update was called on a step without an optimizer")
+        if self._in_pass or self._is_incomplete:
+            raise PolyaccelError(
+                "the gradients are incomplete: a backward pass failed", cure="call engine.zero_grad() and start over"
+            )
         if self._has_unreduced:
             self.begin_pass(reduce=True)
             self.end_pass()
