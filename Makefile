@@ -1,0 +1,55 @@
+# make help     what there is. Every target makes its own virtual environment when it is missing or out of date.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+LOCK := requirements-dev.lock
+EXTRAS := torch,examples,dev
+TORCH := 2.13.0
+INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]'
+# Another lock or another pyproject.toml is another environment.
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: help train test lint bench lock clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
+
+train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
+	$(BIN)/polyaccel run --nproc 2 examples/gpt/train.py $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style, types and the imports between rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy examples/gpt/*.py
+	$(BIN)/mypy examples/cifar10/*.py
+	$(BIN)/lint-imports --no-cache
+
+bench: $(STAMP) ## measure against DDP, FSDP2 and (when installed) DeepSpeed
+	$(BIN)/python -m bench $(ARGS)
+
+lock: ## renew requirements-dev.lock with the newest versions, torch apart
+	$(PYTHON) -m venv --clear $(VENV)-lock
+	$(VENV)-lock/bin/python $(INSTALL) torch==$(TORCH)
+	{ sed -n '/^#/p' $(LOCK); $(VENV)-lock/bin/python -m pip freeze --exclude-editable \
+		| sed 's/+cpu$$//; s/$$/ ; python_version >= "3.11"/'; } > $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+	rm -rf $(VENV)-lock
+
+clean: ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(STAMP): $(LOCK) pyproject.toml
+	@echo "Making the environment $(VENV); this takes a minute or two."
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python $(INSTALL) --constraint $(LOCK)
+	@touch $@
