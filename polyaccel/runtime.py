@@ -6,8 +6,8 @@ of its own kind (`StepPolicy`, `LossScalePolicy`, ...), so no part reads JSON ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
@@ -17,10 +17,11 @@ from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
-from polyaccel.zero.policy import ZeroPolicy
+from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.step import StepPolicy
 
 NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
@@ -49,13 +50,50 @@ class Runtime:
     param_dtype: DType | None
     """What floating parameters are held in; None: as the model has them."""
 
-    def plan(self, specs: tuple[ParamSpec, ...]) -> ShardLayout:
-        """Lay out `specs`. Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small
-        model, so that there are enough of them to overlap and to keep few under way."""
+    def plan(self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]]) -> ShardLayout:
+        """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded.
+
+        Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there
+        are enough of them to overlap and to keep few under way.
+        """
+        zero = self.config.zero_optimization
         total = sum(spec.numel for spec in specs)
         wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
-        cap = min(self.config.zero_optimization.reduce_bucket_size, wanted)
-        return plan_layout(specs, world_size=self.communicator.world_size, max_bucket_numel=cap)
+        cap = min(zero.reduce_bucket_size, wanted)
+        ranks = self.communicator.world_size
+        if self.policy.params is not Placement.SHARDED:
+            return plan_layout(specs, world_size=ranks, max_bucket_numel=cap)
+        persistent = set[str]()
+        left = zero.model_persistence_threshold
+        for spec in sorted(specs, key=lambda spec: spec.numel):
+            if spec.numel <= zero.param_persistence_threshold and spec.numel <= left:
+                persistent.add(spec.fqn)
+                left -= spec.numel
+        return plan_layout(specs, world_size=ranks, max_bucket_numel=cap, units=units(), persistent=persistent)
+
+    def step_policy_for(self, layout: ShardLayout) -> StepPolicy:
+        """The step's policy, with the bounds on gathered parameters that suit a layout.
+
+        Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made
+        for billions of parameters and would never free anything: three units may be live.
+        """
+        zero = self.config.zero_optimization
+        stated = zero.model_fields_set
+        units: dict[str, int] = {}
+        for bucket in layout.buckets:
+            if not bucket.kind.persistent:
+                units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
+        unit = max(units.values(), default=0)
+
+        def bound(name: str, value: int, tight: int) -> int:
+            return value if name in stated else min(value, tight)
+
+        gathering = GatherPolicy(
+            max_live_numel=bound("max_live_parameters", zero.max_live_parameters, 3 * unit),
+            prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
+            max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
+        )
+        return replace(self.step_policy, gathering=gathering)
 
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
@@ -125,6 +163,8 @@ def _step_policy(config: ResolvedConfig) -> StepPolicy:
         clip_norm=config.gradient_clipping,
         skip_overflow=config.fp16.enabled or autocast_fp16 or (config.bf16.enabled and config.bf16.check_grad_overflow),
         defer_publish=zero.overlap_param_gather,
+        measure_norm=zero.compute_grad_norm,
+        require_all=not zero.ignore_unused_parameters,
         reduction=ReductionPolicy(
             average=config.gradient_allreduce_op == "mean",
             prescale=config.prescale_gradients,

@@ -9,9 +9,10 @@ from typing import Any
 
 from polyaccel.buffer import Buffer
 from polyaccel.types import ParamSpec
+from polyaccel.zero.params import ParamObserver
 
 
-class ModelAdapter(ABC):
+class ModelAdapter(ParamObserver, ABC):
     """A model as the ZeRO step sees it: named flat parameters, nothing else."""
 
     @abstractmethod
@@ -23,7 +24,7 @@ class ModelAdapter(ABC):
         """The parameter's present value, flat, in the precision that the model was built with."""
 
     @abstractmethod
-    def bind(self, fqn: str, view: Buffer) -> None:
+    def on_bound(self, fqn: str, view: Buffer) -> None:
         """From now on the model's parameter lives in `view`, which holds its value already."""
 
     @abstractmethod

@@ -10,7 +10,8 @@ early. Should a pass end early all the same, what comes after is late or a pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
+from polyaccel.torch.sharded import ShardedParameter, hide, show
+from polyaccel.torch.sites import Sites
+from polyaccel.torch.units import find_units, units_of_parameters
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
 
@@ -50,7 +54,9 @@ class TorchAdapter(ModelAdapter):
         self._group_of = _group_indices(groups, self._names)
         self._specs = {fqn: self._spec(fqn, parameter, param_dtype) for fqn, parameter in self._params.items()}
         self._frozen = {fqn: parameter for fqn, parameter in self._params.items() if not parameter.requires_grad}
+        self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
+        self._sites: Sites | None = None
         self._handles: list[Any] = []
         self.gradient_factor = 1.0
         """What gradients of the present pass are multiplied with before they enter their bucket."""
@@ -69,16 +75,60 @@ class TorchAdapter(ModelAdapter):
     def read_param(self, fqn: str) -> Buffer:
         return self._accelerator.wrap(self._params[fqn].detach().contiguous())
 
-    def bind(self, fqn: str, view: Buffer) -> None:
-        parameter = self._params[fqn]
-        parameter.grad = None
-        parameter.data = view.raw.view(parameter.shape)
+    def on_bound(self, fqn: str, view: Buffer) -> None:
+        show(self._params[fqn], view.raw)
+        if self._sites is not None:
+            self._sites.on_bound(self._bucket_of[fqn], view)
+
+    def on_freed(self, fqn: str) -> None:
+        hide(self._params[fqn], fqn, self._demand)
+        if self._sites is not None:
+            self._sites.on_freed(self._bucket_of[fqn])
 
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._step = None
+        if self._sites is not None:
+            self._sites.release()
+        self._step = self._sites = None
+
+    # Sharded parameters.
+
+    @cached_property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules whose parameters are unsharded together, by full name."""
+        return find_units(self.module)
+
+    def unit_names(self) -> dict[str, str]:
+        """The unit of each parameter, "" for the root unit."""
+        return units_of_parameters(self.module, self.units)
+
+    def _gather_at_use(self, step: ZeroStep) -> None:
+        """Gather sharded parameters around the modules that use them."""
+        buckets_of: dict[str, list[int]] = {}
+        for fqn, index in self._bucket_of.items():
+            if index in step.params.gathering:
+                unit = step.layout.buckets[index].kind.unit
+                owners = [unit] if unit else self._owners(self._params[fqn])
+                for owner in owners:
+                    if index not in buckets_of.setdefault(owner, []):
+                        buckets_of[owner].append(index)
+        if buckets_of:
+            self._sites = Sites(self.module, step, buckets_of)
+
+    def _owners(self, parameter: nn.Parameter) -> list[str]:
+        """The modules that have `parameter` themselves, by full name."""
+        return [
+            name
+            for name, module in self.module.named_modules()
+            if any(own is parameter for own in module._parameters.values())
+        ]
+
+    def _demand(self, parameters: Iterable[nn.Parameter]) -> bool:
+        if self._sites is None:
+            return False
+        return self._sites.demand({self._bucket_of[self._names[parameter]] for parameter in parameters})
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
         """Begin with rank 0's buffers (running statistics and the like) on every rank."""
@@ -92,10 +142,13 @@ class TorchAdapter(ModelAdapter):
     # Gradients.
 
     def attach(self, step: ZeroStep) -> None:
-        """Hand every gradient over to `step` from now on."""
+        """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
         self._step = step
+        self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._params}
+        self._gather_at_use(step)
         for fqn, parameter in self._params.items():
-            if self._specs[fqn].trainable:
+            parameter.grad = None
+            if self._specs[fqn].trainable and step.optimizer is not None:
                 hook = self._make_hook(fqn)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if step.step_policy.defer_publish:
@@ -106,6 +159,17 @@ class TorchAdapter(ModelAdapter):
         for leaf in torch.utils._pytree.tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+
+    def end_pass(self) -> None:
+        """The backward pass is over, whether it succeeded or not."""
+        if self._sites is not None:
+            self._sites.end_pass()
+
+    def on_update(self) -> None:
+        """The parameters have new values: graphs built on the old ones must not be used any more."""
+        torch.autograd.graph.increment_version([p for p in self._names if type(p) is not ShardedParameter])
+        if self._sites is not None:
+            self._sites.on_update()
 
     def check_frozen(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""
@@ -142,6 +206,8 @@ class TorchAdapter(ModelAdapter):
             if self.gradient_factor != 1.0:
                 gradient.mul_(self.gradient_factor)
             self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
+            if self._sites is not None:
+                self._sites.on_gradient(self._bucket_of[fqn])
 
         return take
 

@@ -78,21 +78,22 @@ class TorchEngine(nn.Module, Engine):
             self._begin_foreign_pass,
             self._end_pass,
         )
+        layout = runtime.plan(tuple(self.adapter.param_specs()), self.adapter.unit_names)
         self.zero = ZeroStep(
-            runtime.plan(tuple(self.adapter.param_specs())),
+            layout,
             runtime.policy,
-            runtime.step_policy,
+            runtime.step_policy_for(layout),
             slice_optimizer,
             groups,
             self.communicator,
             self.accelerator,
             self.adapter.read_param,
-            self.adapter.bind,
+            self.adapter,
             self.timer,
         )
         self.optimizer: Any = None
+        self.adapter.attach(self.zero)
         if slice_optimizer is not None:
-            self.adapter.attach(self.zero)
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update)
@@ -153,6 +154,7 @@ class TorchEngine(nn.Module, Engine):
                 root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             except BaseException:
                 self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
+                self.adapter.end_pass()
                 raise
             self._end_pass()
         self._losses.append(loss.detach())
@@ -184,6 +186,7 @@ class TorchEngine(nn.Module, Engine):
     def _end_pass(self) -> None:
         with self.timer("reduce"):
             self.zero.end_pass()
+            self.adapter.end_pass()
         self._scaled_by_user = False
 
     @contextmanager
@@ -238,7 +241,7 @@ class TorchEngine(nn.Module, Engine):
         with self.timer("update"):
             scale = self.loss_scaler.loss_scale
             result = self._result = self.zero.update(self.optimizer.param_groups, scale)
-        torch.autograd.graph.increment_version(list(self.adapter.names))
+        self.adapter.on_update()
         self.loss_scaler.update(not result.applied, result.culprit)
         if not result.applied:
             log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)

@@ -1,4 +1,4 @@
-"""The life of parameters: a full flat buffer a bucket, seen by frontends through views, updated slice by slice."""
+"""The life of parameters: where they rest, where frontends see them, how an update becomes visible on every rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from contextlib import AbstractContextManager
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.errors import ShardingError
 from polyaccel.types import DType
-from polyaccel.zero.layout import Bucket, ShardLayout, Slice
+from polyaccel.zero.gathering import Gathering, GatherPolicy
+from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.policy import Placement, ZeroPolicy
 
 
-class BucketParams:
-    """One bucket's parameters: the full flat buffer that the frontend's views lie in, and the master weights.
+class ParamObserver:
+    """What a frontend does when parameters move. The default does nothing."""
 
-    `master` covers what this rank updates: its own shard, or everything under a replicated optimizer. It is a view of
-    the parameters when those are of the master type already, so that the update needs no copy and no extra byte.
+    def on_bound(self, fqn: str, view: Buffer) -> None:
+        """The parameter stands in `view` from now on."""
+
+    def on_freed(self, fqn: str) -> None:
+        """The parameter is sharded now and stands nowhere as a whole."""
+
+
+class BucketParams:
+    """One bucket's parameters on this rank, and their master weights.
+
+    `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
+    exists only while `Gathering` makes it. `master` covers what this rank updates: its own shard, or everything under a
+    replicated optimizer. It is a view of the parameters when those are of the master type already, so that the update
+    needs no copy and no extra byte.
     """
 
     def __init__(
@@ -29,13 +43,18 @@ class BucketParams:
         accelerator: Accelerator,
     ) -> None:
         self.bucket = bucket
-        self.full = communicator.allocate(bucket.numel, bucket.kind.dtype)
+        self.is_sharded = policy.params is Placement.SHARDED and not bucket.kind.persistent
         low, high = bucket.shard_bounds(communicator.rank)
-        self.own = self.full.view(low, high - low)
-        sharded = policy.optim is Placement.SHARDED and bucket.kind.trainable
-        self.origin = low if sharded else 0
+        self.full: Buffer | None = None
+        if self.is_sharded:
+            self.own = accelerator.allocate(high - low, bucket.kind.dtype)
+        else:
+            self.full = communicator.allocate(bucket.numel, bucket.kind.dtype)
+            self.own = self.full.view(low, high - low)
+        updates_own = self.is_sharded or (policy.optim is Placement.SHARDED and bucket.kind.trainable)
+        self.origin = low if updates_own else 0
         """The bucket's element where `master` starts."""
-        extent = self.own if sharded else self.full
+        extent = self.own if updates_own or self.full is None else self.full
         self.master_is_view = not bucket.kind.trainable or bucket.kind.dtype is master_dtype
         self.master = extent if self.master_is_view else accelerator.allocate(extent.numel, master_dtype)
         self.out: Buffer | None = None if self.master_is_view else extent
@@ -51,32 +70,41 @@ class BucketParams:
 
 
 class ParamStore:
-    """All parameters of a layout on one rank: bound to their buckets, published after an update.
+    """All parameters of a layout on one rank: bound to buckets, gathered while sharded, published after an update.
 
     `read_param(fqn)` gives a parameter's original value, flat, in its original precision; rank 0's values are
-    broadcast. `on_bound(fqn, view)` is told where each parameter stands from then on. `waiting` is entered around
-    waits.
+    broadcast. `waiting` is entered around waits for other ranks.
     """
 
     def __init__(
         self,
         layout: ShardLayout,
         policy: ZeroPolicy,
+        gather_policy: GatherPolicy,
         communicator: Communicator,
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
-        on_bound: Callable[[str, Buffer], None],
+        observer: ParamObserver,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._layout = layout
         self._policy = policy
         self._communicator = communicator
         self._accelerator = accelerator
+        self._observer = observer
         self._waiting = waiting
         self._publishing: dict[int, Work] = {}
         self.buckets: list[BucketParams] = []
         for bucket in layout.buckets:
-            self.buckets.append(self._bind(bucket, read_param, on_bound))
+            self.buckets.append(self._bind(bucket, read_param))
+        self.gathering = Gathering(
+            {place.bucket.index: (place.bucket, place.own) for place in self.buckets if place.is_sharded},
+            gather_policy,
+            communicator,
+            self._show,
+            self._hide,
+            waiting,
+        )
 
     def __getitem__(self, index: int) -> BucketParams:
         return self.buckets[index]
@@ -84,45 +112,70 @@ class ParamStore:
     def __iter__(self) -> Iterator[BucketParams]:
         return iter(self.buckets)
 
-    def view(self, fqn: str) -> Buffer:
-        """Where the parameter stands, flat, in its bucket."""
+    def locate(self, fqn: str) -> tuple[BucketParams, Slot]:
+        """The place of a parameter."""
         bucket, slot = self._layout.locate(fqn)
-        return self.buckets[bucket.index].full.view(slot.offset, slot.param.numel)
+        return self.buckets[bucket.index], slot
 
-    def _bind(
-        self, bucket: Bucket, read_param: Callable[[str], Buffer], on_bound: Callable[[str, Buffer], None]
-    ) -> BucketParams:
+    def full(self, index: int) -> Buffer:
+        """The whole bucket, up to date. Raises ShardingError while it is sharded."""
+        self.wait_published(index)
+        whole = self.buckets[index].full
+        return whole if whole is not None else self.gathering.full(index)
+
+    def _bind(self, bucket: Bucket, read_param: Callable[[str], Buffer]) -> BucketParams:
         """Move a bucket's parameters into it. Bucket after bucket, so that few parameters exist twice."""
         place = BucketParams(
             bucket, self._policy, _master_dtype(bucket.kind.dtype), self._communicator, self._accelerator
         )
         originals = {slot.param.fqn: read_param(slot.param.fqn) for slot in bucket.slots}
         precise = _common_dtype({original.dtype for original in originals.values()})
-        direct = precise is bucket.kind.dtype
-        staging = place.full if direct else self._accelerator.allocate(bucket.numel, precise)
+        direct = place.full if precise is bucket.kind.dtype else None
+        staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
         for slot in bucket.slots:
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
         self._communicator.broadcast(staging, 0, info=CallInfo("initial parameters", bucket.index))
-        if not direct:
-            place.full.copy_from(staging)
+        if direct is None:
+            kept = place.own if place.full is None else place.full
+            kept.copy_from(self._extent(staging, place))
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
-        place.full.mark_written()
+        place.own.mark_written()
         del originals, staging  # before views are handed out, which free the frontend's own copies
-        for slot in bucket.slots:
-            on_bound(slot.param.fqn, place.full.view(slot.offset, slot.param.numel))
+        if place.full is not None:
+            self._show(bucket, place.full)
+        else:
+            self._hide(bucket)
         return place
 
+    def _extent(self, whole: Buffer, place: BucketParams) -> Buffer:
+        """What of a whole bucket this rank keeps."""
+        if place.full is not None:
+            return whole
+        low, high = place.bucket.shard_bounds(self._communicator.rank)
+        return whole.view(low, high - low)
+
+    def _show(self, bucket: Bucket, full: Buffer) -> None:
+        for slot in bucket.slots:
+            self._observer.on_bound(slot.param.fqn, full.view(slot.offset, slot.param.numel))
+
+    def _hide(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            self._observer.on_freed(slot.param.fqn)
+
+    # After an update.
+
     def publish(self, index: int) -> None:
-        """Start making an updated bucket whole on every rank."""
+        """Start making an updated bucket whole on every rank; a sharded one is whole only when it is gathered next."""
         place = self.buckets[index]
-        if self._policy.optim is Placement.SHARDED:
+        if place.full is not None and self._policy.optim is Placement.SHARDED:
             info = CallInfo("updated parameters", index)
             self._publishing[index] = self._communicator.all_gather(place.full, place.own, async_op=True, info=info)
-        place.full.mark_written()
+        place.own.mark_written()
 
     def publish_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
+        self.gathering.free_idle()
         for place in self.buckets:
             if place.bucket.kind.trainable:
                 if place.out is not None:
@@ -142,10 +195,39 @@ class ParamStore:
             for index in list(self._publishing):
                 self.wait_published(index)
 
+    def adopt_full(self, index: int) -> None:
+        """Take over what was written into the whole bucket: into this rank's slice and the master weights.
+
+        The whole must be equal on all ranks. Raises ShardingError while the bucket is sharded.
+        """
+        place = self.buckets[index]
+        full = self.full(index)
+        if place.is_sharded:
+            place.own.copy_from(self._extent(full, place))
+        if not place.master_is_view:
+            place.master.copy_from(full.view(place.origin, place.master.numel))
+        place.own.mark_written()
+
     def close(self) -> None:
-        """Let go of all buffers. Views that frontends hold keep their memory alive."""
+        """Let go of all buffers. Views that frontends hold keep their memory alive.
+
+        Raises ShardingError while sharded parameters are gathered.
+        """
         self.fence()
+        self.gathering.end_step()
         self.buckets.clear()
+
+
+def check_bounds(policy: GatherPolicy, layout: ShardLayout) -> None:
+    """Raise ShardingError when a single bucket is larger than what may be gathered at once."""
+    for bucket in layout.buckets:
+        if not bucket.kind.persistent and bucket.numel > policy.max_live_numel:
+            names = [slot.param.fqn for slot in bucket.slots]
+            raise ShardingError(
+                f"the bucket of {names} has {bucket.numel} elements; at most {policy.max_live_numel} may be gathered",
+                cure="raise zero_optimization.stage3_max_live_parameters",
+                value=policy.max_live_numel,
+            )
 
 
 def _master_dtype(dtype: DType) -> DType:

@@ -15,14 +15,15 @@ from typing import Literal
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
-from polyaccel.errors import InvariantError, PolyaccelError
+from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
+from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
-from polyaccel.zero.params import ParamStore
+from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
 
@@ -34,13 +35,17 @@ class StepPolicy:
     """What the update does. `clip_norm` 0 is off. `skip_overflow`: a gradient that is not finite skips the update
     (mixed precision); otherwise it goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated
     parameters may last into the next forward pass, and whoever reads parameters calls `wait_published` or `fence`
-    first.
+    first. `measure_norm` False saves the norm where nobody needs it. `require_all` makes a trained parameter without a
+    gradient an error.
     """
 
     clip_norm: float = 0.0
     skip_overflow: bool = False
     defer_publish: bool = False
+    measure_norm: bool = True
+    require_all: bool = False
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
+    gathering: GatherPolicy = field(default_factory=GatherPolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class ZeroStep:
     """Parameters, gradients, optimizer states and their exchange for one layout on one rank.
 
     `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
-    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `on_bound`
+    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `observer`
     is told where each parameter stands from then on. `timed` is entered around waiting for others. The layout's
     order is the order in which gradients are expected. Raises what the accelerator and the communicator raise.
     """
@@ -72,7 +77,7 @@ class ZeroStep:
         communicator: Communicator,
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
-        on_bound: Callable[[str, Buffer], None] = lambda fqn, view: None,
+        observer: ParamObserver | None = None,
         timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
     ) -> None:
         if layout.world_size != communicator.world_size:
@@ -81,7 +86,7 @@ class ZeroStep:
                 value=layout.world_size,
             )
         if policy.params is Placement.SHARDED:
-            raise InvariantError("this step keeps parameters replicated; sharded ones need units", value=policy)
+            check_bounds(step_policy.gathering, layout)
         self.layout = layout
         self.policy = policy
         self.step_policy = step_policy
@@ -93,13 +98,21 @@ class ZeroStep:
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
         self._pool = BufferPool(communicator)
         self.params = ParamStore(
-            layout, policy, communicator, accelerator, read_param, on_bound, lambda: self._timed("publish")
+            layout,
+            policy,
+            step_policy.gathering,
+            communicator,
+            accelerator,
+            read_param,
+            observer or ParamObserver(),
+            lambda: self._timed("publish"),
         )
         self._gradients = [
             GradientBucket(bucket, policy, step_policy.reduction, communicator, accelerator, self._pool)
             for bucket in layout.buckets
             if bucket.kind.trainable
         ]
+        self._positions = {gradients.bucket.index: at for at, gradients in enumerate(self._gradients)}
         self._by_fqn = {
             slot.param.fqn: (position, index)
             for position, gradients in enumerate(self._gradients)
@@ -159,6 +172,11 @@ class ZeroStep:
         bucket.add(index, gradient, reducing=self._reducing)
         if self._reducing:
             self._launch_ready()
+
+    def is_complete(self, index: int) -> bool:
+        """Whether no more gradients are expected for bucket `index` in this pass; so for a frozen bucket."""
+        position = self._positions.get(index)
+        return position is None or self._gradients[position].is_ready
 
     def end_pass(self) -> None:
         """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
@@ -232,6 +250,8 @@ class ZeroStep:
             self.end_pass()
         self.finish_reductions()
         report = self.agree(loss_scale)
+        if self.step_policy.require_all and len(report.touched) < len(self.steps):
+            raise _unused(sorted(self.steps.keys() - report.touched))
         if report.overflow and self.step_policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, report.norm, report.norm, report.culprit)
@@ -243,6 +263,7 @@ class ZeroStep:
             shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
             shard.runs = tuple(_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
         self.params.fence()
+        self.params.gathering.end_step()
         for shard in self.optimizer.update(
             self._shards, groups, factor / loss_scale, self.accelerator, self.communicator
         ):
@@ -263,13 +284,18 @@ class ZeroStep:
             report = self._sum_up(loss_scale)
         return report
 
+    @property
+    def _measures(self) -> bool:
+        policy = self.step_policy
+        return policy.measure_norm or policy.skip_overflow or policy.clip_norm > 0.0
+
     def _sum_up(self, loss_scale: float) -> GradientReport:
         count = len(self.layout.params)
         sums = allocate_sums(self.accelerator, self.communicator, 2 * count + len(self._gradients))
         pieces: list[tuple[int, Buffer]] = []
         rank = self.communicator.rank
         for gradients in self._gradients:
-            if gradients.holds_result:
+            if gradients.holds_result and self._measures:
                 own = gradients.own_part(gradients.result())
                 for piece in gradients.bucket.slices(rank):
                     pieces.append((self.layout.position[piece.fqn], own.view(piece.shard_offset, piece.length)))
@@ -319,6 +345,14 @@ class ZeroStep:
         self.params.close()
         self._gradients.clear()
         self._shards.clear()
+
+
+def _unused(names: Sequence[str]) -> ShardingError:
+    return ShardingError(
+        f"no rank had a gradient for {len(names)} trained parameters: {', '.join(names[:8])}",
+        cure='freeze them, use them, or set "zero_optimization": {"ignore_unused_parameters": true}',
+        value=names,
+    )
 
 
 def _runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:

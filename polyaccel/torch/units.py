@@ -1,0 +1,105 @@
+"""Which parameters are unsharded together: a *unit* is a module whose parameters are gathered at once.
+
+By default the blocks of the model's longest list of modules are the units, and what remains is the root unit. Users say
+otherwise with `set_units`, or make modules *leaves*: parts that are gathered as one wherever they stand. A block
+gathers all of its inside anyway, so mixture-of-experts blocks, where ranks use different experts, are safe by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from polyaccel.errors import ShardingError
+
+_UNIT = "_polyaccel_unit"
+_LEAF = "_polyaccel_leaf"
+_LEAST_BLOCKS = 2
+
+ModuleChoice = type[nn.Module] | str
+
+
+def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Make `modules`, parts of `model`, its units in place of those found by default. Call it before `initialize`.
+
+    Raises ShardingError for a module that is not part of the model.
+    """
+    parts = {id(module) for module in model.modules()}
+    for module in model.modules():
+        module.__dict__.pop(_UNIT, None)
+    for module in modules:
+        if id(module) not in parts:
+            kind = type(module).__name__
+            raise ShardingError(f"a {kind} is not part of the model", cure="pass modules of this model", value=kind)
+        module.__dict__[_UNIT] = True
+
+
+def set_leaf_modules(model: nn.Module, choices: Iterable[ModuleChoice]) -> list[nn.Module]:
+    """Gather every module that matches a choice as one, and return them. Call it before `initialize`.
+
+    A choice is a class, a class's short or qualified name, a module's full name, or the end of one (`mlp.experts`).
+    Raises ShardingError when nothing matches.
+    """
+    chosen = list(choices)
+    found = [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in chosen)]
+    if not found:
+        raise ShardingError(
+            f"no module of the model matches {[str(choice) for choice in chosen]}",
+            cure="give a class, its name, a module's full name, or the end of one",
+            value=chosen,
+        )
+    for module in found:
+        module.__dict__[_LEAF] = True
+    return found
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The units by full name, in order; none lies inside another."""
+    modules = dict(model.named_modules())
+    chosen = {name: module for name, module in modules.items() if _UNIT in module.__dict__}
+    units = _outermost(chosen or _longest_list(model))
+    leaves = {name: module for name, module in modules.items() if _LEAF in module.__dict__}
+    return _outermost({**units, **{name: leaf for name, leaf in leaves.items() if not _is_inside(name, units)}})
+
+
+def units_of_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, str]:
+    """The unit of each parameter by full name; "" is the root unit. A parameter that units share is the root's."""
+    owners: dict[nn.Parameter, set[str]] = {}
+    for name, module in model.named_modules():
+        unit = next((unit for unit in units if name == unit or name.startswith(f"{unit}.")), "")
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit)
+    return {
+        fqn: min(owners[parameter]) if len(owners[parameter]) == 1 else ""
+        for fqn, parameter in model.named_parameters()
+    }
+
+
+def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of the longest list of modules; of equally long ones, those with most parameters."""
+    best: tuple[int, int] = (_LEAST_BLOCKS - 1, 0)
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            weight = (len(module), sum(parameter.numel() for parameter in module.parameters()))
+            if weight > best and weight[0] >= _LEAST_BLOCKS:
+                best = weight
+                blocks = {f"{name}.{index}" if name else index: child for index, child in module.named_children()}
+    return {name: block for name, block in blocks.items() if any(True for _ in block.parameters())}
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in modules.items() if not _is_inside(name, modules)}
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(name.startswith(f"{outer}.") for outer in modules if outer) or ("" in modules and name != "")
+
+
+def _matches(name: str, module: nn.Module, choice: ModuleChoice) -> bool:
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    kind = type(module)
+    names = (name, kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
+    return choice in names or name.endswith(f".{choice}")
