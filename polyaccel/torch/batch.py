@@ -34,6 +34,11 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
+def at_least_float32(loss: Tensor) -> Tensor:
+    """`loss` in a type in which it can be scaled: float32 for 16-bit ones, else its own."""
+    return loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss
+
+
 def loss_of(outputs: Any) -> Tensor:
     """The loss among a module's outputs: the tensor itself, `outputs.loss`, `outputs["loss"]`, or the first of a tuple.
 

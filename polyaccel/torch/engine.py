@@ -18,7 +18,7 @@ from polyaccel.engine.recording import StepRecorder
 from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
 from polyaccel.runtime import Runtime
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.batch import cast_floats, device_of, loss_of, to_device
+from polyaccel.torch.batch import at_least_float32, cast_floats, device_of, loss_of, to_device
 from polyaccel.torch.checkpoint import load_engine, save_engine
 from polyaccel.torch.client_optimizer import ClientOptimizer
 from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
@@ -146,11 +146,11 @@ class TorchEngine(nn.Module, Engine):
                 f"backward needs a scalar loss, not {shape}", cure="reduce it: loss.mean()", value=shape
             )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        scaled = loss.float() * factor if factor != 1.0 else loss
+        scaled = at_least_float32(loss) * factor if factor != 1.0 else loss
         with self.timer("backward"):
             self._begin_pass(1.0)
             try:
-                root = scaled.float() * self.loss_scaler.loss_scale if self._scales else scaled
+                root = at_least_float32(scaled) * self.loss_scaler.loss_scale if self._scales else scaled
                 root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             except BaseException:
                 self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
@@ -163,7 +163,7 @@ class TorchEngine(nn.Module, Engine):
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
         self._scaled_by_user = True
-        return loss.float() * self.loss_scaler.loss_scale
+        return at_least_float32(loss) * self.loss_scaler.loss_scale
 
     @property
     def _scales(self) -> bool:
