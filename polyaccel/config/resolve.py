@@ -77,7 +77,7 @@ def _final(config: Config, triad: Triad) -> ResolvedConfig:
     tree.update(zip(_TRIAD, (triad.train, triad.micro, triad.gas), strict=True))
     zero = config.zero_optimization
     if zero.overlap_comm is None:
-        tree.setdefault("zero_optimization", {})["overlap_comm"] = zero.stage == 3
+        tree.setdefault("zero_optimization", {})["overlap_comm"] = True
     for name, section in (
         ("optimizer", check_optimizer(config.optimizer)[0]),
         ("scheduler", check_scheduler(config.scheduler)[0]),

@@ -39,8 +39,7 @@ class ZeroConfig(Section):
     """Parameters are gathered in the very buckets in which gradients are reduced, so this may only repeat
     `reduce_bucket_size` or the default; any other value is an error."""
     overlap_comm: bool | None = None
-    """Reduce gradients while backward goes on. Null is true at stage 3, false otherwise. The numbers are the same
-    either way."""
+    """Reduce gradients while backward goes on. Null is true at every stage: the numbers are the same either way."""
     overlap_param_gather: bool = False
     """polyaccel's own: gather the updated parameters during the next forward pass instead of at the end of `step`."""
     contiguous_gradients: bool = True

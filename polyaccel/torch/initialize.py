@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
+
+log = getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -61,6 +65,7 @@ def initialize(
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = compose(parsed)
     device = device_of(runtime.accelerator)
+    _apply_process_settings(runtime)
     model.to(device)
 
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
@@ -69,6 +74,17 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _apply_process_settings(runtime: Runtime) -> None:
+    """What the config asks of the whole process."""
+    config = runtime.config
+    if config.log_level is not None:
+        getLogger("polyaccel").setLevel(config.log_level.upper())
+    if config.disable_python_gc:
+        gc.disable()
+    if config.dump_state and runtime.communicator.rank == 0:
+        log.info("resolved config:\n%s", config.to_json())
 
 
 def _the_config(args: Any, *given: Any) -> Any:

@@ -71,7 +71,7 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype, device = tuple(self.shape), self.dtype, self.device
         return f"Parameter {getattr(self, _NAME)!r} (sharded, shape={shape}, dtype={dtype}, device={device})"

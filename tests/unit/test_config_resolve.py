@@ -157,7 +157,7 @@ def test_the_defaults_that_traps_asked_for() -> None:
     assert config.gradient_clipping == 0.0
     assert not config.comms_logger.enabled
     assert not config.timers.throughput.synchronized
-    assert config.zero_optimization.overlap_comm is False
+    assert config.zero_optimization.overlap_comm is True
     assert config.optimizer is None
     assert config.scheduler is None
     assert config.comm.timeout_s == 600.0
