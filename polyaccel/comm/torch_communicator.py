@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root
+from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
 from polyaccel.comm.base import (
     NO_INFO,
     Board,
@@ -113,6 +113,7 @@ class TorchCommunicator(Communicator):
     ) -> Work:
         check_collective("reduce_scatter", out, source, world_size=self.world_size, parts_of="source")
         check_reduction("reduce_scatter", source.dtype, op)
+        is_own_part("reduce_scatter", source, out, self.rank)
         call = Call("reduce_scatter", source.numel, source.dtype, op.value, info)
         to, what = tensor_of(out), tensor_of(source)
         return self._start(
@@ -121,6 +122,7 @@ class TorchCommunicator(Communicator):
 
     def all_gather(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
         check_collective("all_gather", out, source, world_size=self.world_size, parts_of="out")
+        is_own_part("all_gather", out, source, self.rank)
         call = Call("all_gather", out.numel, out.dtype, info=info)
         to, what = tensor_of(out), tensor_of(source)
         return self._start(call, async_op, out, lambda: _all_gather(to, what, self.group, async_op=True), what)

@@ -27,14 +27,13 @@ import torch.distributed as dist
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Call, check_reduction, check_root, is_own_part
-from polyaccel.comm.base import NO_INFO, CallInfo, DoneWork, Work, check_collective
+from polyaccel.comm.base import NO_INFO, CallInfo, Work, check_collective
 from polyaccel.comm.reduction import reduce_parts
 from polyaccel.comm.scratch import ScratchPool
 from polyaccel.comm.torch_communicator import TorchCommunicator, check_equal_parts, tensor_of
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-_DONE = DoneWork()
 _SMALL_NBYTES = 32 << 10  # up to here one round of whole copies beats two rounds of pieces
 _MOMENT = timedelta(milliseconds=1)
 
@@ -59,16 +58,13 @@ class Exchange:
         self._sends: list[Message] = []
         self._receives: list[Message] = []
         self._blocks: list[Buffer] = []
+        self._failed: dict[int, RuntimeError] = {}
 
     def send(self, buffer: Buffer, peer: int, *, phase: int = 0) -> None:
-        if buffer.numel:
-            work = self._start(dist.isend, buffer, peer, phase)
-            self._sends.append(Message(peer, work))
+        self._start(dist.isend, buffer, peer, phase, self._sends)
 
     def receive(self, buffer: Buffer, peer: int, *, phase: int = 0) -> None:
-        if buffer.numel:
-            work = self._start(dist.irecv, buffer, peer, phase)
-            self._receives.append(Message(peer, work))
+        self._start(dist.irecv, buffer, peer, phase, self._receives)
 
     def scratch(self, numel: int, dtype: DType) -> Buffer:
         """Memory until `end`."""
@@ -90,18 +86,27 @@ class Exchange:
             self._owner.pool.give_back(block)
         self._blocks = []
 
-    def _start(self, start: Callable[..., dist.Work | None], buffer: Buffer, peer: int, phase: int) -> dist.Work:
+    def _start(
+        self, start: Callable[..., dist.Work | None], buffer: Buffer, peer: int, phase: int, started: list[Message]
+    ) -> None:
+        if not buffer.numel:
+            return
         owner = self._owner
+        group = owner.group
         tag = hash((self._key, phase, buffer.numel, buffer.dtype.itemsize)) & 0x7FFFFFFF
         try:
-            work = start(tensor_of(buffer), owner.ranks[peer], owner.group, tag)
+            work = start(tensor_of(buffer), owner.ranks[peer], group, tag)
         except RuntimeError as error:
-            raise owner.failure(self, error, [peer]) from error
+            # A dead peer is no reason to leave the others without their messages: they would blame this rank.
+            self._failed[peer] = error
+            return
         if work is None:
             raise CommError(f"{self.call}: this process is not in the group", value=owner.ranks)
-        return work
+        started.append(Message(peer, work))
 
     def _finish(self, messages: list[Message]) -> list[Message]:
+        for error in self._failed.values():
+            raise self._owner.failure(self, error, list(self._failed)) from error
         for index, message in enumerate(messages):
             try:
                 message.work.wait()

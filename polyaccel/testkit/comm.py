@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -345,13 +345,17 @@ def deterministic_reductions_agree_bitwise(comm: Communicator) -> int:
 def results_are_marked_written(comm: Communicator) -> int:
     for numel in (3, SIZES[-1]):
         whole, part = comm.allocate(numel * comm.world_size, DType.FLOAT32), comm.allocate(numel, DType.FLOAT32)
-        before = whole.generation, part.generation
-        comm.all_reduce(whole)
-        reduced = whole.generation
-        comm.reduce_scatter(part, whole)
-        comm.all_gather(whole, part)
-        if not (before[0] < reduced < whole.generation and before[1] < part.generation):
-            raise AssertionError("a collective wrote a buffer without counting it in its generation")
+        for what, target, call in (
+            ("all_reduce", whole, partial(comm.all_reduce, whole)),
+            ("reduce_scatter", part, partial(comm.reduce_scatter, part, whole)),
+            ("all_gather", whole, partial(comm.all_gather, whole, part)),
+            ("in-place all_gather", whole, partial(comm.all_gather, whole, whole.view(comm.rank * numel, numel))),
+            ("broadcast", part, partial(comm.broadcast, part, 0)),
+        ):
+            before = target.generation
+            call()
+            if target.generation <= before and not (what == "broadcast" and comm.rank == 0):
+                raise AssertionError(f"{what} wrote a buffer without counting it in its generation")
     return 1
 
 

@@ -3,8 +3,8 @@
 They come from a fork server that has imported torch and nothing else, which starts several times faster than spawning
 and is safe, for that server never runs a kernel or a thread.
 
-A worker that dies, raises in a way that does not travel, or does not answer in time costs the pool: all workers are
-killed, the error names the rank, and the next call starts new ones.
+A task that fails costs the pool, for its ranks may have stopped at different places: all workers are killed, the error
+names the rank, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -23,7 +25,7 @@ from time import monotonic
 from typing import Any
 
 from polyaccel.comm.base import Communicator, Rendezvous
-from polyaccel.errors import CommError, CommTimeout, LaunchError
+from polyaccel.errors import CommTimeout, LaunchError
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
@@ -118,7 +120,7 @@ class RankPool:
                     failures[rank] = blame(error, rank)
                     deadline = min(deadline, monotonic() + _GRACE_S)
         late = sorted(waiting.values())
-        if late or any(isinstance(error, (CommError, LaunchError)) for error in failures.values()):
+        if late or failures:
             self.close()  # the ranks may no longer agree on what comes next
         if failures:
             raise _first(failures, late)
@@ -185,17 +187,13 @@ def _work(pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, envir
 
 
 def _connect(rendezvous: Rendezvous, comm_timeout_s: float) -> Communicator:
-    import warnings
-
-    import torch
-
     from polyaccel.accelerators.cpu import CpuAccelerator
     from polyaccel.comm.default import set_default_communicator
     from polyaccel.comm.torch_pg import GlooBackend
 
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
     communicator = GlooBackend().connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
+    sys.modules["torch"].set_num_threads(1)  # OMP_NUM_THREADS comes too late for a torch that the server has loaded
     set_default_communicator(communicator)
     return communicator
 
