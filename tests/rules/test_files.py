@@ -1,0 +1,27 @@
+"""What holds for every file of the project's own code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("polyaccel", "examples", "bench")
+FILES = {
+    file.relative_to(ROOT).as_posix(): file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))
+}
+MOST_LINES = 400
+LONG_FILES = {"polyaccel/torch/engine.py": "the many names that DeepSpeed's users expect of an engine"}
+
+
+def test_a_file_past_400_lines_has_its_reason() -> None:
+    long = {name for name, file in FILES.items() if len(file.read_text(encoding="utf-8").splitlines()) > MOST_LINES}
+    assert long == set(LONG_FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_says_what_it_is(name: str) -> None:
+    module = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    assert not module.body or ast.get_docstring(module)

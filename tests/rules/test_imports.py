@@ -1,0 +1,62 @@
+"""Who may import whom: import-linter's contracts hold, frameworks stay behind names that announce them, and importing
+the package costs neither of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+from importlinter import cli as importlinter_cli
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ("torch", "jax")
+NAMED_OTHERWISE = {
+    "polyaccel.accelerators.cpu": "a device's own file",
+    "polyaccel.testkit.procs": "ranks as processes are joined by torch's gloo",
+}
+"""Modules that import a framework, when they are used, without saying so in their names, and why they may."""
+
+
+def test_every_contract_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    code = importlinter_cli.lint_imports(config_filename="pyproject.toml", no_cache=True)
+    assert code == 0, capsys.readouterr().out
+
+
+def test_every_module_that_imports_a_framework_says_so_in_its_name() -> None:
+    graph = grimp.build_graph("polyaccel", include_external_packages=True, cache_dir=None)
+    silent = {
+        (module, framework)
+        for framework in FRAMEWORKS
+        if framework in graph.modules
+        for module in graph.find_modules_that_directly_import(framework)
+        if framework not in module and module not in NAMED_OTHERWISE
+    }
+    assert silent == set()
+
+
+def test_plugins_behind_entry_points_are_protected() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = project["tool"]["importlinter"]["contracts"]
+    protected = {module for contract in contracts for module in contract.get("protected_modules", ())}
+    groups = ("polyaccel.accelerators", "polyaccel.comm", "polyaccel.tiers")
+    points = [point for group in groups for point in project["project"]["entry-points"][group].values()]
+    assert {point.partition(":")[0] for point in points} == protected
+
+
+@pytest.mark.parametrize("module", ["polyaccel", "polyaccel.cli.main", "polyaccel.config", "polyaccel.registry"])
+def test_importing_loads_no_framework(module: str) -> None:
+    script = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    found = {name.partition(".")[0] for name in json.loads(loaded.stdout)}
+    assert "polyaccel" in found
+    assert found.isdisjoint({*FRAMEWORKS, "stevedore"} if module != "polyaccel.registry" else FRAMEWORKS)
