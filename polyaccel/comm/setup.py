@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.detect import get_accelerator
+from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
 from polyaccel.comm.base import API_VERSION, DEFAULT_TIMEOUT_S, CommBackend, Communicator, Rendezvous
 from polyaccel.comm.default import (
     default_communicator,
@@ -45,12 +45,11 @@ def init_distributed(
 
     `dist_backend` is the name of a comm plugin; None takes `POLYACCEL_COMM`, else the accelerator's own. One process
     connects to nobody. `timeout` (a timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a
-    torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError
-    if there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s) and
-    `comms_logger` (enabled) as mapping or as a config object; arguments win. `auto_mpi_discovery` is about MPI's
-    variables, which no source reads yet: it changes nothing. `rank` and
-    `world_size` below 0 are found by `comm.discovery`.
-    Raises CommError and CommTimeout as `CommBackend.connect`.
+    torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError if
+    there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s) and
+    `comms_logger` (enabled) as mapping or as a config object; arguments win; its `accelerator` chooses the device.
+    `auto_mpi_discovery` is about MPI's variables, which no source reads yet: it changes nothing. `rank` and
+    `world_size` below 0 are found by `comm.discovery`. Raises CommError and CommTimeout as `CommBackend.connect`.
     """
     if is_initialized():
         return
@@ -70,6 +69,9 @@ def init_distributed(
             value=dist_init_required,
         )
     debug = bool(_value(_value(config, "comms_logger"), "enabled")) or os.environ.get(DEBUG_VARIABLE) == "1"
+    wanted = _value(config, "accelerator")
+    if wanted is not None:
+        set_accelerator(choose_accelerator(wanted))
     accelerator = get_accelerator()
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
