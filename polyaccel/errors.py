@@ -88,6 +88,10 @@ class CheckpointError(PolyaccelError, OSError):
     """A checkpoint cannot be written, or is missing, incomplete or damaged. Names the file."""
 
 
+class OffloadError(PolyaccelError, OSError):
+    """States cannot be kept off the device: no room, or a file that cannot be read or written. Names the file."""
+
+
 class LaunchError(PolyaccelError, RuntimeError):
     """Ranks could not be started, or a rank failed. Names the rank."""
 

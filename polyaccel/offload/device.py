@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError
-from polyaccel.offload.tier import Tier
+from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.types import DType
 
 
 class DeviceTier(Tier):
-    """Nothing moves: a fetched buffer is the buffer."""
+    """Nothing moves: what is lent is the buffer itself."""
 
     name = "device"
 
     def __init__(self) -> None:
         self._accelerator: Accelerator | None = None
 
-    def open(self, accelerator: Accelerator) -> None:
+    @property
+    def compute(self) -> Accelerator:
+        if self._accelerator is None:
+            raise InvariantError("the device tier was used before it was opened, or after it was closed")
+        return self._accelerator
+
+    def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         self._accelerator = accelerator
 
-    def allocate(self, numel: int, dtype: DType) -> Buffer:
-        if self._accelerator is None:
-            raise InvariantError("the device tier was used before it was opened")
-        return self._accelerator.allocate(numel, dtype)
+    def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
+        return self.compute.allocate(numel, dtype)
 
-    def fetch(self, buffer: Buffer) -> Buffer:
-        return buffer
-
-    def evict(self, buffer: Buffer, fetched: Buffer) -> None:
-        if fetched is not buffer:
-            raise InvariantError("the device tier got back another buffer than it lent")
+    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+        for group in groups:
+            yield list(group)
 
     def close(self) -> None:
         self._accelerator = None

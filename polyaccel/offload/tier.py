@@ -1,11 +1,20 @@
-"""Where states rest between uses: a `Tier` holds buffers, and fetches them to the device or evicts them from it.
+"""Where states rest between uses: a `Tier` holds buffers and lends them, group by group, to the kernels of a machine.
 
-The device tier, where everything stays in place, is the only one so far.
+The *device* tier keeps everything in the accelerator's own memory, *host* in the host's, *nvme* in files. A tier says
+whose kernels reach what it lends (`compute`); the step asks those for the update, so states are never moved to the
+device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
+
+[Note: Buffers that rest elsewhere]
+What `allocate` returns is a `Buffer` under every tier: it can be cut, filled, copied from and to, and saved as bytes at
+any time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
+`raw` and `data_ptr` raise InvariantError: kernels get the buffers that `lend` yields instead.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
@@ -13,31 +22,64 @@ from polyaccel.buffer import Buffer
 from polyaccel.types import DType
 
 
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What a tier may be told. Each takes what concerns it.
+
+    `run_id` is the same on all ranks of a job and on no other job, `path` a directory for files. `pin_memory` asks for
+    host memory that the device copies from and to without the processor. `buffer_count` is how many host buffers may
+    stand between kernels and files, `pipeline_read` and `pipeline_write` whether the next group is read, and the last
+    one written, while one is in use.
+    """
+
+    run_id: str = "0"
+    rank: int = 0
+    path: str | None = None
+    pin_memory: bool = True
+    buffer_count: int = 4
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+
+
 class Tier(ABC):
-    """A place for buffers. `fetch` and `evict` are no-ops where the place is the device itself."""
+    """A place for buffers, on one rank. Used from one thread at a time."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
     name: ClassVar[str]
+    is_resident: ClassVar[bool] = True
+    """Whether buffers are always where kernels of `compute` reach them. See [Note: Buffers that rest elsewhere]."""
 
     @classmethod
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="always there")
 
+    @property
     @abstractmethod
-    def open(self, accelerator: Accelerator) -> None:
-        """Make ready to hold buffers of `accelerator`'s device."""
+    def compute(self) -> Accelerator:
+        """Whose kernels update what this tier holds. Raises InvariantError before `open`."""
 
     @abstractmethod
-    def allocate(self, numel: int, dtype: DType) -> Buffer:
-        """Zeroed memory in this tier."""
+    def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
+        """Make ready to hold states of `accelerator`'s device; `host` runs kernels in host memory and is the same
+        object where the device is the host. Raises OffloadError when the place cannot be used."""
 
     @abstractmethod
-    def fetch(self, buffer: Buffer) -> Buffer:
-        """The contents where kernels can reach them."""
+    def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
+        """Zeros in this tier. No two buffers have the same `key`, such as `bucket3.exp_avg`.
+
+        Raises OffloadError when there is no room.
+        """
 
     @abstractmethod
-    def evict(self, buffer: Buffer, fetched: Buffer) -> None:
-        """Take back what `fetch` gave, with its changes."""
+    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+        """Walk over groups of buffers that `allocate` gave, each buffer in one group at most.
+
+        What is yielded for a group has its contents, where kernels of `compute` reach them; changes are kept when the
+        walk moves on, ends, or is closed early. Only one walk at a time, and no other access to its buffers meanwhile.
+        Raises OffloadError when contents cannot be read, at once, or not be written, at the end of the walk: by then
+        every group was lent, and what could not be written stays in memory and is lent from there.
+        """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Forget all buffers and give back the place. May be called again."""

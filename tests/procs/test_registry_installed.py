@@ -12,6 +12,7 @@ import pytest
 from throwaway import Distribution, install, python
 
 TIERS = "polyaccel.tiers"
+OURS = {"device", "host", "nvme"}
 TIER = """
 from polyaccel.accelerators.base import Probe
 from polyaccel.offload.tier import Tier
@@ -19,10 +20,10 @@ from polyaccel.offload.tier import Tier
 class AcmeTier(Tier):
     API_VERSION = (1, 0)
     name = "acme"
-    def open(self, accelerator): ...
-    def allocate(self, numel, dtype): ...
-    def fetch(self, buffer): ...
-    def evict(self, buffer, fetched): ...
+    compute = None
+    def open(self, accelerator, host, options): ...
+    def allocate(self, key, numel, dtype): ...
+    def lend(self, groups): ...
     def close(self): ...
 """
 
@@ -70,8 +71,8 @@ REFUSED = {
         r"acme_stranger 1\.0\): .* is not a subclass of polyaccel\.offload\.tier\.Tier\n  cure: derive it",
     ),
     "partial": (
-        tier("acme_partial", source=TIER.replace("def fetch", "def bring").replace("def close", "def shut")),
-        r"acme_partial 1\.0\): .* lacks 2 of the methods of polyaccel\.offload\.tier\.Tier: close, fetch\n",
+        tier("acme_partial", source=TIER.replace("def lend", "def bring").replace("def close", "def shut")),
+        r"acme_partial 1\.0\): .* lacks 2 of the methods of polyaccel\.offload\.tier\.Tier: close, lend\n",
     ),
     "old": (
         tier("acme_old", "0.0.9", TIER.replace("(1, 0)", "(0, 7)")),
@@ -157,9 +158,9 @@ def test_broken_plugins_break_no_others(outcomes: tuple[dict[str, str], dict[str
     assert loaded["good"] == "<class 'acme_good.AcmeTier'>"
     assert loaded["device"] == "<class 'polyaccel.offload.device.DeviceTier'>"
     assert loaded["raises"] == "<class 'acme_raises.AcmeTier'>"
-    assert {name for name, row in rows.items() if row[0]} == {"good", "device"}
+    assert {name for name, row in rows.items() if row[0]} == {"good", *OURS}
     assert rows["good"][3] == [1, 0]
-    assert set(rows) == {*REFUSED, "good", "device", "raises"}
+    assert set(rows) == {*REFUSED, "good", *OURS, "raises"}
 
 
 def test_the_plugins_own_traceback_is_kept(outcomes: tuple[dict[str, str], dict[str, Any]]) -> None:
@@ -208,7 +209,7 @@ from stevedore import ExtensionManager
 from polyaccel.errors import PluginNotFound
 from polyaccel.offload.tier import Tier
 from polyaccel.registry import PluginGroup, load_plugin
-stock = sorted(set(ExtensionManager("polyaccel.tiers").entry_points_names()) - {"device"})
+stock = sorted(set(ExtensionManager("polyaccel.tiers").entry_points_names()) - {"device", "host", "nvme"})
 try:
     print(stock, load_plugin(PluginGroup.TIERS, "added", Tier, (1, 0)).__name__)
 except PluginNotFound as error:
@@ -244,7 +245,7 @@ def test_unreadable_metadata_hides_no_other_plugin(tmp_path: Path) -> None:
     (site / "acme_bare-1.0.dist-info" / "METADATA").unlink()
     code = """
 from polyaccel.registry import *
-print(*(info.source for info in list_plugins(PluginGroup.TIERS) if info.name != "device"), sep="\\n")
+print(*(info.source for info in list_plugins(PluginGroup.TIERS) if info.package != "polyaccel"), sep="\\n")
 """
     unnamed = f"{site / 'acme_bare-1.0.dist-info'} of unknown version"
     assert python(code, site, cache=tmp_path / "cache").stdout == f"{unnamed}\nacme_good 2.5\n"
@@ -275,4 +276,4 @@ zipfile.ZipFile({str(wheel)!r}).extractall({str(site)!r})
 os.utime({str(site)!r}, ns=(times.st_atime_ns, times.st_mtime_ns))
 print(load_plugin(PluginGroup.TIERS, "late", Tier, (1, 0)).__name__)
 """
-    assert python(code, site, cache=tmp_path / "cache").stdout == "['device']\nAcmeTier\n"
+    assert python(code, site, cache=tmp_path / "cache").stdout == f"{sorted(OURS)}\nAcmeTier\n"

@@ -1,0 +1,123 @@
+"""The nvme tier: states rest in files, one a buffer, and pass through a few host buffers when they are updated."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from logging import getLogger
+from pathlib import Path
+from typing import ClassVar
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.errors import InvariantError, OffloadError
+from polyaccel.offload.file_buffer import FileBuffer
+from polyaccel.offload.folder import RankFolder
+from polyaccel.offload.state_file import StateFile, padded
+from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.offload.walk import Walk
+from polyaccel.types import DType
+
+_log = getLogger(__name__)
+_THREADS = 4  # a group has about three files, and some are read while others are written
+_KEY = re.compile(r"[\w.-]+")
+
+
+class NvmeTier(Tier):
+    """Files below `<path>/polyaccel-<run id>/rank<rank>/`, deleted on `close` and at the end of the process.
+
+    What a process that was killed left behind is deleted by the next job that uses the path.
+    """
+
+    name = "nvme"
+    is_resident: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._host: Accelerator | None = None
+        self._options = TierOptions()
+        self._buffers: dict[str, FileBuffer] = {}
+        self._free: dict[DType, list[Buffer]] = {}
+        """Host buffers between walks."""
+        self._largest_nbytes: dict[DType, int] = {}
+        """Bytes of the largest file of each type, in whole blocks: what a host buffer for it has."""
+        self._threads: ThreadPoolExecutor
+        self._folder: RankFolder
+        self._shut: Callable[[], object] = lambda: None
+        self._is_lending = False
+
+    @property
+    def compute(self) -> Accelerator:
+        if self._host is None:
+            raise InvariantError("the nvme tier was used before it was opened, or after it was closed")
+        return self._host
+
+    def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
+        if options.path is None:
+            raise OffloadError("the nvme tier has no directory for its files", cure="set nvme_path")
+        self._folder = RankFolder(Path(options.path), options.run_id, options.rank)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"polyaccel-nvme-{options.rank}")
+        self._host, self._options = host, options
+        self._shut = weakref.finalize(self, _shut, self._threads, self._folder)
+
+    def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
+        if key in self._buffers or not _KEY.fullmatch(key):
+            raise InvariantError(f"{key!r} is in use, or cannot be a file's name", value=key)
+        host = self.compute
+        file = StateFile(self._folder.path / key, numel * dtype.itemsize)
+        file.create()
+        buffer = self._buffers[key] = FileBuffer(file, numel, dtype, host)
+        self._largest_nbytes[dtype] = max(self._largest_nbytes.get(dtype, 0), padded(buffer.nbytes))
+        return buffer
+
+    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+        if self._is_lending:
+            raise InvariantError("the nvme tier was asked to lend while it lends")
+        files = [[_file_buffer(buffer) for buffer in group] for group in groups]
+        self._is_lending = True
+        failures: list[OffloadError] = []
+        walk = Walk(files, self._options, self._threads, self._take, self._give_back, failures)
+        try:
+            yield from walk.run()
+        finally:
+            walk.end()
+            self._is_lending = False
+            for failure in failures:
+                _log.error("%s", failure.message)
+        if failures:
+            raise OffloadError(
+                f"{len(failures)} buffers could not be written and stay in memory; the first: {failures[0].message}",
+                cure=f"save a checkpoint now; {failures[0].cure}",
+                value=failures[0].value,
+            ) from failures[0]
+
+    def close(self) -> None:
+        self._shut()
+        self._buffers.clear()
+        self._free.clear()
+        self._host = None
+
+    def _take(self, dtype: DType) -> Buffer:
+        """A host buffer that holds any file of `dtype`, whole blocks of it."""
+        room = self._largest_nbytes[dtype]
+        free = self._free.setdefault(dtype, [])
+        while free:
+            buffer = free.pop()
+            if buffer.nbytes >= room:  # else a larger file was allocated since
+                return buffer
+        return self.compute.allocate(room // dtype.itemsize, dtype)
+
+    def _give_back(self, buffer: Buffer) -> None:
+        self._free[buffer.dtype].append(buffer)
+
+
+def _file_buffer(buffer: Buffer) -> FileBuffer:
+    if not isinstance(buffer, FileBuffer) or buffer.nbytes != buffer.file.nbytes:
+        raise InvariantError(f"{buffer!r} is not a whole buffer of the nvme tier", value=buffer)
+    return buffer
+
+
+def _shut(threads: ThreadPoolExecutor, folder: RankFolder) -> None:
+    threads.shutdown(wait=True)
+    folder.remove()

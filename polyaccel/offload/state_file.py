@@ -1,0 +1,145 @@
+"""One file of a buffer whose contents rest on disk, read and written in pieces or whole.
+
+[Note: Page cache]
+Files are read and written through the system's page cache, by plain calls that let other Python threads run. With
+memory to spare the cache makes offload nearly as fast as the host tier; under pressure the system writes back and
+forgets, so states may be larger than memory. Direct access would bypass the cache on machines that can spare it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import OffloadError
+
+BLOCK_NBYTES = 4096
+"""Files and whole transfers are multiples of this, so that no transfer of a whole file reads before it writes."""
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to whole blocks."""
+    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+
+
+class StateFile:
+    """A file of `nbytes` at `path`, made by `create`. Opened anew for each access, so that it holds no descriptor."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._unwritten: Buffer | None = None
+        """The contents, when the file could not take them: they are kept in memory until it does."""
+
+    def create(self) -> None:
+        """Reserve the file's room on the disk, all zeros. Raises OffloadError when there is too little."""
+        free = _free_nbytes(self.path.parent)
+        if free < padded(self.nbytes):
+            raise _full(self.path, self.nbytes, free)
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _reserve(file, padded(self.nbytes))
+            finally:
+                os.close(file)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise self._failure("reserved", error) from error
+
+    def read(self, offset: int, nbytes: int) -> bytearray:
+        """Bytes [offset, offset + nbytes)."""
+        data = bytearray(nbytes)
+        if self._unwritten is not None:
+            data[:] = memory_of(self._unwritten)[offset : offset + nbytes]
+        else:
+            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memoryview(data), offset))
+        return data
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite from `offset` on. Raises OffloadError; the bytes there are then undefined."""
+        view = memoryview(data).cast("B")
+        if self._unwritten is not None:
+            memory_of(self._unwritten)[offset : offset + view.nbytes] = view
+        else:
+            self._access(os.O_WRONLY, "written", lambda file: _write_all(file, view, offset))
+
+    def load(self, target: Buffer) -> None:
+        """Read all of the file into `target`, which has `padded(nbytes)` bytes."""
+        if self._unwritten is not None:
+            memory_of(target)[:] = memory_of(self._unwritten)
+        else:
+            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memory_of(target), 0))
+
+    def save(self, source: Buffer) -> None:
+        """Write all of the file from `source`, as long as that of `load`. Raises OffloadError; then call `keep`."""
+        self._access(os.O_WRONLY, "written", lambda file: _write_all(file, memory_of(source), 0))
+        self._unwritten = None
+
+    def keep(self, source: Buffer) -> None:
+        """Let `source`, which could not be saved, be the contents from now on, until a `save` succeeds."""
+        self._unwritten = source
+
+    def _access(self, flags: int, verb: str, act: Callable[[int], None]) -> None:
+        try:
+            file = os.open(self.path, flags | os.O_CLOEXEC)
+            try:
+                act(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise self._failure(verb, error) from error
+
+    def _failure(self, verb: str, error: OSError) -> OffloadError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return _full(self.path, self.nbytes, _free_nbytes(self.path.parent))
+        cure = "check the disk; go on from a checkpoint if it cannot be repaired"
+        return OffloadError(f"{self.path} could not be {verb}: {error}", cure=cure, value=str(self.path))
+
+
+def memory_of(buffer: Buffer) -> memoryview:
+    """The bytes of a buffer, which is in host memory, to read and write. Valid as long as the buffer."""
+    return memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
+
+
+def _read_all(file: int, target: memoryview, offset: int) -> None:
+    done = 0
+    while done < target.nbytes:
+        count = os.preadv(file, [target[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"it ends after {offset + done} bytes, {target.nbytes - done} more were expected")
+        done += count
+
+
+def _write_all(file: int, source: memoryview, offset: int) -> None:
+    done = 0
+    while done < source.nbytes:
+        done += os.pwritev(file, [source[done:]], offset + done)
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Give the file `nbytes` of disk that nobody else can take, where the file system can; zeros in any case."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+    os.ftruncate(file, nbytes)
+
+
+def _free_nbytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _full(path: Path, nbytes: int, free: int) -> OffloadError:
+    return OffloadError(
+        f"the disk is full: {path} needs {nbytes} bytes, {free} are free",
+        cure="make room, let nvme_path name a larger disk, or offload less (ratio)",
+        value=nbytes,
+    )

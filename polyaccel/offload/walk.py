@@ -1,0 +1,155 @@
+"""A walk over groups of files: what is read, lent and written when, in how many host buffers.
+
+[Note: Lending from files]
+A group's files are read side by side into host buffers, lent, and written back. With `pipeline_read` the groups that
+come next are read while one is in use, as far ahead as there are host buffers; with `pipeline_write` a group is written
+while later ones are in use. All of it runs on a pool of threads, which Python lets run while it waits for the disk. A
+host buffer is used again only when what it held has been written. A write that fails does not stop the walk, for a step
+that is half done on one rank would be lost on all: its buffer becomes the contents, the walk goes on, and its end
+raises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import OffloadError
+from polyaccel.offload.file_buffer import FileBuffer
+from polyaccel.offload.state_file import StateFile, padded
+from polyaccel.offload.tier import TierOptions
+from polyaccel.types import DType
+
+
+class Loan:
+    """One group under way: its files, and the host buffers that they are read into and written from."""
+
+    def __init__(
+        self, group: Sequence[FileBuffer], threads: ThreadPoolExecutor, take: Callable[[DType], Buffer]
+    ) -> None:
+        self.group = group
+        self._threads = threads
+        self.held = [take(buffer.dtype) for buffer in group]
+        self._under_way: list[Future[None]] = self._submit(lambda file, memory: file.load(memory))
+
+    def _submit(self, transfer: Callable[[StateFile, Buffer], None]) -> list[Future[None]]:
+        return [
+            self._threads.submit(transfer, buffer.file, self._blocks(buffer, held))
+            for buffer, held in zip(self.group, self.held, strict=True)
+        ]
+
+    @staticmethod
+    def _blocks(buffer: FileBuffer, held: Buffer) -> Buffer:
+        return held.view(0, padded(buffer.nbytes) // buffer.dtype.itemsize)
+
+    def buffers(self) -> list[Buffer]:
+        """What to lend, once it has been read. Raises OffloadError."""
+        wait(self._under_way)
+        for future in self._under_way:
+            future.result()
+        return [held.view(0, buffer.numel) for buffer, held in zip(self.group, self.held, strict=True)]
+
+    def start_writing(self) -> None:
+        for buffer in self.group:
+            buffer.mark_written()
+        self._under_way = self._submit(lambda file, memory: file.save(memory))
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._under_way)
+
+    def settle(self, give_back: Callable[[Buffer], None], failures: list[OffloadError]) -> None:
+        """Wait until nothing is under way, and give the host buffers back, but for those of failed writes."""
+        wait(self._under_way)
+        for buffer, held, future in zip(self.group, self.held, self._under_way, strict=True):
+            error = future.exception()
+            if error is None:
+                give_back(held)
+            elif isinstance(error, OffloadError):
+                buffer.file.keep(self._blocks(buffer, held))
+                failures.append(error)
+            else:
+                raise error
+
+    def drop(self, give_back: Callable[[Buffer], None]) -> None:
+        """Wait until nothing is under way, and give the host buffers back; nobody used what was read."""
+        wait(self._under_way)
+        for held in self.held:
+            give_back(held)
+
+
+class Walk:
+    """One walk over `groups`. See [Note: Lending from files].
+
+    `take` gives a host buffer for a whole file of a type, `give_back` returns it; `failures` collects failed writes.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[FileBuffer]],
+        options: TierOptions,
+        threads: ThreadPoolExecutor,
+        take: Callable[[DType], Buffer],
+        give_back: Callable[[Buffer], None],
+        failures: list[OffloadError],
+    ) -> None:
+        self._waiting = deque(groups)
+        self._options = options
+        self._threads = threads
+        self._take, self._give_back = take, give_back
+        self._failures = failures
+        self._read: deque[Loan] = deque()
+        self._lent: Loan | None = None
+        self._written: deque[Loan] = deque()
+        at_once = 1 + options.pipeline_read + options.pipeline_write
+        self._limit = max(options.buffer_count, at_once * max(map(len, groups), default=0))
+        """Host buffers that may be under way together; at least what the pipelining asked for needs."""
+
+    def run(self) -> Generator[list[Buffer], None, None]:
+        while self._waiting or self._read:
+            if not self._read:
+                while not self._has_room():
+                    self._settle_oldest()
+                self._read_next()
+            loan = self._read.popleft()
+            try:
+                lent = loan.buffers()
+            except BaseException:
+                loan.drop(self._give_back)
+                raise
+            self._lent = loan
+            while self._options.pipeline_read and self._waiting and self._has_room():
+                self._read_next()
+            yield lent
+            self._write_back()
+            if not self._options.pipeline_write:
+                self._settle_oldest()
+
+    def end(self) -> None:
+        """Bring everything under way to its end."""
+        if self._lent is not None:  # closed early, by an error perhaps: what was changed so far is kept
+            self._write_back()
+        while self._written:
+            self._settle_oldest()
+        while self._read:
+            self._read.popleft().drop(self._give_back)
+
+    def _has_room(self) -> bool:
+        while self._written and self._written[0].is_done:
+            self._settle_oldest()
+        loans = [*self._read, *self._written, *([self._lent] if self._lent else [])]
+        return sum(len(loan.held) for loan in loans) + len(self._waiting[0]) <= self._limit
+
+    def _read_next(self) -> None:
+        self._read.append(Loan(self._waiting.popleft(), self._threads, self._take))
+
+    def _write_back(self) -> None:
+        assert self._lent is not None  # called for a group that is lent
+        loan, self._lent = self._lent, None
+        loan.start_writing()
+        self._written.append(loan)
+
+    def _settle_oldest(self) -> None:
+        self._written.popleft().settle(self._give_back, self._failures)

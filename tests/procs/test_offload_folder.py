@@ -1,0 +1,87 @@
+"""Files of the nvme tier when processes die, live on, or fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.offload.nvme import NvmeTier
+from polyaccel.offload.tier import TierOptions
+from polyaccel.types import DType
+
+TIMEOUT_S = 60.0
+JOB = """
+import os, sys
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.offload.nvme import NvmeTier
+from polyaccel.offload.tier import TierOptions
+from polyaccel.types import DType
+
+host = CpuAccelerator("numpy")
+tier = NvmeTier()
+tier.open(host, host, TierOptions(path=sys.argv[1], run_id="other"))
+tier.allocate("a", 4, DType.FLOAT32).fill(3.0)
+print("ready", flush=True)
+"""
+WAIT = "sys.stdin.readline()\n"
+Start = Callable[[Path, str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(path, code)`: a process that holds states below `path`, ready."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(path: Path, code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", JOB + code, str(path)]
+        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(job)
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        return job
+
+    yield begin
+    for job in started:
+        job.kill()
+        job.communicate(timeout=TIMEOUT_S)
+
+
+def use(path: Path) -> None:
+    """A job of ours on the same path."""
+    host, tier = CpuAccelerator("numpy"), NvmeTier()
+    tier.open(host, host, TierOptions(path=str(path), run_id="ours"))
+    tier.allocate("a", 4, DType.FLOAT32)
+    tier.close()
+
+
+def test_files_of_a_living_job_stay_and_those_of_a_killed_one_go(tmp_path: Path, start: Start) -> None:
+    job = start(tmp_path, WAIT)
+    file = tmp_path / "polyaccel-other" / "rank0" / "a"
+    use(tmp_path)
+    assert file.read_bytes()[:16] == b"\x00\x00\x40\x40" * 4
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(TIMEOUT_S)
+    assert file.exists()
+    use(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path, start: Start) -> None:
+    job = start(tmp_path, "")
+    assert job.wait(TIMEOUT_S) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_forked_child_takes_nothing_away(tmp_path: Path, start: Start) -> None:
+    code = "child = os.fork()\nif not child:\n    tier.close()\n    sys.exit()\nprint(os.waitpid(child, 0)[1], flush=True)\n"
+    job = start(tmp_path, code + WAIT)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "0\n"
+    assert (tmp_path / "polyaccel-other" / "rank0" / "a").exists()

@@ -1,0 +1,274 @@
+"""The nvme tier on the disk: overlap, room, damage, and whose files are whose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.buffer import Buffer
+from polyaccel.errors import OffloadError
+from polyaccel.offload.nvme import NvmeTier
+from polyaccel.offload.tier import TierOptions
+from polyaccel.types import DType
+
+F32 = DType.FLOAT32
+HOST = CpuAccelerator("numpy")
+NUMEL = 1500  # not a whole number of blocks
+PATIENCE_S = 20.0
+
+
+def open_tier(path: Path, **options: Any) -> NvmeTier:
+    tier = NvmeTier()
+    tier.open(HOST, HOST, TierOptions(**{"path": str(path), **options}))
+    return tier
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[NvmeTier]:
+    tier = open_tier(tmp_path)
+    yield tier
+    tier.close()
+
+
+def values(buffer: Buffer) -> set[float]:
+    array = HOST.allocate(buffer.numel, F32)
+    array.copy_from(buffer)
+    return set(array.raw.tolist())
+
+
+def three_groups(tier: NvmeTier) -> list[list[Buffer]]:
+    return [[tier.allocate(f"{name}{index}", NUMEL, F32) for name in "ab"] for index in range(3)]
+
+
+def file_of(buffer: Buffer) -> Path:
+    return buffer.file.path  # type: ignore[attr-defined, no-any-return]
+
+
+# Overlap.
+
+
+class Gate:
+    """Replaces a function of `os`; calls for the file of `held` wait until `open` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, held: Buffer) -> None:
+        self.entered, self.open = Event(), Event()
+        original, inode = getattr(os, name), file_of(held).stat().st_ino
+
+        def gated(file: int, *rest: Any) -> int:
+            if os.fstat(file).st_ino == inode:
+                self.entered.set()
+                assert self.open.wait(PATIENCE_S)
+            return original(file, *rest)
+
+        monkeypatch.setattr(os, name, gated)
+
+
+def test_the_next_group_is_read_while_one_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, pipeline_read=True)
+    groups = three_groups(tier)
+    gate = Gate(monkeypatch, "preadv", groups[1][0])
+    walk = tier.lend(groups)
+    next(walk)  # returns although the second group cannot be read
+    assert gate.entered.wait(PATIENCE_S)
+    gate.open.set()
+    assert len(list(walk)) == 2
+    tier.close()
+
+
+def test_groups_are_read_further_ahead_with_more_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for buffer_count, is_read in ((4, False), (6, True)):
+        tier = open_tier(tmp_path, pipeline_read=True, buffer_count=buffer_count)
+        groups = three_groups(tier)
+        gate = Gate(monkeypatch, "preadv", groups[2][0])
+        gate.open.set()
+        walk = tier.lend(groups)
+        next(walk)
+        if is_read:
+            assert gate.entered.wait(PATIENCE_S)
+        else:
+            tier._threads.submit(lambda: None).result(PATIENCE_S)  # behind all that was asked for
+            assert not gate.entered.is_set()
+        walk.close()
+        tier.close()
+
+
+def test_nothing_is_read_ahead_unless_asked(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = three_groups(tier)
+    gate = Gate(monkeypatch, "preadv", groups[1][0])
+    gate.open.set()
+    walk = tier.lend(groups)
+    next(walk)
+    tier._threads.submit(lambda: None).result(PATIENCE_S)
+    assert not gate.entered.is_set()
+    next(walk)
+    assert gate.entered.is_set()
+    walk.close()
+
+
+def test_a_group_is_written_while_the_next_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, pipeline_write=True)
+    groups = three_groups(tier)
+    gate = Gate(monkeypatch, "pwritev", groups[0][0])
+    walk = tier.lend(groups)
+    next(walk)[0].fill(5.0)
+    next(walk)  # returns although the first group cannot be written
+    assert gate.entered.wait(PATIENCE_S)
+    gate.open.set()
+    assert len(list(walk)) == 1
+    assert values(groups[0][0]) == {5.0}
+    tier.close()
+
+
+def test_a_group_is_written_before_the_next_is_lent_unless_asked(tier: NvmeTier) -> None:
+    groups = three_groups(tier)
+    walk = tier.lend(groups)
+    next(walk)[0].fill(5.0)
+    next(walk)
+    assert values(groups[0][0]) == {5.0}
+    walk.close()
+
+
+# Room.
+
+
+def test_files_are_whole_blocks_with_their_room_reserved(tier: NvmeTier) -> None:
+    status = file_of(tier.allocate("a", NUMEL, F32)).stat()
+    assert status.st_size == 2 * 4096
+    assert status.st_blocks * 512 >= status.st_size
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_made(tier: NvmeTier) -> None:
+    with pytest.raises(OffloadError, match=r"disk is full: .*/rank0/a needs 4000000000000000 bytes, \d+ are free") as e:
+        tier.allocate("a", 10**15, F32)
+    assert "nvme_path" in e.value.cure
+    assert list(tier._folder.path.iterdir()) == []
+    tier.allocate("a", 4, F32)
+
+
+def test_room_that_another_took_meanwhile_is_refused(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match="disk is full"):
+        tier.allocate("a", 4, F32)
+    assert list(tier._folder.path.iterdir()) == []
+
+
+def test_a_file_system_that_cannot_reserve_still_gives_zeros(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unable)
+    buffer = tier.allocate("a", NUMEL, F32)
+    assert values(buffer) == {0.0}
+    assert file_of(buffer).stat().st_size == 2 * 4096
+
+
+def test_a_full_disk_in_the_middle_of_a_walk_loses_nothing(tmp_path: Path) -> None:
+    for pipelined in (False, True):
+        tier = open_tier(tmp_path, pipeline_read=pipelined, pipeline_write=pipelined)
+        groups = three_groups(tier)
+        broken = [file_of(groups[1][0]), file_of(groups[2][1])]
+        lent = 0
+        with pytest.raises(OffloadError, match=r"2 buffers could not be written .* disk is full") as caught:
+            for index, group in enumerate(tier.lend(groups)):
+                lent += 1
+                for buffer in group:
+                    buffer.fill(index + 1.0)
+                if index == 0:
+                    for path in broken:
+                        path.unlink()
+                        path.symlink_to("/dev/full")  # reads zeros, refuses writes
+        assert lent == 3
+        assert "checkpoint" in caught.value.cure
+        wanted = [[{1.0}] * 2, [{2.0}] * 2, [{3.0}] * 2]
+        assert [[values(buffer) for buffer in group] for group in groups] == wanted
+
+        groups[1][0].view(0, 1).fill(8.0)  # loading a checkpoint writes pieces
+        with pytest.raises(OffloadError):  # still broken
+            assert [values(group[0]) for group in tier.lend(groups)] == [{1.0}, {2.0, 8.0}, {3.0}]
+        for path in broken:
+            path.unlink()
+            path.write_bytes(bytes(2 * 4096))
+        assert [values(group[0]) for group in tier.lend(groups)] == [{1.0}, {2.0, 8.0}, {3.0}]
+        assert all(buffer.file._unwritten is None for group in groups for buffer in group)  # type: ignore[attr-defined]
+        assert values(groups[2][1]) == {3.0}
+        tier.close()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_short_file_stops_the_walk_and_spoils_no_other(tmp_path: Path, pipelined: bool) -> None:
+    tier = open_tier(tmp_path, pipeline_read=pipelined, pipeline_write=pipelined)
+    groups = three_groups(tier)
+    os.truncate(file_of(groups[1][1]), 4096)
+    walk = tier.lend(groups)
+    next(walk)[0].fill(6.0)
+    with pytest.raises(OffloadError, match=r"/b1 could not be read: .*ends after 4096 bytes, 4096 more were expected"):
+        next(walk)
+    assert [values(buffer) for buffer in (*groups[0], groups[1][0], *groups[2])] == [{6.0}, *[{0.0}] * 4]
+    os.truncate(file_of(groups[1][1]), 2 * 4096)
+    assert len(list(tier.lend(groups))) == 3
+    tier.close()
+
+
+# Folders.
+
+
+def test_jobs_on_one_path_do_not_touch_each_other(tmp_path: Path) -> None:
+    tiers = [open_tier(tmp_path, run_id=run, rank=rank) for run in ("x", "y") for rank in (0, 1)]
+    buffers = [tier.allocate("a", 4, F32) for tier in tiers]
+    for index, buffer in enumerate(buffers):
+        buffer.fill(float(index))
+    assert [values(buffer) for buffer in buffers] == [{0.0}, {1.0}, {2.0}, {3.0}]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/rank?/a")) == [
+        f"polyaccel-{run}/rank{rank}/a" for run in "xy" for rank in (0, 1)
+    ]
+    tiers[0].close()
+    assert [values(buffer) for buffer in buffers[1:]] == [{1.0}, {2.0}, {3.0}]
+    for tier in tiers:
+        tier.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, tier: NvmeTier) -> None:
+    with pytest.raises(OffloadError, match=rf"rank0 is in use by another process \(.* {os.getpid()}\)"):
+        open_tier(tmp_path)
+    buffer = tier.allocate("a", 4, F32)
+    assert values(buffer) == {0.0}
+
+
+def test_places_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match="no folder for offloaded states can be made") as caught:
+        open_tier(tmp_path / "file")
+    assert "nvme_path" in caught.value.cure
+    with pytest.raises(OffloadError, match="no directory"):
+        NvmeTier().open(HOST, HOST, TierOptions())
+    with pytest.raises(OffloadError, match="cannot be part of a folder's name"):
+        open_tier(tmp_path, run_id="../x")
+
+
+def test_clearing_away_touches_nothing_but_folders_of_the_dead(tmp_path: Path) -> None:
+    dead, alien = tmp_path / "polyaccel-dead", tmp_path / "polyaccel-notes"
+    for folder in (dead / "rank3", dead / "rank4", alien / "rank0", alien / "rank1x"):
+        folder.mkdir(parents=True)
+        (folder / "a").touch()
+    for lock in (dead / "rank3.lock", dead / "rank4.lock", alien / "rank1x.lock"):
+        lock.touch()
+    open_tier(tmp_path).close()
+    assert not dead.exists()
+    assert sorted(path.name for path in alien.rglob("*")) == ["a", "a", "rank0", "rank1x", "rank1x.lock"]
+
+
+def test_a_tier_that_nobody_closed_is_cleared_away_with_its_object(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    tier.allocate("a", 4, F32)
+    del tier
+    assert list(tmp_path.iterdir()) == []
