@@ -80,8 +80,8 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path, star
 
 
 def test_the_end_of_a_forked_child_takes_nothing_away(tmp_path: Path, start: Start) -> None:
-    code = "child = os.fork()\nif not child:\n    tier.close()\n    sys.exit()\nprint(os.waitpid(child, 0)[1], flush=True)\n"
-    job = start(tmp_path, code + WAIT)
+    fork = "child = os.fork()\nif not child:\n    tier.close()\n    sys.exit()\n"
+    job = start(tmp_path, fork + "print(os.waitpid(child, 0)[1], flush=True)\n" + WAIT)
     assert job.stdout is not None
     assert job.stdout.readline() == "0\n"
     assert (tmp_path / "polyaccel-other" / "rank0" / "a").exists()

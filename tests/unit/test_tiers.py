@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.base import Accelerator, Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
-from polyaccel.errors import InvariantError, OffloadError, ShardingError
+from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.nvme import NvmeTier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,17 +177,15 @@ def test_a_full_disk_in_the_middle_of_a_walk_loses_nothing(tmp_path: Path) -> No
         tier = open_tier(tmp_path, pipeline_read=pipelined, pipeline_write=pipelined)
         groups = three_groups(tier)
         broken = [file_of(groups[1][0]), file_of(groups[2][1])]
-        lent = 0
+        walk = tier.lend(groups)
+        for index in range(3):
+            for buffer in next(walk):
+                buffer.fill(index + 1.0)
+            for path in broken if index == 0 else ():
+                path.unlink()
+                path.symlink_to("/dev/full")  # reads zeros, refuses writes
         with pytest.raises(OffloadError, match=r"2 buffers could not be written .* disk is full") as caught:
-            for index, group in enumerate(tier.lend(groups)):
-                lent += 1
-                for buffer in group:
-                    buffer.fill(index + 1.0)
-                if index == 0:
-                    for path in broken:
-                        path.unlink()
-                        path.symlink_to("/dev/full")  # reads zeros, refuses writes
-        assert lent == 3
+            next(walk)
         assert "checkpoint" in caught.value.cure
         wanted = [[{1.0}] * 2, [{2.0}] * 2, [{3.0}] * 2]
         assert [[values(buffer) for buffer in group] for group in groups] == wanted
@@ -213,6 +212,7 @@ def test_a_short_file_stops_the_walk_and_spoils_no_other(tmp_path: Path, pipelin
     with pytest.raises(OffloadError, match=r"/b1 could not be read: .*ends after 4096 bytes, 4096 more were expected"):
         next(walk)
     assert [values(buffer) for buffer in (*groups[0], groups[1][0], *groups[2])] == [{6.0}, *[{0.0}] * 4]
+    assert file_of(groups[1][1]).stat().st_size == 4096  # not written back, for nobody has read it
     os.truncate(file_of(groups[1][1]), 2 * 4096)
     assert len(list(tier.lend(groups))) == 3
     tier.close()
@@ -265,6 +265,29 @@ def test_clearing_away_touches_nothing_but_folders_of_the_dead(tmp_path: Path) -
     open_tier(tmp_path).close()
     assert not dead.exists()
     assert sorted(path.name for path in alien.rglob("*")) == ["a", "a", "rank0", "rank1x", "rank1x.lock"]
+
+
+def test_a_lock_file_that_vanishes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job may clear the run's folder away between the opening of its lock file and the locking."""
+    lock, original = tmp_path / "polyaccel-0" / "rank0.lock", fcntl.flock
+    cleared = []
+
+    def flock(file: int, operation: int) -> None:
+        if not cleared:
+            cleared.append(lock)
+            lock.unlink()
+            lock.parent.rmdir()
+        original(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    tier = open_tier(tmp_path)
+    assert cleared
+    assert lock.exists()
+    with pytest.raises(OffloadError, match="in use"):
+        open_tier(tmp_path)
+    tier.close()
 
 
 def test_a_tier_that_nobody_closed_is_cleared_away_with_its_object(tmp_path: Path) -> None:
