@@ -122,6 +122,8 @@ class Run:
     """Of all steps, warm-up too, averaged over ranks."""
     phase_s: dict[str, float]
     """Seconds a measured step by phase, on rank 0."""
+    cpu_s: float
+    """CPU seconds a measured step and rank, of all its threads: steadier than the clock on a machine that others use."""
     minor_faults: float
     """Page faults a measured step and rank, the median."""
     initialise_s: float

@@ -25,6 +25,8 @@ class Row:
     tokens_per_s: float
     tax: float | None
     """Step over `local`'s step of the same round, minus one; the median over rounds."""
+    cpu_s: float
+    """CPU seconds a step and rank, the median over rounds."""
     peak_nbytes: int
     """Peak RSS in training of the rank and round that needed most."""
     pss_nbytes: int
@@ -89,6 +91,7 @@ def _row(name: str, runs: Sequence[Run], local_s: Mapping[int, float], reference
         fastest_s=min(step for run in runs for step in run.step_s),
         tokens_per_s=case.tokens_per_step / step_s,
         tax=median(taxes) if taxes and VARIANTS[name].communicates else None,
+        cpu_s=median(run.cpu_s for run in runs),
         peak_nbytes=max(rank.peak_nbytes for rank in ranks),
         pss_nbytes=max(rank.pss_nbytes for rank in ranks),
         minor_faults=median(run.minor_faults for run in runs),

@@ -30,13 +30,26 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def step_table(case: Case, rows: Sequence[Row]) -> Table:
-    columns = ("variant", "step s", "min s", "tokens/s", "tax", "peak MiB", "PSS MiB", "faults", "loss off by", "note")
+    columns = (
+        "variant",
+        "step s",
+        "min s",
+        "CPU s",
+        "tokens/s",
+        "tax",
+        "peak MiB",
+        "PSS MiB",
+        "faults",
+        "loss off by",
+        "note",
+    )
     table = make_table(str(case), columns)
     for row in rows:
         table.add_row(
             row.variant,
             f"{row.step_s:.4f}",
             f"{row.fastest_s:.4f}",
+            f"{row.cpu_s:.4f}",
             f"{row.tokens_per_s:.0f}",
             _NONE if row.tax is None else f"{100 * row.tax:+.0f} %",
             f"{row.peak_nbytes / _MIB:.0f}",

@@ -89,16 +89,17 @@ def train(job: Job, trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
 def combine(job: Job, reports: list[dict[str, Any]]) -> Run:
     """One run from what its ranks saw."""
     first = reports[0]
-    others_s = first["machine_s"] - sum(report["process_s"] for report in reports)
+    ranks_s = sum(report["process_s"] for report in reports)
     return Run(
         job=job,
         param_numel=first["param_numel"],
         step_s=tuple(fmean(step) for step in zip(*(report["step_s"] for report in reports), strict=True)),
         losses=tuple(fmean(step) for step in zip(*(report["losses"] for report in reports), strict=True)),
         phase_s=first["phase_s"],
+        cpu_s=ranks_s / len(reports) / job.steps,
         minor_faults=median(fault for report in reports for fault in report["faults"]),
         initialise_s=max(report["initialise_s"] for report in reports),
-        other_cpus=max(0.0, others_s / first["wall_s"]),
+        other_cpus=max(0.0, (first["machine_s"] - ranks_s) / first["wall_s"]),
         memory=tuple(report["memory"] for report in reports),
         estimate_nbytes=first["estimate"],
     )
