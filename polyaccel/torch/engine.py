@@ -337,6 +337,7 @@ class TorchEngine(nn.Module, Engine):
         Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
         that does not have this model's parameters.
         """
+        self._own_data = None  # its position is about to change
         return load_engine(
             self,
             load_dir,
