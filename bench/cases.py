@@ -123,7 +123,7 @@ class Run:
     phase_s: dict[str, float]
     """Seconds a measured step by phase, on rank 0."""
     cpu_s: float
-    """CPU seconds a measured step and rank, of all its threads: steadier than the clock on a machine that others use."""
+    """CPU seconds a measured step and rank, all threads: steadier than the clock on a machine that others use."""
     minor_faults: float
     """Page faults a measured step and rank, the median."""
     initialise_s: float
