@@ -1,14 +1,16 @@
 """A torch optimizer of the user's own, run on slices.
 
-Its parameters are exchanged for views of the master weights: flat slices when its update is elementwise, tensors of the
-true shape when it is not (possible only where optimizer states are replicated). Its states of a slice's length become
-views of flat buffers too, so that checkpoints hold them like those of any other optimizer.
+While it steps, its parameters are exchanged for views of the master weights: flat slices when its update is
+elementwise, tensors of the true shape when it is not (possible only where optimizer states are replicated). At all
+other times its groups hold the module's parameters. Its states of a slice's length become views of flat buffers too, so
+that checkpoints hold them like those of any other optimizer.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ ELEMENTWISE = frozenset(
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
+
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's optimizers keep once for a parameter. For one without dimensions, the shape does not tell these from
+states of its elements."""
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
@@ -54,14 +60,15 @@ class ClientOptimizer(SliceOptimizer):
         self._flat = flat
         self._names = names
         self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
+        self._members: list[list[Tensor]] = []
+        """For each group, what stands for its parameters on this rank while the optimizer steps."""
 
     def bind(self, shards: Sequence[Shard]) -> None:
-        """Exchange the optimizer's parameters for views of the shards' master weights."""
-        groups = self.optimizer.param_groups
+        """Find the views of the shards' master weights that stand for the parameters; cut the states there are."""
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         earlier = dict(self.optimizer.state)
         self.optimizer.state.clear()
-        members: list[list[Tensor]] = [[] for _ in groups]
+        views: dict[str, Tensor] = {}
         for shard in shards:
             for piece in shard.slices:
                 view = shard.master.view(piece.shard_offset, piece.length).raw
@@ -69,10 +76,24 @@ class ClientOptimizer(SliceOptimizer):
                 tensor = view if self._flat else view.view(parameter.shape)
                 if parameter in earlier:
                     self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
-                members[shard.bucket.kind.group].append(tensor)
+                views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket
                 self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
-        for group, tensors in zip(groups, members, strict=True):
-            group["params"] = tensors
+        for group in self.optimizer.param_groups:
+            names = [self._names[parameter] for parameter in group["params"]]
+            self._members.append([views[name] for name in names if name in views])
+
+    @contextmanager
+    def _on_slices(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold this rank's slices instead of the module's parameters."""
+        groups = self.optimizer.param_groups
+        originals = [group["params"] for group in groups]
+        for group, members in zip(groups, self._members, strict=True):
+            group["params"] = members
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, originals, strict=True):
+                group["params"] = parameters
 
     def update(
         self,
@@ -96,7 +117,8 @@ class ClientOptimizer(SliceOptimizer):
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
                 view = grad.view(piece.shard_offset, piece.length).raw.view(tensor.shape)
                 tensor.grad = view if piece.fqn in updated else None
-        self.optimizer.step()
+        with self._on_slices():
+            self.optimizer.step()
         for shard in shards:
             self._adopt_states(shard, accelerator)
             for piece in shard.slices:
@@ -113,7 +135,7 @@ class ClientOptimizer(SliceOptimizer):
             _, tensor = self._places[(shard.bucket.index, piece.fqn)]
             state = self.optimizer.state.get(tensor, {})
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.length:
+                if _is_elementwise(name, value, piece.length, tensor):
                     view = self._state_buffer(shard, name, value, accelerator).view(piece.shard_offset, piece.length)
                     if value.data_ptr() != view.data_ptr():
                         view.raw.copy_(value)
@@ -129,12 +151,17 @@ class ClientOptimizer(SliceOptimizer):
         if self._flat:
             return None
         stream = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), stream)
+        with self._on_slices():
+            torch.save(self.optimizer.state_dict(), stream)
         return stream.getvalue()
 
     def load_whole_state(self, data: bytes) -> None:
-        """Take over what `whole_state` gave."""
-        self.optimizer.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))
+        """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
+        groups = self.optimizer.param_groups
+        with self._on_slices():
+            saved = torch.load(io.BytesIO(data), weights_only=True)
+            self.optimizer.load_state_dict(saved)
+        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
 
     def scalar_states(self) -> dict[str, dict[str, float]]:
         """States of one number each, such as step counts, by parameter name."""
@@ -168,10 +195,17 @@ def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: boo
     end = piece.start + piece.length
     return {
         name: value.detach().flatten()[piece.start : end].clone()
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+        if _is_elementwise(name, value, parameter.numel(), parameter)
         else value
         for name, value in state.items()
     }
+
+
+def _is_elementwise(name: str, value: Any, numel: int, parameter: Tensor) -> bool:
+    """Whether a state has one value for each of the `numel` elements of `parameter`, or of a slice of it."""
+    if not isinstance(value, Tensor) or value.numel() != numel:
+        return False
+    return value.dim() > 0 or (parameter.dim() == 0 and name not in _NUMBERS)
 
 
 def _is_updated(shard: Shard, fqn: str) -> bool:

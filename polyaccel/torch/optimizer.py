@@ -59,6 +59,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._update = update
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self.param_groups = groups
+        self.defaults = _hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
