@@ -23,6 +23,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
+from polyaccel.torch.deferred import value_of
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
 from polyaccel.torch.units import find_units, units_of_parameters
@@ -73,7 +74,7 @@ class TorchAdapter(ModelAdapter):
         return tuple(reversed(self._specs.values()))
 
     def read_param(self, fqn: str) -> Buffer:
-        return self._accelerator.wrap(self._params[fqn].detach().contiguous())
+        return self._accelerator.wrap(value_of(self._params[fqn]).contiguous())
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
         show(self._params[fqn], view.raw)

@@ -20,6 +20,7 @@ from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.batch import device_of
 from polyaccel.torch.client_optimizer import ClientOptimizer, check_sliceable
 from polyaccel.torch.data import ShardedDataLoader
+from polyaccel.torch.deferred import prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -66,6 +67,7 @@ def initialize(
     runtime = compose(parsed)
     device = device_of(runtime.accelerator)
     _apply_process_settings(runtime)
+    prepare(model)
     model.to(device)
 
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
