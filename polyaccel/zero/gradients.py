@@ -30,6 +30,7 @@ from polyaccel.types import DType, ReduceOp
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
+from polyaccel.zero.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ReductionPolicy:
     before and the rest after. `reduce_dtype` is what travels, None the parameter's own type. `accumulate_dtype` is what
     micro-batches add up in; None is the type that travels, or float32 where that has 16 bits and `accumulates` says
     that there is more than one micro-batch. `overlap` launches while the backward pass still runs. At most
-    `max_in_flight` full buffers are under way at once where gradients are sharded.
+    `max_in_flight` full buffers are under way at once where gradients are sharded or travel in another type.
     """
 
     average: bool = True
@@ -83,9 +84,9 @@ class GradientBucket:
         self._communicator = communicator
         self._kernels = accelerator.kernels()
         self._pool = pool
-        self._reduce_dtype = reduction.reduce_dtype or bucket.kind.dtype
-        widened = DType.FLOAT32 if reduction.accumulates and self._reduce_dtype.itemsize < 4 else self._reduce_dtype
-        self._accumulate_dtype = reduction.accumulate_dtype or widened
+        precision = Precision(reduce=reduction.reduce_dtype, accumulate=reduction.accumulate_dtype)
+        self._reduce_dtype = precision.reduce_of(bucket.kind.dtype)
+        self._accumulate_dtype = precision.gradient_of(bucket.kind.dtype, accumulates=reduction.accumulates)
         self._offsets = tuple((slot.offset, slot.param.numel) for slot in bucket.slots)
         self._gaps = _gaps(bucket)
 
@@ -151,6 +152,10 @@ class GradientBucket:
     def needs_staging(self) -> bool:
         """Whether the next arrival of a reducing pass must borrow a buffer."""
         return self._full is None and not self._launched
+
+    def needs_recasting(self) -> bool:
+        """Whether the launch must borrow a buffer, for gradients that travel in another type than they rest in."""
+        return self._full is not None and not self._closed and self._full.dtype is not self._reduce_dtype
 
     def add(self, slot_index: int, gradient: Buffer, *, reducing: bool) -> None:
         """Take a gradient (flat, any floating type) into the bucket. `reducing`: this pass ends in a reduction."""

@@ -1,12 +1,19 @@
-"""Bytes that one rank holds, by purpose, computed before anything is allocated.
+"""Bytes that one rank holds, by place and purpose, computed before anything is allocated.
 
 Model states only: activations and the framework's own memory come on top. Every rank holds the same, because shards are
 equal. Source of the model-state arithmetic: Rajbhandari et al. 2020, sections 3.1 and 5.
+
+[Note: Pools]
+Gradient buckets under way and gathered parameters stand in buffers that are used again and again. A buffer serves
+whatever fits into it, so a pool may hold more than the largest buckets that are ever in use together. Gradients fill
+buckets in layout order, and of those under way the oldest is finished first, so their pool is followed exactly.
+Gathered parameters are only bounded: the order in which they are used is the model's affair.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +21,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.types import DType
 from polyaccel.zero.layout import Bucket, ShardLayout
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.precision import Precision
 from polyaccel.zero.schedule import OpKind, plan_step
 
 
@@ -27,55 +35,38 @@ class Purpose(Enum):
     GRADS_IN_FLIGHT = "gradient buckets in flight"
     GRAD_OUTSIDE = "gradient outside its bucket"
     GATHERED = "gathered parameters"
+    STAGING = "buffers between files and kernels"
 
     @property
     def is_transient(self) -> bool:
         """Whether it is in use only inside a step."""
-        return self in (Purpose.GRADS_IN_FLIGHT, Purpose.GRAD_OUTSIDE, Purpose.GATHERED)
+        return self not in (Purpose.PARAMS, Purpose.MASTER, Purpose.OPTIM, Purpose.GRADS)
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Element types of what surrounds the parameters, whose own types are those of their buckets.
+class Place(Enum):
+    """Which memory, by the name of the tier."""
 
-    `master` is that of master weights and optimizer states (never narrower than the parameter). `reduce` is that in
-    which gradients travel, `accumulate` that in which they are added over micro-batches.
-    """
-
-    master: DType = DType.FLOAT32
-    reduce: DType | None = None
-    """None: the bucket's own."""
-    accumulate: DType | None = None
-    """None: float32 for 16-bit buckets, else as `reduce`."""
-
-    def master_of(self, param: DType) -> DType:
-        return self.master if self.master.itemsize >= param.itemsize else param
-
-    def reduce_of(self, param: DType) -> DType:
-        return self.reduce or param
-
-    def gradient_of(self, param: DType, micro_batches: int) -> DType:
-        """In which type gradients of `param`-typed parameters wait for the update."""
-        if micro_batches == 1:
-            return self.reduce_of(param)
-        return self.accumulate or (DType.FLOAT32 if param.itemsize == 2 else self.reduce_of(param))
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     purpose: Purpose
     nbytes: int
+    place: Place = Place.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one rank, one row for every purpose."""
+    """Bytes of one rank: one row for every purpose on the device, and one for what stands elsewhere."""
 
     rows: tuple[MemoryRow, ...]
 
     @property
     def total_nbytes(self) -> int:
-        """The peak, in the backward of the last micro-batch, when everything is there at once."""
+        """The peak over all places, in the backward of the last micro-batch, when everything is there at once."""
         return sum(row.nbytes for row in self.rows)
 
     @property
@@ -84,24 +75,12 @@ class MemoryEstimate:
         return sum(row.nbytes for row in self.rows if not row.purpose.is_transient)
 
     def nbytes(self, purpose: Purpose) -> int:
-        return next(row.nbytes for row in self.rows if row.purpose is purpose)
+        """What is for `purpose`, over all places."""
+        return sum(row.nbytes for row in self.rows if row.purpose is purpose)
 
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """A run of parameters of one type: `numel` elements, `shard_numel` of them one rank's."""
-
-    numel: int
-    shard_numel: int
-    dtype: DType
-    trainable: bool
-
-    @classmethod
-    def of(cls, bucket: Bucket) -> _Extent:
-        return cls(bucket.numel, bucket.shard_numel, bucket.kind.dtype, bucket.kind.trainable)
-
-    def held(self, placement: Placement) -> int:
-        return self.shard_numel if placement is Placement.SHARDED else self.numel
+    def peak_nbytes(self, place: Place) -> int:
+        """The peak in one place."""
+        return sum(row.nbytes for row in self.rows if row.place is place)
 
 
 def estimate_layout(
@@ -112,25 +91,41 @@ def estimate_layout(
     state_count: int = 2,
     micro_batches: int = 1,
     buckets_in_flight: int = 3,
+    max_gathered_numel: int | None = None,
+    optim_places: Mapping[int, Place] | None = None,
+    staged_buffers: int = 0,
 ) -> MemoryEstimate:
-    """Exact bytes of `layout` under `policy`, padding included.
+    """Bytes of `layout` under `policy`, padding included: exact, but for gathered parameters, which are bounded.
 
     `state_count` is the optimizer's tensors per parameter (Adam 2, momentum 1, plain SGD 0), `buckets_in_flight` how
     many full gradient buckets may exist at once where gradients are sharded or change their type on the way.
+    `max_gathered_numel` bounds gathered parameters (`GatherPolicy.max_live_numel`); None takes the peak of the
+    schedule, which frees a unit as soon as it is done. `optim_places` is where a bucket's master weights and states
+    stand, the device where it says nothing; `staged_buffers` is how many host buffers, each as long as the largest
+    file, stand between files and kernels.
     """
-    nbytes: Counter[Purpose] = Counter()
-    in_flight: list[int] = []
+    elsewhere = optim_places or {}
+    nbytes: Counter[tuple[Place, Purpose]] = Counter()
+    in_flight: list[tuple[int, DType]] = []
+    largest_file = 0
     for bucket in layout.buckets:
+        place = elsewhere.get(bucket.index, Place.DEVICE)
         extent = _Extent.of(bucket)
-        nbytes.update(_model_states(policy, extent, precision, state_count, micro_batches))
+        states = _model_states(policy, extent, precision, state_count, micro_batches > 1, place)
+        nbytes.update(states)
         if extent.trainable:
             reduce = precision.reduce_of(extent.dtype)
-            recast = precision.gradient_of(extent.dtype, micro_batches) is not reduce
+            recast = precision.gradient_of(extent.dtype, accumulates=micro_batches > 1) is not reduce
             if policy.grads is Placement.SHARDED or recast:
-                in_flight.append(bucket.numel * reduce.itemsize)
-    nbytes[Purpose.GRADS_IN_FLIGHT] = sum(sorted(in_flight, reverse=True)[:buckets_in_flight])
-    nbytes[Purpose.GRAD_OUTSIDE] = max((param.nbytes for param in layout.params if param.trainable), default=0)
-    nbytes[Purpose.GATHERED] = _peak_gathered_nbytes(policy, layout)
+                in_flight.append((bucket.numel, reduce))
+        if place is Place.NVME:
+            largest_file = max(largest_file, states[place, Purpose.MASTER])
+    device = Place.DEVICE
+    nbytes[device, Purpose.GRADS_IN_FLIGHT] = _pool_nbytes(in_flight, buckets_in_flight)
+    outside = (param.nbytes for param in layout.params if param.trainable)
+    nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
+    nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel)
+    nbytes[Place.HOST, Purpose.STAGING] = staged_buffers * largest_file
     return _estimate(nbytes)
 
 
@@ -151,33 +146,89 @@ def estimate(
     """
     if param_numel < 0 or world_size < 1:
         raise ShardingError(f"{param_numel=} must not be negative and {world_size=} must be at least 1")
-    extent = _Extent(param_numel, -(-param_numel // world_size), dtype, trainable=True)
-    return _estimate(_model_states(policy, extent, precision, state_count, micro_batches))
+    extent = _Extent(param_numel, -(-param_numel // world_size), dtype, trainable=True, persistent=False)
+    return _estimate(_model_states(policy, extent, precision, state_count, micro_batches > 1, Place.DEVICE))
 
 
-def _estimate(nbytes: Counter[Purpose]) -> MemoryEstimate:
-    return MemoryEstimate(tuple(MemoryRow(purpose, nbytes[purpose]) for purpose in Purpose))
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """A run of parameters of one type: `numel` elements, `shard_numel` of them one rank's."""
+
+    numel: int
+    shard_numel: int
+    dtype: DType
+    trainable: bool
+    persistent: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> _Extent:
+        kind = bucket.kind
+        return cls(bucket.numel, bucket.shard_numel, kind.dtype, kind.trainable, kind.persistent)
+
+    def held(self, placement: Placement) -> int:
+        return self.shard_numel if placement is Placement.SHARDED else self.numel
+
+
+def _estimate(nbytes: Mapping[tuple[Place, Purpose], int]) -> MemoryEstimate:
+    return MemoryEstimate(
+        tuple(
+            MemoryRow(purpose, nbytes.get((place, purpose), 0), place)
+            for place in Place
+            for purpose in Purpose
+            if place is Place.DEVICE or nbytes.get((place, purpose))
+        )
+    )
 
 
 def _model_states(
-    policy: ZeroPolicy, extent: _Extent, precision: Precision, state_count: int, micro_batches: int
-) -> Counter[Purpose]:
-    nbytes = Counter({Purpose.PARAMS: extent.held(policy.params) * extent.dtype.itemsize})
+    policy: ZeroPolicy, extent: _Extent, precision: Precision, state_count: int, accumulates: bool, place: Place
+) -> Counter[tuple[Place, Purpose]]:
+    device = Place.DEVICE
+    params = Placement.REPLICATED if extent.persistent else policy.params
+    nbytes = Counter({(device, Purpose.PARAMS): extent.held(params) * extent.dtype.itemsize})
     if extent.trainable:
         master = precision.master_of(extent.dtype)
-        updated = extent.held(policy.optim) * master.itemsize
-        # With equal types the optimizer works on a view of the bucket.
-        nbytes[Purpose.MASTER] = 0 if master is extent.dtype else updated
-        nbytes[Purpose.OPTIM] = state_count * updated
-        gradient = precision.gradient_of(extent.dtype, micro_batches)
-        nbytes[Purpose.GRADS] = extent.held(policy.grads) * gradient.itemsize
+        updated = extent.held(policy.optim)
+        # With equal types the optimizer works on a view of the bucket, if it works where the bucket is.
+        is_view = master is extent.dtype and place is device
+        nbytes[place, Purpose.MASTER] = 0 if is_view else updated * master.itemsize
+        nbytes[place, Purpose.OPTIM] = state_count * updated * precision.states.itemsize
+        gradient = precision.gradient_of(extent.dtype, accumulates=accumulates)
+        nbytes[device, Purpose.GRADS] = extent.held(policy.grads) * gradient.itemsize
     return nbytes
 
 
-def _peak_gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout) -> int:
+def _pool_nbytes(needs: Sequence[tuple[int, DType]], most_in_use: int) -> int:
+    """What a pool holds after two steps that need buffers of `needs` (numel, type) in order, `most_in_use` at once.
+
+    Follows `BufferPool.acquire`. See [Note: Pools].
+    """
+    free: dict[DType, list[int]] = {}
+    for _ in range(2):
+        in_use: deque[tuple[int, DType]] = deque()
+        for numel, dtype in needs:
+            if len(in_use) == most_in_use:
+                whole, kind = in_use.popleft()
+                free[kind].append(whole)
+            idle = free.setdefault(dtype, [])
+            fitting = [whole for whole in idle if whole >= numel]
+            if idle:
+                idle.remove(min(fitting) if fitting else max(idle))
+            in_use.append((min(fitting, default=numel), dtype))
+        for whole, kind in in_use:
+            free[kind].append(whole)
+    return sum(whole * dtype.itemsize for dtype, idle in free.items() for whole in idle)
+
+
+def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None) -> int:
     """The most bytes of parameters that are unsharded at once; more micro-batches change nothing about it."""
-    if layout.world_size == 1:
+    if layout.world_size == 1 or policy.params is not Placement.SHARDED:
         return 0  # the only shard is the bucket
+    gathered = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
+    if max_numel is not None:
+        largest_itemsize = max((bucket.kind.dtype.itemsize for bucket in gathered), default=0)
+        everything = sum(bucket.numel * bucket.kind.dtype.itemsize for bucket in gathered)
+        return min(everything, max_numel * largest_itemsize)
     live = peak = 0
     for operation in plan_step(policy, layout):
         bucket = layout.buckets[operation.bucket]

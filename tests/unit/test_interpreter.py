@@ -14,13 +14,14 @@ from polyaccel.testkit.chain import Batch, Chain, FloatArray, train_plain
 from polyaccel.testkit.interpreter import Interpreter
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import ShardLayout, plan_layout
-from polyaccel.zero.memory import Precision, Purpose, estimate_layout
+from polyaccel.zero.memory import Purpose, estimate_layout
 from polyaccel.zero.policy import ZeroPolicy
+from polyaccel.zero.precision import Precision
 from polyaccel.zero.schedule import Operation, OpKind, plan_step
 from polyaccel.zero.traffic import step_traffic
 
 STAGES = [0, 1, 2, 3]
-IN_FLOAT64 = Precision(master=DType.FLOAT64)
+IN_FLOAT64 = Precision(master=DType.FLOAT64, states=DType.FLOAT64)
 
 
 def _param(fqn: str, *shape: int, group: int = 0, trainable: bool = True) -> ParamSpec:
