@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
+from polyaccel.zero.placement import StatePlacement, offloaded_buckets
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.step import StepPolicy
 
@@ -33,6 +38,9 @@ NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
     "Lamb": Lamb,
 }
 """What runs on slices through the kernel table, by the name that a resolved config uses."""
+
+_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+"""Plugins by the names that configs have for them."""
 
 _LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
 _BUCKETS_AT_LEAST = 16
@@ -95,6 +103,35 @@ class Runtime:
         )
         return replace(self.step_policy, gathering=gathering)
 
+    def place_states(self, layout: ShardLayout, *, resident: bool) -> StatePlacement:
+        """Open the tiers of `zero_optimization.offload_optimizer` and choose the buckets whose states leave the device.
+
+        Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
+        OffloadError when the place cannot be used.
+        """
+        offload = self.config.zero_optimization.offload_optimizer
+        device, tier = _new_tier("device"), _new_tier(_TIERS[offload.device])
+        if resident and not tier.is_resident:
+            expected = (
+                "works with the optimizers of the config only, not with one that was made by the caller or by torch"
+            )
+            cure = f'use one of {", ".join(NATIVE_OPTIMIZERS)} by the config, or "cpu"'
+            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", offload.device, expected, cure)])
+        options = TierOptions(
+            run_id=self.communicator.broadcast_object(uuid4().hex),
+            rank=self.communicator.rank,
+            path=offload.nvme_path,
+            pin_memory=offload.pin_memory,
+            buffer_count=offload.buffer_count,
+            pipeline_read=offload.pipeline_read,
+            pipeline_write=offload.pipeline_write,
+        )
+        host = host_accelerator(self.accelerator)
+        for each in (device, tier):
+            each.open(self.accelerator, host, options)
+        ratio = offload.ratio if offload.device != "none" else 0.0
+        return StatePlacement(device, tier, offloaded_buckets(layout, ratio))
+
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
         autocast = self.config.torch_autocast
@@ -146,6 +183,12 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
         step_policy=_step_policy(config),
         param_dtype=param_dtype,
     )
+
+
+def _new_tier(name: str) -> Tier:
+    tier = load_plugin(PluginGroup.TIERS, name, Tier, Tier.API_VERSION)()
+    assert isinstance(tier, Tier)  # what loading checked
+    return tier
 
 
 def _param_dtype(config: ResolvedConfig) -> DType | None:

@@ -18,6 +18,7 @@ from polyaccel.registry import PluginGroup, PluginInfo, PluginStatus, find_plugi
 
 _log = logging.getLogger(__name__)
 
+_HOST = "cpu"
 VARIABLES = ("POLYACCEL_ACCELERATOR", "DS_ACCELERATOR")
 
 _chosen: Accelerator | None = None
@@ -75,6 +76,11 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
         cure = "name one that can be used, or none to let the best be chosen"
         raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, cure)
     return _build(info, plugin, f"named by {origin}; {probe.reason}")
+
+
+def host_accelerator(accelerator: Accelerator) -> Accelerator:
+    """Whose kernels run in host memory: `accelerator` itself where that is the host, else a new one for it."""
+    return accelerator if accelerator.name == _HOST else choose_accelerator(_HOST)
 
 
 def _from_environment() -> tuple[str | None, str]:

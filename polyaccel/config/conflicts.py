@@ -9,7 +9,7 @@ from polyaccel.errors import Problem
 
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
-    return [*_precision(config), *_gradients(config), *_zero(config)]
+    return [*_precision(config), *_gradients(config), *_zero(config), *_offload(config)]
 
 
 def _precision(config: Config) -> list[Problem]:
@@ -56,3 +56,12 @@ def _zero(config: Config) -> list[Problem]:
     expected = f"gathers use the buckets of reduce_bucket_size = {zero.reduce_bucket_size}"
     key = "zero_optimization.allgather_bucket_size"
     return [Problem(key, zero.allgather_bucket_size, expected, "leave it out, or set reduce_bucket_size")]
+
+
+def _offload(config: Config) -> list[Problem]:
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "nvme" or offload.nvme_path:
+        return []
+    expected = 'is needed for offload_optimizer.device = "nvme"'
+    cure = "name a directory on a fast local disk"
+    return [Problem("zero_optimization.offload_optimizer.nvme_path", offload.nvme_path, expected, cure)]

@@ -28,21 +28,24 @@ class OffloadOptimizerConfig(Section):
     """Where optimizer states and master weights live."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """`none` keeps them on the device, `cpu` in host memory, `nvme` in files."""
+    """`none` keeps them on the device, `cpu` in host memory, `nvme` in files. The host updates what lives there."""
     nvme_path: str | None = None
-    """Directory for the files of `nvme`."""
+    """Directory for the files of `nvme`, on a disk of this host. Each job makes a folder of its own in it."""
     buffer_count: PositiveInt = 4
-    """Host buffers between device and files."""
+    """Under `nvme`, host buffers between kernels and files, each as long as the longest state of a bucket. A bucket
+    under Adam needs three, and so many more for `pipeline_read` and `pipeline_write` each; that many are used at
+    least. More let reads run further ahead."""
     pin_memory: bool = True
-    """Use page-locked host memory."""
+    """Use page-locked host memory, where the device has any use for it."""
     pipeline_read: bool = False
-    """Read the next states while the present ones are updated."""
+    """Under `nvme`, read the next states while the present ones are updated."""
     pipeline_write: bool = False
-    """Write the last states while the present ones are updated."""
+    """Under `nvme`, write the last states while the present ones are updated."""
     fast_init: bool = False
-    """Initialise states under `nvme` with fewer passes over the files."""
+    """Initialise states under `nvme` with fewer passes over the files. New files are zeros without any pass here, so
+    both values are met."""
     ratio: Fraction = 1.0
-    """The share of the states that is offloaded."""
+    """The share of the states that is offloaded, in whole buckets; the first buckets stay on the device."""
     super_offload: bool = False
     """SuperOffload, for hosts with a fast link to the device."""
     cpuadam_cores_perc: Fraction = 0.8

@@ -78,7 +78,8 @@ class Config(Section):
     zero_allow_untested_optimizer: bool = False
     """Accept an optimizer that is not known to be elementwise, under sharded states."""
     zero_force_ds_cpu_optimizer: bool = True
-    """Under offload, refuse an optimizer that has no host version."""
+    """Under offload, refuse an optimizer that is not DeepSpeed's own for the host. Every optimizer that `initialize`
+    takes runs on the host here, so both values are met."""
 
     fp16: Fp16Config = Fp16Config()
     """Half precision with a loss scale."""

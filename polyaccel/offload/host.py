@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError
+from polyaccel.offload.pinning import HostMemory
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.types import DType
 
@@ -17,28 +18,30 @@ class HostTier(Tier):
     name = "host"
 
     def __init__(self) -> None:
-        self._host: Accelerator | None = None
-        self._pinned_by: Accelerator | None = None
+        self._memory: HostMemory | None = None
 
     @property
     def compute(self) -> Accelerator:
-        if self._host is None:
+        return self._opened.host
+
+    @property
+    def _opened(self) -> HostMemory:
+        if self._memory is None:
             raise InvariantError("the host tier was used before it was opened, or after it was closed")
-        return self._host
+        return self._memory
 
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
-        self._host = host
-        pins = options.pin_memory and accelerator is not host and accelerator.capabilities().host_pinning
-        self._pinned_by = accelerator if pins else None
+        self._memory = HostMemory(accelerator, host, pin=options.pin_memory)
 
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
-        if self._pinned_by is not None:
-            return self._pinned_by.allocate(numel, dtype, pinned=True)
-        return self.compute.allocate(numel, dtype)
+        return self._opened.allocate(numel, dtype)
+
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        return self._opened.allocate(numel, dtype)
 
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         for group in groups:
             yield list(group)
 
     def close(self) -> None:
-        self._host = self._pinned_by = None
+        self._memory = None

@@ -15,6 +15,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.folder import RankFolder
+from polyaccel.offload.pinning import HostMemory
 from polyaccel.offload.state_file import StateFile, padded
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.offload.walk import Walk
@@ -35,7 +36,7 @@ class NvmeTier(Tier):
     is_resident: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._host: Accelerator | None = None
+        self._memory: HostMemory | None = None
         self._options = TierOptions()
         self._buffers: dict[str, FileBuffer] = {}
         self._free: dict[DType, list[Buffer]] = {}
@@ -49,16 +50,20 @@ class NvmeTier(Tier):
 
     @property
     def compute(self) -> Accelerator:
-        if self._host is None:
+        return self._opened.host
+
+    @property
+    def _opened(self) -> HostMemory:
+        if self._memory is None:
             raise InvariantError("the nvme tier was used before it was opened, or after it was closed")
-        return self._host
+        return self._memory
 
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         if options.path is None:
             raise OffloadError("the nvme tier has no directory for its files", cure="set nvme_path")
         self._folder = RankFolder(Path(options.path), options.run_id, options.rank)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"polyaccel-nvme-{options.rank}")
-        self._host, self._options = host, options
+        self._memory, self._options = HostMemory(accelerator, host, pin=options.pin_memory), options
         self._shut = weakref.finalize(self, _shut, self._threads, self._folder)
 
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
@@ -70,6 +75,9 @@ class NvmeTier(Tier):
         buffer = self._buffers[key] = FileBuffer(file, numel, dtype, host)
         self._largest_nbytes[dtype] = max(self._largest_nbytes.get(dtype, 0), padded(buffer.nbytes))
         return buffer
+
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        return self._opened.allocate(numel, dtype)
 
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:
@@ -96,7 +104,7 @@ class NvmeTier(Tier):
         self._shut()
         self._buffers.clear()
         self._free.clear()
-        self._host = None
+        self._memory = None
 
     def _take(self, dtype: DType) -> Buffer:
         """A host buffer that holds any file of `dtype`, whole blocks of it."""

@@ -70,6 +70,10 @@ class Tier(ABC):
         Raises OffloadError when there is no room.
         """
 
+    def stage(self, numel: int, dtype: DType) -> Buffer:
+        """Memory of `compute` through which gradients and parameters pass between its kernels and the device."""
+        return self.compute.allocate(numel, dtype)
+
     @abstractmethod
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         """Walk over groups of buffers that `allocate` gave, each buffer in one group at most.

@@ -169,8 +169,9 @@ def _allocate_client_states(engine: TorchEngine, reader: CheckpointReader) -> No
     kinds = {(entry.kind, entry.dtype) for entry in reader.tensors() if entry.kind not in (_PARAM, _BUFFER)}
     for shard in engine.zero.shards:
         for kind, dtype in kinds:
-            if all(reader.has(slot.param.fqn, kind) for slot in shard.bucket.slots if slot.param.numel):
-                shard.states.setdefault(kind, engine.accelerator.allocate(shard.master.numel, dtype))
+            saved = all(reader.has(slot.param.fqn, kind) for slot in shard.bucket.slots if slot.param.numel)
+            if saved and kind not in shard.states:
+                shard.allocate_state(kind, dtype)
 
 
 def _random_states(engine: TorchEngine) -> dict[str, bytes]:

@@ -9,16 +9,14 @@ that checkpoints hold them like those of any other optimizer.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_memory import dtype_of
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import SCALE
@@ -60,11 +58,16 @@ class ClientOptimizer(SliceOptimizer):
         self._flat = flat
         self._names = names
         self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
+        self._shards: dict[int, Shard] = {}
         self._members: list[list[Tensor]] = []
         """For each group, what stands for its parameters on this rank while the optimizer steps."""
 
     def bind(self, shards: Sequence[Shard]) -> None:
-        """Find the views of the shards' master weights that stand for the parameters; cut the states there are."""
+        """Find the views of the shards' master weights that stand for the parameters; cut the states there are.
+
+        The shards are in resident tiers.
+        """
+        self._shards = {shard.bucket.index: shard for shard in shards}
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
         earlier = dict(self.optimizer.state)
         self.optimizer.state.clear()
@@ -97,37 +100,37 @@ class ClientOptimizer(SliceOptimizer):
 
     def update(
         self,
-        shards: Sequence[Shard],
+        shards: Iterable[Shard],
         groups: Sequence[Group],
         grad_scale: float,
-        accelerator: Accelerator,
         communicator: Communicator,
     ) -> Iterator[Shard]:
-        kernels = accelerator.kernels()
-        for shard in shards:
-            assert shard.grad is not None  # set by the step
+        ready = []
+        for shard in shards:  # one step for all of them, which is why `bind` asks for resident tiers
+            ready.append(shard)
             grad = shard.grad
-            if grad.dtype is not shard.master.dtype:
-                grad = accelerator.allocate(shard.master.numel, shard.master.dtype)
+            assert grad is not None  # set by the step
+            is_staged = shard.tier.compute is not communicator.accelerator  # in memory that the next shard uses
+            if is_staged or grad.dtype is not shard.master.dtype:
+                grad = shard.tier.compute.allocate(shard.master.numel, shard.master.dtype)
                 grad.copy_from(shard.grad)
             if grad_scale != 1.0:
-                kernels[SCALE](grad, grad_scale)
-            updated = {fqn for fqn in shard.steps if _is_updated(shard, fqn)}
+                shard.kernels[SCALE](grad, grad_scale)
             for piece in shard.slices:
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
                 view = grad.view(piece.shard_offset, piece.length).raw.view(tensor.shape)
-                tensor.grad = view if piece.fqn in updated else None
+                tensor.grad = view if shard.updates(piece) else None
         with self._on_slices():
             self.optimizer.step()
-        for shard in shards:
-            self._adopt_states(shard, accelerator)
+        for shard in ready:
+            self._adopt_states(self._shards[shard.bucket.index])
             for piece in shard.slices:
                 self._places[(shard.bucket.index, piece.fqn)][1].grad = None
             if shard.out is not None:
                 shard.out.copy_from(shard.master)
             yield shard
 
-    def _adopt_states(self, shard: Shard, accelerator: Accelerator) -> None:
+    def _adopt_states(self, shard: Shard) -> None:
         """Move states as long as their slice into flat buffers of the shard, once, and leave views in their place."""
         if not self._flat:
             return
@@ -136,15 +139,11 @@ class ClientOptimizer(SliceOptimizer):
             state = self.optimizer.state.get(tensor, {})
             for name, value in state.items():
                 if _is_elementwise(name, value, piece.length, tensor):
-                    view = self._state_buffer(shard, name, value, accelerator).view(piece.shard_offset, piece.length)
+                    held = shard.states.get(name) or shard.allocate_state(name, dtype_of(value.dtype))
+                    view = held.view(piece.shard_offset, piece.length)
                     if value.data_ptr() != view.data_ptr():
                         view.raw.copy_(value)
                         state[name] = view.raw
-
-    def _state_buffer(self, shard: Shard, name: str, like: Tensor, accelerator: Accelerator) -> Buffer:
-        if name not in shard.states:
-            shard.states[name] = accelerator.allocate(shard.master.numel, dtype_of(like.dtype))
-        return shard.states[name]
 
     def whole_state(self) -> bytes | None:
         """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat."""
@@ -206,16 +205,6 @@ def _is_elementwise(name: str, value: Any, numel: int, parameter: Tensor) -> boo
     if not isinstance(value, Tensor) or value.numel() != numel:
         return False
     return value.dim() > 0 or (parameter.dim() == 0 and name not in _NUMBERS)
-
-
-def _is_updated(shard: Shard, fqn: str) -> bool:
-    """Whether the parameter lies in a run of this step."""
-    return any(
-        run.offset <= piece.shard_offset < run.offset + run.numel
-        for piece in shard.slices
-        if piece.fqn == fqn
-        for run in shard.runs
-    )
 
 
 def _number(value: Any) -> float | None:

@@ -83,6 +83,7 @@ class TorchEngine(nn.Module, Engine):
             layout,
             runtime.policy,
             runtime.step_policy_for(layout),
+            runtime.place_states(layout, resident=isinstance(slice_optimizer, ClientOptimizer)),
             slice_optimizer,
             groups,
             self.communicator,

@@ -23,9 +23,17 @@ from polyaccel.zero.layout import ShardLayout
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
-    """A zeroed vector of `count` sums, float64 where the device has it."""
-    wide = DType.FLOAT64 in accelerator.capabilities().dtypes
-    return communicator.allocate(count, DType.FLOAT64 if wide else DType.FLOAT32)
+    """A zeroed vector of `count` sums to exchange, float64 where the device has it."""
+    return communicator.allocate(count, _sum_dtype(accelerator))
+
+
+def sums_in(accelerator: Accelerator, count: int) -> Buffer:
+    """A zeroed vector of `count` sums in the accelerator's own memory, float64 where it has that."""
+    return accelerator.allocate(count, _sum_dtype(accelerator))
+
+
+def _sum_dtype(accelerator: Accelerator) -> DType:
+    return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
 
 
 def read_sums(sums: Buffer) -> array[float]:

@@ -9,14 +9,14 @@ schedules need not know about any of this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any, ClassVar
 
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
@@ -27,12 +27,13 @@ from polyaccel.ops.base import (
     SQUARE_SUMS,
     AdagradHyper,
     AdamHyper,
+    KernelTable,
     LionHyper,
     SgdHyper,
 )
 from polyaccel.types import DType
 from polyaccel.zero.layout import Bucket, Slice
-from polyaccel.zero.norms import allocate_sums, read_sums
+from polyaccel.zero.norms import allocate_sums, read_sums, sums_in
 
 Group = Mapping[str, Any]
 
@@ -50,15 +51,17 @@ class Run:
 class Shard:
     """What an optimizer sees of one bucket: the elements that this rank updates, in flat buffers of equal length.
 
-    `grad` has the reduced gradient times the loss scale. `out` is where the parameters stand, None when `master` is
-    that memory itself. `slices` are the parameters' parts of the shard, `runs` what to update in this step.
+    `tier` is where `master` and `states` rest, and whose kernels update them. `grad` has the reduced gradient times the
+    loss scale. `out` is where the parameters stand, None when `master` is that memory itself. `slices` are the
+    parameters' parts of the shard, `runs` what to update in this step.
     """
 
     bucket: Bucket
+    tier: Tier
     master: Buffer
     out: Buffer | None
     slices: tuple[Slice, ...]
-    states: dict[str, Buffer]
+    states: dict[str, Buffer] = field(default_factory=dict)
     grad: Buffer | None = None
     runs: tuple[Run, ...] = ()
     steps: dict[str, int] = field(default_factory=dict)
@@ -75,6 +78,21 @@ class Shard:
             {name: state.view(*window) for name, state in self.states.items()},
         )
 
+    def updates(self, piece: Slice) -> bool:
+        """Whether one of `slices` is updated in this step. A run holds slices whole."""
+        return any(run.offset <= piece.shard_offset < run.offset + run.numel for run in self.runs)
+
+    def allocate_state(self, name: str, dtype: DType) -> Buffer:
+        """Add a state, zeros, in the shard's tier. Raises OffloadError when there is no room."""
+        key = f"bucket{self.bucket.index}.{name}"
+        self.states[name] = self.tier.allocate(key, self.master.numel, dtype)
+        return self.states[name]
+
+    @property
+    def kernels(self) -> KernelTable:
+        """Those that reach the shard."""
+        return self.tier.compute.kernels()
+
 
 class SliceOptimizer(ABC):
     """An optimizer that works on shards. `state_names` are its states, each as long as the shard, in float32."""
@@ -89,15 +107,15 @@ class SliceOptimizer(ABC):
     @abstractmethod
     def update(
         self,
-        shards: Sequence[Shard],
+        shards: Iterable[Shard],
         groups: Sequence[Group],
         grad_scale: float,
-        accelerator: Accelerator,
         communicator: Communicator,
     ) -> Iterator[Shard]:
         """Update every shard with its gradient times `grad_scale`; yield each as soon as its parameters are final.
 
-        Collective: every rank passes the same buckets in the same order.
+        Collective: every rank passes the same buckets in the same order. A shard's buffers are good until the next one
+        is asked for, where its tier is not resident.
         """
 
 
@@ -106,19 +124,18 @@ class ElementwiseOptimizer(SliceOptimizer):
 
     def update(
         self,
-        shards: Sequence[Shard],
+        shards: Iterable[Shard],
         groups: Sequence[Group],
         grad_scale: float,
-        accelerator: Accelerator,
         communicator: Communicator,
     ) -> Iterator[Shard]:
         for shard in shards:
             for run in shard.runs:
-                self.update_run(shard, run, groups[shard.bucket.kind.group], grad_scale, accelerator)
+                self.update_run(shard, run, groups[shard.bucket.kind.group], grad_scale)
             yield shard
 
     @abstractmethod
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None: ...
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None: ...
 
 
 class Adam(ElementwiseOptimizer):
@@ -126,10 +143,10 @@ class Adam(ElementwiseOptimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
         hyper = _adam_hyper(group, run.step)
-        accelerator.kernels()[ADAM](master, grad, states["exp_avg"], states["exp_avg_sq"], out, hyper, grad_scale)
+        shard.kernels[ADAM](master, grad, states["exp_avg"], states["exp_avg_sq"], out, hyper, grad_scale)
 
 
 class Sgd(ElementwiseOptimizer):
@@ -137,7 +154,7 @@ class Sgd(ElementwiseOptimizer):
 
     state_names = ("momentum_buffer",)
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
         momentum = float(group.get("momentum", 0.0))
         hyper = SgdHyper(
@@ -148,9 +165,7 @@ class Sgd(ElementwiseOptimizer):
             nesterov=bool(group.get("nesterov", False)),
             first=run.step == 1,
         )
-        accelerator.kernels()[SGD](
-            master, grad, states["momentum_buffer"] if momentum else None, out, hyper, grad_scale
-        )
+        shard.kernels[SGD](master, grad, states["momentum_buffer"] if momentum else None, out, hyper, grad_scale)
 
 
 class Adagrad(ElementwiseOptimizer):
@@ -161,7 +176,7 @@ class Adagrad(ElementwiseOptimizer):
     def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:
         states["sum"].fill(float(group.get("initial_accumulator_value", 0.0)))
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
         hyper = AdagradHyper(
             lr=float(group["lr"]),
@@ -170,7 +185,7 @@ class Adagrad(ElementwiseOptimizer):
             lr_decay=float(group.get("lr_decay", 0.0)),
             step=run.step,
         )
-        accelerator.kernels()[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale)
+        shard.kernels[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale)
 
 
 class Lion(ElementwiseOptimizer):
@@ -178,11 +193,11 @@ class Lion(ElementwiseOptimizer):
 
     state_names = ("exp_avg",)
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float, accelerator: Accelerator) -> None:
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
         beta1, beta2 = group["betas"]
         hyper = LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group.get("weight_decay", 0.0)))
-        accelerator.kernels()[LION](master, grad, states["exp_avg"], out, hyper, grad_scale)
+        shard.kernels[LION](master, grad, states["exp_avg"], out, hyper, grad_scale)
 
 
 class Lamb(SliceOptimizer):
@@ -195,16 +210,15 @@ class Lamb(SliceOptimizer):
 
     def update(
         self,
-        shards: Sequence[Shard],
+        shards: Iterable[Shard],
         groups: Sequence[Group],
         grad_scale: float,
-        accelerator: Accelerator,
         communicator: Communicator,
     ) -> Iterator[Shard]:
-        kernels = accelerator.kernels()
         for shard in shards:
+            kernels = shard.kernels
             group = groups[shard.bucket.kind.group]
-            direction = accelerator.allocate(shard.master.numel, DType.FLOAT32)
+            direction = shard.tier.compute.allocate(shard.master.numel, DType.FLOAT32)
             for run in shard.runs:
                 master, grad, _, states = shard.cut(run)
                 kernels[LAMB_DIRECTION](
@@ -216,9 +230,9 @@ class Lamb(SliceOptimizer):
                     _adam_hyper(group, run.step),
                     grad_scale,
                 )
-            ratios = self._trust_ratios(shard, direction, group, accelerator, communicator)
+            ratios = self._trust_ratios(shard, direction, group, communicator)
             for piece in shard.slices:
-                if any(run.offset <= piece.shard_offset < run.offset + run.numel for run in shard.runs):
+                if shard.updates(piece):
                     window = (piece.shard_offset, piece.length)
                     kernels[LAMB_APPLY](
                         shard.master.view(*window),
@@ -229,18 +243,20 @@ class Lamb(SliceOptimizer):
             yield shard
 
     def _trust_ratios(
-        self, shard: Shard, direction: Buffer, group: Group, accelerator: Accelerator, communicator: Communicator
+        self, shard: Shard, direction: Buffer, group: Group, communicator: Communicator
     ) -> dict[str, float]:
         """`|weights| / |direction|` of each parameter in the bucket, bounded; 1 where either norm is zero."""
         names = [slot.param.fqn for slot in shard.bucket.slots]
-        sums = allocate_sums(accelerator, communicator, 2 * len(names))
+        sums = sums_in(shard.tier.compute, 2 * len(names))
         pieces: list[tuple[int, Buffer]] = []
         for piece in shard.slices:
             index = names.index(piece.fqn)
             pieces.append((index, shard.master.view(piece.shard_offset, piece.length)))
             pieces.append((len(names) + index, direction.view(piece.shard_offset, piece.length)))
-        accelerator.kernels()[SQUARE_SUMS](sums, pieces)
+        shard.kernels[SQUARE_SUMS](sums, pieces)
         if shard.master.numel != shard.bucket.numel:  # cut over ranks
+            own, sums = sums, allocate_sums(communicator.accelerator, communicator, 2 * len(names))
+            sums.copy_from(own)
             communicator.all_reduce(sums, info=CallInfo("lamb norms", shard.bucket.index))
         values = read_sums(sums)
         low, high = float(group.get("min_coeff", 0.01)), float(group.get("max_coeff", 10.0))

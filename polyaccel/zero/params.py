@@ -12,6 +12,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.types import DType
 from polyaccel.zero.gathering import Gathering, GatherPolicy
 from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
+from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 
 
@@ -30,8 +31,8 @@ class BucketParams:
 
     `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
     exists only while `Gathering` makes it. `master` covers what this rank updates: its own shard, or everything under a
-    replicated optimizer. It is a view of the parameters when those are of the master type already, so that the update
-    needs no copy and no extra byte.
+    replicated optimizer. It is a view of the parameters when those are of the master type already and it stays on the
+    device, so that the update needs no copy and no extra byte; else it is in the bucket's tier.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class BucketParams:
         bucket: Bucket,
         policy: ZeroPolicy,
         master_dtype: DType,
+        placement: StatePlacement,
         communicator: Communicator,
         accelerator: Accelerator,
     ) -> None:
@@ -55,8 +57,12 @@ class BucketParams:
         self.origin = low if updates_own else 0
         """The bucket's element where `master` starts."""
         extent = self.own if updates_own or self.full is None else self.full
-        self.master_is_view = not bucket.kind.trainable or bucket.kind.dtype is master_dtype
-        self.master = extent if self.master_is_view else accelerator.allocate(extent.numel, master_dtype)
+        stays = bucket.index not in placement.offloaded
+        self.master_is_view = not bucket.kind.trainable or (stays and bucket.kind.dtype is master_dtype)
+        self.master = extent
+        if not self.master_is_view:
+            tier, key = placement.tier_of(bucket), f"bucket{bucket.index}.master"
+            self.master = tier.allocate(key, extent.numel, master_dtype)
         self.out: Buffer | None = None if self.master_is_view else extent
 
     def slices(self) -> tuple[Slice, ...]:
@@ -81,6 +87,7 @@ class ParamStore:
         layout: ShardLayout,
         policy: ZeroPolicy,
         gather_policy: GatherPolicy,
+        placement: StatePlacement,
         communicator: Communicator,
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
@@ -89,6 +96,7 @@ class ParamStore:
     ) -> None:
         self._layout = layout
         self._policy = policy
+        self._placement = placement
         self._communicator = communicator
         self._accelerator = accelerator
         self._observer = observer
@@ -126,7 +134,12 @@ class ParamStore:
     def _bind(self, bucket: Bucket, read_param: Callable[[str], Buffer]) -> BucketParams:
         """Move a bucket's parameters into it. Bucket after bucket, so that few parameters exist twice."""
         place = BucketParams(
-            bucket, self._policy, _master_dtype(bucket.kind.dtype), self._communicator, self._accelerator
+            bucket,
+            self._policy,
+            _master_dtype(bucket.kind.dtype),
+            self._placement,
+            self._communicator,
+            self._accelerator,
         )
         originals = {slot.param.fqn: read_param(slot.param.fqn) for slot in bucket.slots}
         precise = _common_dtype({original.dtype for original in originals.values()})

@@ -8,7 +8,7 @@ here sees a tensor, an array or a device's name; stages are values of `ZeroPolic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,15 +17,16 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.ops.base import SQUARE_SUMS
-from polyaccel.types import DType
 from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
+from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
+from polyaccel.zero.states import StateStore
 
 WaitingPhase = Literal["reduce", "publish"]
 
@@ -64,7 +65,8 @@ class ZeroStep:
     `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
     start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `observer`
     is told where each parameter stands from then on. `timed` is entered around waiting for others. The layout's
-    order is the order in which gradients are expected. Raises what the accelerator and the communicator raise.
+    order is the order in which gradients are expected. `placement` says which tier holds the states, and is closed with
+    the step. Raises what the accelerator and the communicator raise.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ZeroStep:
         layout: ShardLayout,
         policy: ZeroPolicy,
         step_policy: StepPolicy,
+        placement: StatePlacement,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
         communicator: Communicator,
@@ -101,6 +104,7 @@ class ZeroStep:
             layout,
             policy,
             step_policy.gathering,
+            placement,
             communicator,
             accelerator,
             read_param,
@@ -118,7 +122,7 @@ class ZeroStep:
             for position, gradients in enumerate(self._gradients)
             for index, slot in enumerate(gradients.bucket.slots)
         }
-        self._shards = self._make_shards(groups)
+        self._states = StateStore(self.params, placement, optimizer, groups, accelerator)
         self._in_pass = False
         self._reducing = False
         self._has_unreduced = False
@@ -127,24 +131,10 @@ class ZeroStep:
         """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
 
-    def _make_shards(self, groups: Sequence[Group]) -> list[Shard]:
-        if self.optimizer is None:
-            return []
-        shards = []
-        for gradients in self._gradients:
-            place = self.params[gradients.bucket.index]
-            states = {
-                name: self.accelerator.allocate(place.master.numel, DType.FLOAT32)
-                for name in self.optimizer.state_names
-            }
-            self.optimizer.initialise_states(states, groups[gradients.bucket.kind.group])
-            shards.append(Shard(gradients.bucket, place.master, place.out, place.slices(), states))
-        return shards
-
     @property
     def shards(self) -> Sequence[Shard]:
         """What this rank updates, in layout order."""
-        return self._shards
+        return self._states.shards
 
     # The backward pass.
 
@@ -182,8 +172,6 @@ class ZeroStep:
         """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
         if self._reducing:
             for gradients in self._gradients[self._next_launch :]:
-                if gradients.needs_staging() and self._is_crowded:
-                    self._finish_oldest()
                 self._launch(gradients)
         for gradients in self._gradients:
             gradients.end_pass()
@@ -200,6 +188,8 @@ class ZeroStep:
             self._next_launch += 1
 
     def _launch(self, gradients: GradientBucket) -> None:
+        if (gradients.needs_staging() or gradients.needs_recasting()) and self._is_crowded:
+            self._finish_oldest()
         gradients.launch()
         if not self.step_policy.reduction.overlap:
             gradients.finish()
@@ -258,21 +248,22 @@ class ZeroStep:
         factor = report.clip_factor(self.step_policy.clip_norm)
         for fqn in report.touched:
             self.steps[fqn] += 1
-        for shard, gradients in zip(self._shards, self._gradients, strict=True):
+        for shard, gradients in zip(self.shards, self._gradients, strict=True):
             shard.grad = gradients.result()
             shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
             shard.runs = tuple(_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
         self.params.fence()
         self.params.gathering.end_step()
-        for shard in self.optimizer.update(
-            self._shards, groups, factor / loss_scale, self.accelerator, self.communicator
-        ):
-            self.params.publish(shard.bucket.index)
-        if not self.step_policy.defer_publish:
-            self.params.fence()
-        for shard in self._shards:
-            shard.grad = None
-        self.discard_gradients()
+        try:
+            with closing(self._states.walk()) as walk:
+                for shard in self.optimizer.update(walk, groups, factor / loss_scale, self.communicator):
+                    self._states.hand_over(shard)
+                    self.params.publish(shard.bucket.index)
+        finally:  # states that could not be written are no reason to keep gradients that were used
+            if not self.step_policy.defer_publish:
+                self.params.fence()
+            self._states.forget_gradients()
+            self.discard_gradients()
         return StepResult(True, report.norm, report.norm * factor, report.culprit)
 
     def agree(self, loss_scale: float) -> GradientReport:
@@ -321,7 +312,7 @@ class ZeroStep:
         Kind `param` is the parameter in the best precision there is, the others are optimizer states.
         """
         for place in self.params:
-            shard = next((shard for shard in self._shards if shard.bucket is place.bucket), None)
+            shard = self._states.get(place.bucket.index)
             for piece in place.bucket.slices(self.communicator.rank):
                 _, slot = self.layout.locate(piece.fqn)
                 offset = slot.offset + piece.start - place.origin
@@ -332,7 +323,7 @@ class ZeroStep:
     def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """What this rank must read to go on, in global coordinates: all of `master` and of the optimizer states."""
         for place in self.params:
-            shard = next((shard for shard in self._shards if shard.bucket is place.bucket), None)
+            shard = self._states.get(place.bucket.index)
             for piece in place.slices():
                 _, slot = self.layout.locate(piece.fqn)
                 yield slot, "param", piece.start, place.master.view(piece.shard_offset, piece.length)
@@ -344,7 +335,7 @@ class ZeroStep:
         self.finish_reductions()
         self.params.close()
         self._gradients.clear()
-        self._shards.clear()
+        self._states.close()
 
 
 def _unused(names: Sequence[str]) -> ShardingError:

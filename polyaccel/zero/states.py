@@ -1,0 +1,114 @@
+"""Master weights and optimizer states on one rank: what an update walks over, wherever it rests.
+
+[Note: Updates off the device]
+The kernels that update a shard are those of its tier. Where they do not reach the device's memory, the gradient is
+copied to theirs before the update and the new parameters, in their own type, are copied back after it, through two
+buffers that all shards share. Everything that ranks must agree on (norm, overflow, which parameters had a gradient,
+late gradients) is known only when the last gradient has arrived; so the first update waits for that, also under host
+and nvme, and from then on reading, updating, writing and publishing overlap, bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.offload.tier import Tier
+from polyaccel.types import DType
+from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.params import BucketParams
+from polyaccel.zero.placement import StatePlacement
+
+
+class StateStore:
+    """The shards of the trainable `places`, their states as `optimizer` starts with them; none without an optimizer."""
+
+    def __init__(
+        self,
+        places: Iterable[BucketParams],
+        placement: StatePlacement,
+        optimizer: SliceOptimizer | None,
+        groups: Sequence[Group],
+        accelerator: Accelerator,
+    ) -> None:
+        self._placement = placement
+        self._accelerator = accelerator
+        self._staging: dict[tuple[str, DType], Buffer] = {}
+        self.shards: list[Shard] = []
+        self._by_bucket: dict[int, Shard] = {}
+        if optimizer is not None:
+            for place in places:
+                if place.bucket.kind.trainable:
+                    self._add(place, optimizer, groups[place.bucket.kind.group])
+
+    def _add(self, place: BucketParams, optimizer: SliceOptimizer, group: Group) -> None:
+        tier = self._placement.tier_of(place.bucket)
+        shard = Shard(place.bucket, tier, place.master, place.out, place.slices())
+        for name in optimizer.state_names:
+            shard.allocate_state(name, DType.FLOAT32)
+        optimizer.initialise_states(shard.states, group)
+        self.shards.append(shard)
+        self._by_bucket[place.bucket.index] = shard
+
+    def get(self, index: int) -> Shard | None:
+        """The shard of a bucket; None for a frozen one, and without an optimizer."""
+        return self._by_bucket.get(index)
+
+    def walk(self) -> Generator[Shard, None, None]:
+        """Every shard in order, each ready for the kernels of its tier until the walk moves on.
+
+        `hand_over` what was updated before that. See [Note: Updates off the device]. Raises OffloadError as
+        `Tier.lend` does.
+        """
+        with ExitStack() as stack:
+            walks: dict[Tier, Generator[list[Buffer], None, None]] = {}
+            for tier in dict.fromkeys(shard.tier for shard in self.shards):
+                groups = [[shard.master, *shard.states.values()] for shard in self.shards if shard.tier is tier]
+                walks[tier] = stack.enter_context(closing(tier.lend(groups)))
+            for shard in self.shards:
+                yield self._ready(shard, next(walks[shard.tier]))
+            for walk in walks.values():
+                next(walk, None)  # its end, which raises what could not be written
+
+    def _ready(self, shard: Shard, lent: list[Buffer]) -> Shard:
+        master, *states = lent
+        grad, out = shard.grad, shard.out
+        if shard.tier.compute is not self._accelerator:
+            if grad is not None:
+                device_grad, grad = grad, self._stage(shard, "grad", grad.dtype)
+                grad.copy_from(device_grad)
+            if out is not None:
+                out = self._stage(shard, "out", out.dtype)
+        return replace(shard, master=master, states=dict(zip(shard.states, states, strict=True)), grad=grad, out=out)
+
+    def _stage(self, shard: Shard, use: str, dtype: DType) -> Buffer:
+        """As many elements as the shard has, where its kernels reach them; all shards share the memory."""
+        staging = self._staging.get((use, dtype))
+        if staging is None:
+            most = max(other.master.numel for other in self.shards)
+            staging = self._staging[use, dtype] = shard.tier.stage(most, dtype)
+        return staging.view(0, shard.master.numel)
+
+    def hand_over(self, lent: Shard) -> None:
+        """Give the device the new parameters of a shard that `walk` gave."""
+        target = self._by_bucket[lent.bucket.index].out
+        if target is None or lent.out is None or lent.out is target:
+            return
+        for piece in lent.slices:  # and not the padding between them, which nobody has written
+            if lent.updates(piece):
+                window = (piece.shard_offset, piece.length)
+                target.view(*window).copy_from(lent.out.view(*window))
+
+    def forget_gradients(self) -> None:
+        for shard in self.shards:
+            shard.grad = None
+
+    def close(self) -> None:
+        """Let go of all states, and close their tiers."""
+        self.shards.clear()
+        self._by_bucket.clear()
+        self._staging.clear()
+        self._placement.close()
