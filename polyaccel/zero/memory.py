@@ -21,7 +21,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.types import DType
 from polyaccel.zero.layout import Bucket, ShardLayout
 from polyaccel.zero.policy import Placement, ZeroPolicy
-from polyaccel.zero.precision import Precision
+from polyaccel.zero.precision import DEFAULT_PRECISION, Precision
 from polyaccel.zero.schedule import OpKind, plan_step
 
 
@@ -87,7 +87,7 @@ def estimate_layout(
     policy: ZeroPolicy,
     layout: ShardLayout,
     *,
-    precision: Precision = Precision(),
+    precision: Precision = DEFAULT_PRECISION,
     state_count: int = 2,
     micro_batches: int = 1,
     buckets_in_flight: int = 3,
@@ -135,7 +135,7 @@ def estimate(
     policy: ZeroPolicy,
     world_size: int,
     dtype: DType,
-    precision: Precision = Precision(),
+    precision: Precision = DEFAULT_PRECISION,
     state_count: int = 2,
     micro_batches: int = 1,
 ) -> MemoryEstimate:

@@ -34,3 +34,7 @@ class Precision:
         """In which type its gradients wait for the update. `accumulates`: over several micro-batches."""
         travels = self.reduce_of(param)
         return self.accumulate or (DType.FLOAT32 if accumulates and travels.itemsize < 4 else travels)
+
+
+DEFAULT_PRECISION = Precision()
+"""Masters and states in float32, gradients as the parameters."""

@@ -46,7 +46,7 @@ class OpKind(Enum):
     UPDATE = "update"
     """One optimizer step: on the own shard where optimizer states are sharded, else on the whole bucket."""
     PUBLISH = "publish"
-    """Give every rank the updated parameters (all-gather). Only where they are replicated and their update was not."""
+    """Give every rank the updated parameters (all-gather). Only where they stay whole and their update was sharded."""
     EVICT = "evict"
     """The inverse of `FETCH`."""
 
@@ -87,19 +87,21 @@ def plan_step(policy: ZeroPolicy, layout: ShardLayout, *, micro_batches: int = 1
     for position, use in enumerate(uses):
         bucket = layout.buckets[use.bucket]
         unit = members[bucket.kind.unit]
+        sharded = [index for index in unit if not layout.buckets[index].kind.persistent]
         if position in opening:
-            operations += (Operation(OpKind.UNSHARD, index, use.micro_batch) for index in unit)
+            operations += (Operation(OpKind.UNSHARD, index, use.micro_batch) for index in sharded)
         operations.append(use)
         if position in closing:
-            operations += (Operation(OpKind.RESHARD, index, use.micro_batch) for index in unit)
+            operations += (Operation(OpKind.RESHARD, index, use.micro_batch) for index in sharded)
         if use.kind is OpKind.BACKWARD and bucket.kind.trainable:
             reduction = _reduction(policy, is_boundary=use.micro_batch == last)
             if reduction is not None:
                 operations.append(Operation(reduction, use.bucket, use.micro_batch))
 
-    publishes = policy.optim is Placement.SHARDED and policy.params is Placement.REPLICATED
     for bucket in forward_order:
         if bucket.kind.trainable:
+            is_whole = policy.params is Placement.REPLICATED or bucket.kind.persistent
+            publishes = policy.optim is Placement.SHARDED and is_whole
             kinds = [OpKind.FETCH, OpKind.UPDATE, *[OpKind.PUBLISH] * publishes, OpKind.EVICT]
             operations += (Operation(kind, bucket.index, last) for kind in kinds)
     return tuple(operations)

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyaccel.zero.layout import ShardLayout
+from polyaccel.zero.precision import DEFAULT_PRECISION, Precision
 from polyaccel.zero.schedule import Operation, OpKind
+
+_REDUCTIONS = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """Elements that each rank sends in one step, padding included, by collective.
+    """Elements that each rank sends in one step, padding included, by collective, and the bytes of all of them.
 
     Counts the buckets only: the few scalars on which a step agrees (norm, overflow, loss) come on top.
     """
@@ -19,23 +22,37 @@ class StepTraffic:
     all_reduce_numel: int
     reduce_scatter_numel: int
     all_gather_numel: int
+    total_nbytes: int
 
     @property
     def total_numel(self) -> int:
         return self.all_reduce_numel + self.reduce_scatter_numel + self.all_gather_numel
 
 
-def step_traffic(operations: Iterable[Operation], layout: ShardLayout) -> StepTraffic:
+def step_traffic(
+    operations: Iterable[Operation], layout: ShardLayout, precision: Precision = DEFAULT_PRECISION
+) -> StepTraffic:
     """What `operations` send at the lower bound that bandwidth-optimal algorithms reach (Patarasuk & Yuan 2009).
 
-    A reduce-scatter or all-gather of a bucket sends all of it but one shard; an all-reduce is one of each.
+    A reduce-scatter or all-gather of a bucket sends all of it but one shard; an all-reduce is one of each. Gradients
+    travel in the type that `precision` says, parameters in their own.
     """
     sent = dict.fromkeys(OpKind, 0)
+    nbytes = 0
     for operation in operations:
         bucket = layout.buckets[operation.bucket]
-        sent[operation.kind] += bucket.numel - bucket.shard_numel
+        dtype = bucket.kind.dtype
+        part = bucket.numel - bucket.shard_numel
+        if operation.kind is OpKind.ALL_REDUCE:
+            part *= 2
+        sent[operation.kind] += part
+        if operation.kind in _REDUCTIONS:
+            nbytes += part * precision.reduce_of(dtype).itemsize
+        elif operation.kind in (OpKind.UNSHARD, OpKind.PUBLISH):
+            nbytes += part * dtype.itemsize
     return StepTraffic(
-        all_reduce_numel=2 * sent[OpKind.ALL_REDUCE],
+        all_reduce_numel=sent[OpKind.ALL_REDUCE],
         reduce_scatter_numel=sent[OpKind.REDUCE_SCATTER],
         all_gather_numel=sent[OpKind.UNSHARD] + sent[OpKind.PUBLISH],
+        total_nbytes=nbytes,
     )

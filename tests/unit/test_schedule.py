@@ -13,6 +13,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.precision import Precision
 from polyaccel.zero.schedule import Operation, OpKind, plan_step
 from polyaccel.zero.traffic import StepTraffic, step_traffic
 
@@ -164,9 +165,9 @@ def test_traffic_is_that_of_the_formulas(layout: ShardLayout, micro_batches: int
     psi = sum(bucket.numel for bucket in layout.buckets if bucket.kind.trainable)
     part = Fraction(layout.world_size - 1, layout.world_size) * psi
     expected = {
-        0: StepTraffic(all_reduce_numel=2 * part, reduce_scatter_numel=0, all_gather_numel=0),
-        1: StepTraffic(all_reduce_numel=0, reduce_scatter_numel=part, all_gather_numel=part),
-        2: StepTraffic(all_reduce_numel=0, reduce_scatter_numel=micro_batches * part, all_gather_numel=part),
+        0: StepTraffic(2 * part, 0, 0, total_nbytes=2 * part * 2),
+        1: StepTraffic(0, part, part, total_nbytes=2 * part * 2),
+        2: StepTraffic(0, micro_batches * part, part, total_nbytes=(micro_batches + 1) * part * 2),
     }
     for stage, traffic in expected.items():
         operations = plan_step(ZeroPolicy.of_stage(stage), layout, micro_batches=micro_batches)
@@ -180,6 +181,27 @@ def test_sharded_parameters_are_gathered_for_forward_and_backward() -> None:
     assert traffic.all_gather_numel == halves[0] + 2 * halves[1] + 2 * halves[2]  # 0 is kept at the turn
     assert traffic.reduce_scatter_numel == halves[0] + halves[1]
     assert traffic.total_numel == traffic.all_gather_numel + traffic.reduce_scatter_numel
+
+
+def test_persistent_parameters_are_published_instead_of_gathered() -> None:
+    params = [ParamSpec("a", (256,), DType.BFLOAT16), ParamSpec("bias", (64,), DType.BFLOAT16)]
+    layout = plan_layout(params, world_size=2, max_bucket_numel=1000, units={"a": "u"}, persistent={"bias"})
+    kinds = {
+        index: Counter(op.kind for op in plan_step(ZeroPolicy.of_stage(3), layout) if op.bucket == index)
+        for index in (0, 1)
+    }
+    assert kinds[0][OpKind.UNSHARD] == kinds[0][OpKind.RESHARD] > 0
+    assert kinds[0][OpKind.PUBLISH] == 0
+    assert kinds[1][OpKind.UNSHARD] == kinds[1][OpKind.RESHARD] == 0
+    assert kinds[1][OpKind.PUBLISH] == 1
+
+
+def test_gradients_travel_in_a_type_of_their_own() -> None:
+    layout = _layout("a")
+    operations = plan_step(ZeroPolicy.of_stage(2), layout)
+    half = layout.buckets[0].numel // 2
+    traffic = step_traffic(operations, layout, Precision(reduce=DType.BFLOAT16))
+    assert traffic.total_nbytes == half * 2 + half * 4
 
 
 def test_one_rank_sends_nothing() -> None:
