@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from polyaccel.accelerators.torch_memory import dtype_of
 from polyaccel.checkpoint import CheckpointReader, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.client_optimizer import ClientOptimizer
 from polyaccel.torch.optimizer import load_groups
+from polyaccel.types import DType
+from polyaccel.zero.optimizers import SliceOptimizer
 
 if TYPE_CHECKING:
     from polyaccel.torch.engine import TorchEngine
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 log = getLogger(__name__)
 
 _PARAM, _BUFFER = "param", "buffer"
-_CLIENT_OPTIMIZER = "client_optimizer"
+_CLIENT_OPTIMIZER, _CLIENT_SCHEDULE = "client_optimizer", "client_schedule"
 
 
 def save_engine(
@@ -48,13 +52,16 @@ def save_engine(
         if whole is not None:
             blobs[_CLIENT_OPTIMIZER] = whole
     schedule, loader = engine.lr_scheduler, engine.training_dataloader
+    if schedule is not None and not isinstance(schedule, Schedule):
+        blobs[_CLIENT_SCHEDULE] = _packed(schedule.state_dict())
     scalars = {
         "counters": engine.counters.state_dict(),
         "loss_scaler": engine.loss_scaler.state_dict(),
         "optimizer": engine.optimizer.state_dict() if engine.optimizer is not None else None,
+        "optimizer_kind": _optimizer_kind(optimizer),
         "param_steps": engine.zero.steps,
         "client_optimizer": client_scalars,
-        "lr_scheduler": schedule.state_dict() if schedule is not None else None,
+        "lr_scheduler": schedule.state_dict() if isinstance(schedule, Schedule) else None,
         "data": loader.state_dict() if loader is not None else None,
         "client_state": dict(client_state),
     }
@@ -86,11 +93,14 @@ def load_engine(
     scalars = reader.scalars
     _check_names(engine, reader, strict)
     optimizer = engine.zero.optimizer
+    if optimizer_states:
+        _check_optimizer(optimizer, reader)
     if optimizer_states and isinstance(optimizer, ClientOptimizer):
         _allocate_client_states(engine, reader)
     for slot, kind, start, buffer in engine.zero.needed_pieces():
         fqn = slot.param.fqn
-        if (kind == _PARAM and reader.has(fqn, kind)) or (kind != _PARAM and optimizer_states):
+        may_lack = kind == _PARAM or isinstance(optimizer, ClientOptimizer)
+        if (kind == _PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
             reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=engine.accelerator.allocate)
     engine.zero.discard_gradients()
     engine.zero.params.publish_masters()
@@ -105,17 +115,22 @@ def load_engine(
         engine.zero.steps.update({fqn: scalars["param_steps"].get(fqn, 0) for fqn in engine.zero.steps})
         load_groups(engine.optimizer.param_groups, scalars["optimizer"]["param_groups"])
         if isinstance(optimizer, ClientOptimizer):
-            optimizer.restore(engine.zero.shards, scalars["client_optimizer"], engine.zero.steps)
+            optimizer.restore(engine.zero.shards, scalars["client_optimizer"], reader.has)
             if _CLIENT_OPTIMIZER in (blobs := reader.rank_blobs(0)):
                 optimizer.load_whole_state(blobs[_CLIENT_OPTIMIZER])
-    if schedule and engine.lr_scheduler is not None and scalars["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+    if schedule and engine.lr_scheduler is not None:
+        _load_schedule(engine.lr_scheduler, reader)
     return f"{load_dir}/{reader.tag}", scalars["client_state"]
 
 
 def _pieces(engine: TorchEngine, exclude_frozen: bool) -> Iterator[TensorPiece]:
+    optimizer = engine.zero.optimizer
+    shards = {slot.param.fqn: shard for shard in engine.zero.shards for slot in shard.bucket.slots}
     for slot, kind, start, buffer in engine.zero.owned_pieces():
-        if slot.param.trainable or not exclude_frozen:
+        fqn = slot.param.fqn
+        # A shard's buffer of a state has room for parameters that have no such state.
+        exists = kind == _PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
+        if exists and (slot.param.trainable or not exclude_frozen):
             yield TensorPiece(slot.param.fqn, kind, slot.param.shape, buffer.dtype, start, buffer)
     if engine.communicator.rank == 0:
         for name, tensor in _buffers(engine).items():
@@ -165,13 +180,48 @@ def _check_names(engine: TorchEngine, reader: CheckpointReader, strict: bool) ->
         )
 
 
+def _optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
+    if optimizer is None:
+        return None
+    return optimizer.kind if isinstance(optimizer, ClientOptimizer) else type(optimizer).__name__
+
+
+def _check_optimizer(optimizer: SliceOptimizer | None, reader: CheckpointReader) -> None:
+    """Raise CheckpointError when the saved optimizer states are of another kind than this run's."""
+    ours, theirs = _optimizer_kind(optimizer), reader.scalars["optimizer_kind"]
+    if ours is not None and theirs is not None and ours != theirs:
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {ours}",
+            cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+            value=theirs,
+        )
+
+
 def _allocate_client_states(engine: TorchEngine, reader: CheckpointReader) -> None:
-    kinds = {(entry.kind, entry.dtype) for entry in reader.tensors() if entry.kind not in (_PARAM, _BUFFER)}
+    saved: dict[str, list[tuple[str, DType]]] = {}
+    for entry in reader.tensors():
+        if entry.kind not in (_PARAM, _BUFFER):
+            saved.setdefault(entry.fqn, []).append((entry.kind, entry.dtype))
     for shard in engine.zero.shards:
-        for kind, dtype in kinds:
-            saved = all(reader.has(slot.param.fqn, kind) for slot in shard.bucket.slots if slot.param.numel)
-            if saved and kind not in shard.states:
-                shard.allocate_state(kind, dtype)
+        for piece in shard.slices:
+            for kind, dtype in saved.get(piece.fqn, ()):
+                if kind not in shard.states:
+                    shard.allocate_state(kind, dtype)
+
+
+def _packed(state: Any) -> bytes:
+    """The state of a schedule of torch, which may hold more than plain values."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def _load_schedule(schedule: Any, reader: CheckpointReader) -> None:
+    if isinstance(schedule, Schedule):
+        if reader.scalars["lr_scheduler"] is not None:
+            schedule.load_state_dict(reader.scalars["lr_scheduler"])
+    elif _CLIENT_SCHEDULE in (blobs := reader.rank_blobs(0)):
+        schedule.load_state_dict(torch.load(io.BytesIO(blobs[_CLIENT_SCHEDULE]), weights_only=True))
 
 
 def _random_states(engine: TorchEngine) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ that checkpoints hold them like those of any other optimizer.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,12 @@ class ClientOptimizer(SliceOptimizer):
         self._members: list[list[Tensor]] = []
         """For each group, what stands for its parameters on this rank while the optimizer steps."""
 
+    @property
+    def kind(self) -> str:
+        """What must be equal for one optimizer's state to mean something to another."""
+        name = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+        return f"{name} on {'slices' if self._flat else 'whole parameters'}"
+
     def bind(self, shards: Sequence[Shard]) -> None:
         """Find the views of the shards' master weights that stand for the parameters; cut the states there are.
 
@@ -81,6 +87,7 @@ class ClientOptimizer(SliceOptimizer):
                     self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
                 views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket
                 self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
+            self._adopt_states(shard)
         for group in self.optimizer.param_groups:
             names = [self._names[parameter] for parameter in group["params"]]
             self._members.append([views[name] for name in names if name in views])
@@ -162,6 +169,11 @@ class ClientOptimizer(SliceOptimizer):
             self.optimizer.load_state_dict(saved)
         self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
 
+    def holds(self, shard: Shard, fqn: str, name: str) -> bool:
+        """Whether the parameter has state `name` in the shard: none before its first update, whatever others have."""
+        _, tensor = self._places[(shard.bucket.index, fqn)]
+        return name in self.optimizer.state.get(tensor, {})
+
     def scalar_states(self) -> dict[str, dict[str, float]]:
         """States of one number each, such as step counts, by parameter name."""
         found: dict[str, dict[str, float]] = {}
@@ -170,21 +182,26 @@ class ClientOptimizer(SliceOptimizer):
             found[fqn] = {name: number for name, number in numbers.items() if number is not None}
         return {fqn: numbers for fqn, numbers in found.items() if numbers}
 
-    def restore(self, shards: Sequence[Shard], scalars: dict[str, dict[str, float]], steps: Mapping[str, int]) -> None:
+    def restore(
+        self, shards: Sequence[Shard], scalars: Mapping[str, Mapping[str, float]], is_saved: Callable[[str, str], bool]
+    ) -> None:
         """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
 
-        `steps` counts each parameter's updates; one without has no state yet.
+        `is_saved(fqn, name)` says which states the parameters had; one that had none has none again.
         """
         for shard in shards:
             for piece in shard.slices:
-                if not steps[piece.fqn]:
-                    continue
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
-                state: dict[str, Any] = self.optimizer.state[tensor]
-                for name, number in scalars.get(piece.fqn, {}).items():
-                    state[name] = torch.tensor(number, dtype=torch.float32)
+                state: dict[str, Any] = {
+                    name: torch.tensor(number, dtype=torch.float32)
+                    for name, number in scalars.get(piece.fqn, {}).items()
+                }
                 for name, buffer in shard.states.items():
-                    state[name] = buffer.view(piece.shard_offset, piece.length).raw
+                    if is_saved(piece.fqn, name):
+                        state[name] = buffer.view(piece.shard_offset, piece.length).raw
+                self.optimizer.state.pop(tensor, None)
+                if state:
+                    self.optimizer.state[tensor] = state
 
 
 def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:

@@ -336,7 +336,7 @@ class TorchEngine(nn.Module, Engine):
         """Go on from a checkpoint, whatever world size and stage wrote it; returns its path and client state.
 
         Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
-        that does not have this model's parameters.
+        that does not have this model's parameters, and for optimizer states that this run's optimizer cannot take over.
         """
         self._own_data = None  # its position is about to change
         return load_engine(
