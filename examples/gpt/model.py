@@ -52,8 +52,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        wide = functional.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh")
-        return torch.add(hidden, self.mlp_out(wide))
+        added: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
+        return hidden + added
 
 
 class Gpt(nn.Module):

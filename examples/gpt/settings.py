@@ -21,7 +21,7 @@ _HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Settings:
-    """A run's settings. `precision` is fp32 or bf16; `config` is the JSON with its "auto" decided."""
+    """A run's settings. `precision` is fp32, bf16 or fp16; `config` is the JSON with its "auto" decided."""
 
     size: str
     steps: int
@@ -43,16 +43,11 @@ class Settings:
     @classmethod
     def begin(cls, args: argparse.Namespace) -> Settings:
         """The settings that the command line asks for, defaults filled in."""
-        precision = args.precision or "auto"
-        if precision == "auto":
-            precision = "bf16" if has_fast_bf16() else "fp32"
-        steps = args.steps or 400
         written = json.loads((args.config or _HERE / "config.json").read_text(encoding="utf-8"))
+        precision = _choose_precision(written, args.precision)
+        steps = args.steps or 400
         decided = {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20), "enabled": precision == "bf16"}
-        config = {
-            **_without_auto(written, decided),
-            "bf16": {**written.get("bf16", {}), "enabled": precision == "bf16"},
-        }
+        config = _without_auto(written, decided)
         return cls(args.size or "small", steps, 1 if args.seed is None else args.seed, precision, config)
 
     def check_same(self, args: argparse.Namespace) -> None:
@@ -77,6 +72,18 @@ def has_fast_bf16() -> bool:
         return False
     flags = next((line for line in _CPUINFO.read_text().splitlines() if line.startswith("flags")), "")
     return not _FAST_BF16_FLAGS.isdisjoint(flags.split())
+
+
+def _choose_precision(written: Mapping[str, Any], asked: str | None) -> str:
+    """fp32, bf16 or fp16. It is the config's own decision unless bf16.enabled is "auto" there."""
+    enabled = {name: written.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")}
+    if enabled["bf16"] == "auto":
+        return asked if asked in ("fp32", "bf16") else "bf16" if has_fast_bf16() else "fp32"
+    chosen = next((name for name, is_on in enabled.items() if is_on), "fp32")
+    if asked not in (None, "auto", chosen):
+        cure = 'set bf16.enabled to "auto" in the config, or leave --precision out'
+        raise PolyaccelError(f"--precision {asked}, but the config says {chosen}", cure=cure, value=asked)
+    return chosen
 
 
 def _without_auto(tree: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,20 @@ def test_auto_is_decided_from_the_command_line(gpt: SimpleNamespace) -> None:
     assert "auto" not in json.dumps(settings.config)
 
 
+@pytest.mark.parametrize(("section", "chosen"), [("bf16", "bf16"), ("fp16", "fp16"), ("none", "fp32")])
+def test_a_config_may_decide_the_precision_itself(
+    gpt: SimpleNamespace, tmp_path: Path, section: str, chosen: str
+) -> None:
+    config = {"train_batch_size": 4, **({section: {"enabled": True}} if section != "none" else {})}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    settings = gpt.settings.Settings.begin(arguments(config=file))
+    assert (settings.precision, settings.config) == (chosen, config)
+    other = "fp32" if chosen == "bf16" else "bf16"
+    with pytest.raises(PolyaccelError, match=f"--precision {other}, but the config says {chosen}"):
+        gpt.settings.Settings.begin(arguments(config=file, precision=other))
+
+
 @pytest.mark.parametrize(
     ("flags", "fast"),
     [("fpu avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("fpu avx2 avx512f", False), ("", False)],
