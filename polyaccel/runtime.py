@@ -59,49 +59,12 @@ class Runtime:
     """What floating parameters are held in; None: as the model has them."""
 
     def plan(self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]]) -> ShardLayout:
-        """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded.
-
-        Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there
-        are enough of them to overlap and to keep few under way.
-        """
-        zero = self.config.zero_optimization
-        total = sum(spec.numel for spec in specs)
-        wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
-        cap = min(zero.reduce_bucket_size, wanted)
-        ranks = self.communicator.world_size
-        if self.policy.params is not Placement.SHARDED:
-            return plan_layout(specs, world_size=ranks, max_bucket_numel=cap)
-        persistent = set[str]()
-        left = zero.model_persistence_threshold
-        for spec in sorted(specs, key=lambda spec: spec.numel):
-            if spec.numel <= zero.param_persistence_threshold and spec.numel <= left:
-                persistent.add(spec.fqn)
-                left -= spec.numel
-        return plan_layout(specs, world_size=ranks, max_bucket_numel=cap, units=units(), persistent=persistent)
+        """Lay out `specs` as the config says; see `plan_for`."""
+        return plan_for(self.config, specs, units, self.communicator.world_size)
 
     def step_policy_for(self, layout: ShardLayout) -> StepPolicy:
-        """The step's policy, with the bounds on gathered parameters that suit a layout.
-
-        Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made
-        for billions of parameters and would never free anything: three units may be live.
-        """
-        zero = self.config.zero_optimization
-        stated = zero.model_fields_set
-        units: dict[str, int] = {}
-        for bucket in layout.buckets:
-            if not bucket.kind.persistent:
-                units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
-        unit = max(units.values(), default=0)
-
-        def bound(name: str, value: int, tight: int) -> int:
-            return value if name in stated else min(value, tight)
-
-        gathering = GatherPolicy(
-            max_live_numel=bound("max_live_parameters", zero.max_live_parameters, 3 * unit),
-            prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
-            max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
-        )
-        return replace(self.step_policy, gathering=gathering)
+        """The step's policy, with the bounds on gathered parameters that suit a layout; see `gather_policy_for`."""
+        return replace(self.step_policy, gathering=gather_policy_for(self.config, layout))
 
     def place_states(self, layout: ShardLayout, *, resident: bool) -> StatePlacement:
         """Open the tiers of `zero_optimization.offload_optimizer` and choose the buckets whose states leave the device.
@@ -129,8 +92,7 @@ class Runtime:
         host = host_accelerator(self.accelerator)
         for each in (device, tier):
             each.open(self.accelerator, host, options)
-        ratio = offload.ratio if offload.device != "none" else 0.0
-        return StatePlacement(device, tier, offloaded_buckets(layout, ratio))
+        return StatePlacement(device, tier, offloaded_by(self.config, layout))
 
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
@@ -169,7 +131,7 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
     communicator = default_communicator()
     config = resolve_config(parsed, world_size=communicator.world_size, hints=hints)
     accelerator = communicator.accelerator
-    param_dtype = _param_dtype(config)
+    param_dtype = param_dtype_of(config)
     if param_dtype is not None and param_dtype not in accelerator.supported_dtypes():
         key = "fp16.enabled" if config.fp16.enabled else "bf16.enabled"
         known = ", ".join(sorted(dtype.value for dtype in accelerator.supported_dtypes() if dtype.is_floating))
@@ -180,24 +142,76 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
         accelerator=accelerator,
         communicator=communicator,
         policy=ZeroPolicy.of_stage(config.zero_optimization.stage),
-        step_policy=_step_policy(config),
+        step_policy=step_policy_of(config),
         param_dtype=param_dtype,
     )
 
 
-def _new_tier(name: str) -> Tier:
-    tier = load_plugin(PluginGroup.TIERS, name, Tier, Tier.API_VERSION)()
-    assert isinstance(tier, Tier)  # what loading checked
-    return tier
+# What follows from a config alone, without live parts: the planner asks the same functions.
 
 
-def _param_dtype(config: ResolvedConfig) -> DType | None:
+def plan_for(
+    config: ResolvedConfig, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]], world_size: int
+) -> ShardLayout:
+    """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded.
+
+    Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
+    enough of them to overlap and to keep few under way.
+    """
+    zero = config.zero_optimization
+    total = sum(spec.numel for spec in specs)
+    wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
+    cap = min(zero.reduce_bucket_size, wanted)
+    if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
+        return plan_layout(specs, world_size=world_size, max_bucket_numel=cap)
+    persistent = set[str]()
+    left = zero.model_persistence_threshold
+    for spec in sorted(specs, key=lambda spec: spec.numel):
+        if spec.numel <= zero.param_persistence_threshold and spec.numel <= left:
+            persistent.add(spec.fqn)
+            left -= spec.numel
+    return plan_layout(specs, world_size=world_size, max_bucket_numel=cap, units=units(), persistent=persistent)
+
+
+def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPolicy:
+    """The bounds on gathered parameters.
+
+    Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made for
+    billions of parameters and would never free anything: three units may be live.
+    """
+    zero = config.zero_optimization
+    stated = zero.model_fields_set
+    units: dict[str, int] = {}
+    for bucket in layout.buckets:
+        if not bucket.kind.persistent:
+            units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
+    unit = max(units.values(), default=0)
+
+    def bound(name: str, value: int, tight: int) -> int:
+        return value if name in stated else min(value, tight)
+
+    return GatherPolicy(
+        max_live_numel=bound("max_live_parameters", zero.max_live_parameters, 3 * unit),
+        prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
+        max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
+    )
+
+
+def offloaded_by(config: ResolvedConfig, layout: ShardLayout) -> frozenset[int]:
+    """The buckets whose states leave the device."""
+    offload = config.zero_optimization.offload_optimizer
+    return offloaded_buckets(layout, offload.ratio if offload.device != "none" else 0.0)
+
+
+def param_dtype_of(config: ResolvedConfig) -> DType | None:
+    """What floating parameters are held in; None: as the model has them."""
     if config.fp16.enabled:
         return DType.FLOAT16
     return DType.BFLOAT16 if config.bf16.enabled else None
 
 
-def _step_policy(config: ResolvedConfig) -> StepPolicy:
+def step_policy_of(config: ResolvedConfig) -> StepPolicy:
+    """The step's policy, but for the bounds on gathered parameters."""
     zero = config.zero_optimization
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
     reduce_dtype = config.communication_data_type
@@ -218,3 +232,9 @@ def _step_policy(config: ResolvedConfig) -> StepPolicy:
             overlap=zero.overlap_comm is not False,
         ),
     )
+
+
+def _new_tier(name: str) -> Tier:
+    tier = load_plugin(PluginGroup.TIERS, name, Tier, Tier.API_VERSION)()
+    assert isinstance(tier, Tier)  # what loading checked
+    return tier
