@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from polyaccel.errors import ShardingError
@@ -35,7 +35,7 @@ class Purpose(Enum):
     GRADS_IN_FLIGHT = "gradient buckets in flight"
     GRAD_OUTSIDE = "gradient outside its bucket"
     GATHERED = "gathered parameters"
-    STAGING = "buffers between files and kernels"
+    STAGING = "staging of offloaded states"
 
     @property
     def is_transient(self) -> bool:
@@ -49,6 +49,22 @@ class Place(Enum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which buckets' master weights and states stand where, the others on the device, and what that needs beside them.
+
+    `file_buffers` is how many host buffers, each as long as the largest file, stand between files and kernels.
+    `is_remote`: the host's kernels do not reach the device's memory, so a gradient and new parameters are staged.
+    """
+
+    places: Mapping[int, Place] = field(default_factory=dict)
+    file_buffers: int = 0
+    is_remote: bool = True
+
+
+NO_OFFLOAD = Offload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,40 +108,33 @@ def estimate_layout(
     micro_batches: int = 1,
     buckets_in_flight: int = 3,
     max_gathered_numel: int | None = None,
-    optim_places: Mapping[int, Place] | None = None,
-    staged_buffers: int = 0,
+    offload: Offload = NO_OFFLOAD,
 ) -> MemoryEstimate:
     """Bytes of `layout` under `policy`, padding included: exact, but for gathered parameters, which are bounded.
 
     `state_count` is the optimizer's tensors per parameter (Adam 2, momentum 1, plain SGD 0), `buckets_in_flight` how
     many full gradient buckets may exist at once where gradients are sharded or change their type on the way.
     `max_gathered_numel` bounds gathered parameters (`GatherPolicy.max_live_numel`); None takes the peak of the
-    schedule, which frees a unit as soon as it is done. `optim_places` is where a bucket's master weights and states
-    stand, the device where it says nothing; `staged_buffers` is how many host buffers, each as long as the largest
-    file, stand between files and kernels.
+    schedule, which frees a unit as soon as it is done.
     """
-    elsewhere = optim_places or {}
+    accumulates = micro_batches > 1
     nbytes: Counter[tuple[Place, Purpose]] = Counter()
     in_flight: list[tuple[int, DType]] = []
-    largest_file = 0
     for bucket in layout.buckets:
-        place = elsewhere.get(bucket.index, Place.DEVICE)
+        place = offload.places.get(bucket.index, Place.DEVICE)
         extent = _Extent.of(bucket)
-        states = _model_states(policy, extent, precision, state_count, micro_batches > 1, place)
-        nbytes.update(states)
+        nbytes.update(_model_states(policy, extent, precision, state_count, accumulates, place))
         if extent.trainable:
             reduce = precision.reduce_of(extent.dtype)
-            recast = precision.gradient_of(extent.dtype, accumulates=micro_batches > 1) is not reduce
+            recast = precision.gradient_of(extent.dtype, accumulates=accumulates) is not reduce
             if policy.grads is Placement.SHARDED or recast:
                 in_flight.append((bucket.numel, reduce))
-        if place is Place.NVME:
-            largest_file = max(largest_file, states[place, Purpose.MASTER])
     device = Place.DEVICE
     nbytes[device, Purpose.GRADS_IN_FLIGHT] = _pool_nbytes(in_flight, buckets_in_flight)
     outside = (param.nbytes for param in layout.params if param.trainable)
     nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
     nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel)
-    nbytes[Place.HOST, Purpose.STAGING] = staged_buffers * largest_file
+    nbytes[Place.HOST, Purpose.STAGING] = _staging_nbytes(policy, layout, precision, accumulates, offload)
     return _estimate(nbytes)
 
 
@@ -218,6 +227,25 @@ def _pool_nbytes(needs: Sequence[tuple[int, DType]], most_in_use: int) -> int:
         for whole, kind in in_use:
             free[kind].append(whole)
     return sum(whole * dtype.itemsize for dtype, idle in free.items() for whole in idle)
+
+
+def _staging_nbytes(
+    policy: ZeroPolicy, layout: ShardLayout, precision: Precision, accumulates: bool, offload: Offload
+) -> int:
+    """Host memory through which offloaded states, gradients and new parameters pass; see `StateStore`."""
+    moved = [bucket for bucket in layout.buckets if bucket.index in offload.places]
+    if not moved:
+        return 0
+    trainable = (_Extent.of(bucket) for bucket in layout.buckets if bucket.kind.trainable)
+    most = max(extent.held(policy.optim) for extent in trainable)
+    files = [bucket for bucket in moved if offload.places[bucket.index] is Place.NVME]
+    largest = max((_Extent.of(bucket).held(policy.optim) for bucket in files), default=0)
+    nbytes = offload.file_buffers * largest * precision.master.itemsize
+    if offload.is_remote:
+        dtypes = {bucket.kind.dtype for bucket in moved}
+        gradients = {precision.gradient_of(dtype, accumulates=accumulates) for dtype in dtypes}
+        nbytes += most * sum(dtype.itemsize for dtype in (*gradients, *dtypes))
+    return nbytes
 
 
 def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None) -> int:

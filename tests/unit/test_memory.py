@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyaccel.errors import ShardingError
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import ShardLayout, plan_layout
-from polyaccel.zero.memory import MemoryEstimate, MemoryRow, Place, Purpose, estimate, estimate_layout
+from polyaccel.zero.memory import MemoryEstimate, MemoryRow, Offload, Place, Purpose, estimate, estimate_layout
 from polyaccel.zero.policy import ZeroPolicy
 from polyaccel.zero.precision import Precision
 
@@ -154,7 +154,8 @@ def test_what_is_offloaded_leaves_the_device(state_count: int) -> None:
     policy = ZeroPolicy.of_stage(2)
     kept = estimate_layout(policy, LAYOUT, state_count=state_count)
     places = {0: Place.HOST, 1: Place.NVME}
-    moved = estimate_layout(policy, LAYOUT, state_count=state_count, optim_places=places, staged_buffers=3)
+    offload = Offload(places, file_buffers=3, is_remote=False)
+    moved = estimate_layout(policy, LAYOUT, state_count=state_count, offload=offload)
     states = 4 * (1 + state_count)
     assert moved.peak_nbytes(Place.HOST) == states * 640 // 2 + 3 * 4 * 384 // 2
     assert moved.peak_nbytes(Place.NVME) == states * 384 // 2
@@ -165,9 +166,22 @@ def test_what_is_offloaded_leaves_the_device(state_count: int) -> None:
 
 def test_offloaded_master_weights_are_never_the_parameters() -> None:
     layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], world_size=2, max_bucket_numel=1000)
-    found = estimate_layout(ZeroPolicy.of_stage(1), layout, optim_places={0: Place.HOST})
+    found = estimate_layout(ZeroPolicy.of_stage(1), layout, offload=Offload({0: Place.HOST}, is_remote=False))
     assert found.nbytes(Purpose.PARAMS) == 4 * 64
     assert found.nbytes(Purpose.MASTER) == found.peak_nbytes(Place.HOST) - 2 * 4 * 32 == 4 * 32
+
+
+@pytest.mark.parametrize(("micro_batches", "grad"), [(1, 2), (2, 4)])
+def test_kernels_that_do_not_reach_the_device_need_copies(micro_batches: int, grad: int) -> None:
+    near, far = (
+        estimate_layout(
+            ZeroPolicy.of_stage(2), LAYOUT, micro_batches=micro_batches, offload=Offload({1: Place.HOST}, is_remote=far)
+        )
+        for far in (False, True)
+    )
+    assert near.nbytes(Purpose.STAGING) == 0
+    assert far.nbytes(Purpose.STAGING) == (grad + 2) * 640 // 2  # as long as the largest shard, offloaded or not
+    assert far.peak_nbytes(Place.DEVICE) == near.peak_nbytes(Place.DEVICE)
 
 
 def test_persistent_parameters_stay_whole() -> None:
