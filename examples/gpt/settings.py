@@ -26,6 +26,7 @@ class Settings:
     size: str
     steps: int
     seed: int
+    eval_windows: int
     precision: str
     config: dict[str, Any]
 
@@ -48,17 +49,26 @@ class Settings:
         steps = args.steps or 400
         decided = {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20), "enabled": precision == "bf16"}
         config = _without_auto(written, decided)
-        return cls(args.size or "small", steps, 1 if args.seed is None else args.seed, precision, config)
+        return cls(
+            size=args.size or "small",
+            steps=steps,
+            seed=1 if args.seed is None else args.seed,
+            eval_windows=args.eval_windows or 96,
+            precision=precision,
+            config=config,
+        )
 
     def check_same(self, args: argparse.Namespace) -> None:
         """Raise PolyaccelError for what the command line asks for and a resumed run cannot have."""
-        asked = {"size": args.size, "steps": args.steps, "seed": args.seed}
+        asked = {name: getattr(args, name) for name in ("size", "steps", "seed", "eval_windows")}
         asked["precision"] = None if args.precision == "auto" else args.precision
         if args.config is not None:
             asked["config"] = Settings.begin(argparse.Namespace(**{**vars(args), "steps": self.steps})).config
         other = {name: value for name, value in asked.items() if value is not None and value != getattr(self, name)}
         if other:
-            told = ", ".join(f"--{name} {value} (it has {getattr(self, name)})" for name, value in other.items())
+            told = ", ".join(
+                f"--{name.replace('_', '-')} {value} (it has {getattr(self, name)})" for name, value in other.items()
+            )
             cure = "leave these out, or start a new run"
             raise PolyaccelError(f"a resumed run continues exactly and cannot change {told}", cure=cure, value=other)
 
@@ -102,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that make a run. None: not given."""
     parser.add_argument("--size", choices=SHAPES, help="the model (default: small, 10.8 M parameters)")
     parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps (default: 400)")
+    parser.add_argument("--eval-windows", type=_count, metavar="N", help="sequences to validate on (default: 96)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the initial parameters (default: 1)")
     parser.add_argument(
         "--precision", choices=["auto", "fp32", "bf16"], help="auto (the default): bf16 where it is fast"

@@ -56,7 +56,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--until", type=int, metavar="N", help="stop after step N, ready for --resume")
     parser.add_argument("--save-every", type=int, default=200, metavar="N", help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, metavar="N", help="steps between validations")
-    parser.add_argument("--eval-windows", type=int, default=96, metavar="N", help="sequences to validate on")
     return parser.parse_args()
 
 
@@ -76,7 +75,7 @@ def train(args: argparse.Namespace) -> None:
         if state["corpus"] != corpus.digest:
             cure = "resume with the Python that the run was started with"
             raise PolyaccelError("the library is not the one that the run was trained on", cure=cure)
-    validation = ValidationSet(Windows(corpus.validation, shape.context), engine, args.eval_windows)
+    validation = ValidationSet(Windows(corpus.validation, shape.context), engine, settings.eval_windows)
 
     rank = engine.communicator.rank
     last = min(settings.steps, args.until or settings.steps)

@@ -112,7 +112,7 @@ def test_without_a_terminal_the_output_is_plain_lines(whole: Path) -> None:
 
 def test_resumed_under_torchrun_it_continues_exactly(whole: Path, half: Path, tmp_path: Path) -> None:
     folder = copied(half, tmp_path)
-    done = start(BY_TORCHRUN, folder, "--resume")
+    done = start(BY_TORCHRUN, folder, "--resume", "--eval-every", "3")
     assert done.returncode == 0, done.stderr
     assert losses(folder) == losses(whole)
     assert validation_losses(folder) == validation_losses(whole)

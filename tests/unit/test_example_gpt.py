@@ -42,7 +42,9 @@ def library(tmp_path: Path) -> Path:
 
 
 def arguments(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"size": None, "steps": None, "seed": None, "precision": None, "config": None, **given})
+    return argparse.Namespace(
+        **{"size": None, "steps": None, "seed": None, "precision": None, "config": None, "eval_windows": None, **given}
+    )
 
 
 # The model.
