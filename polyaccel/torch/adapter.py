@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.torch_memory import dtype_of
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
@@ -26,6 +25,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred import value_of
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
+from polyaccel.torch.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.units import find_units, units_of_parameters
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
@@ -52,8 +52,7 @@ class TorchAdapter(ModelAdapter):
         self._begin, self._end = begin, end
         self._params = dict(module.named_parameters())  # tied parameters appear once, under their first name
         self._names = {parameter: fqn for fqn, parameter in self._params.items()}
-        self._group_of = _group_indices(groups, self._names)
-        self._specs = {fqn: self._spec(fqn, parameter, param_dtype) for fqn, parameter in self._params.items()}
+        self._specs = parameter_specs(module, groups, param_dtype)
         self._frozen = {fqn: parameter for fqn, parameter in self._params.items() if not parameter.requires_grad}
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
@@ -70,8 +69,7 @@ class TorchAdapter(ModelAdapter):
     # What the step asks.
 
     def param_specs(self) -> Sequence[ParamSpec]:
-        """In the reverse of the order of registration, which is nearly always that in which gradients appear."""
-        return tuple(reversed(self._specs.values()))
+        return in_gradient_order(self._specs)
 
     def read_param(self, fqn: str) -> Buffer:
         return self._accelerator.wrap(value_of(self._params[fqn]).contiguous())
@@ -217,13 +215,6 @@ class TorchAdapter(ModelAdapter):
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _spec(self, fqn: str, parameter: nn.Parameter, param_dtype: DType | None) -> ParamSpec:
-        own = dtype_of(parameter.dtype)
-        dtype = param_dtype if param_dtype is not None and own.is_floating else own
-        group = self._group_of.get(fqn)
-        trainable = parameter.requires_grad and group is not None
-        return ParamSpec(fqn, tuple(parameter.shape), dtype, group or 0, trainable)
-
 
 def _waiter(step: ZeroStep, buckets: Sequence[int]) -> Callable[[nn.Module, Any], None]:
     def wait(module: nn.Module, inputs: Any) -> None:
@@ -231,26 +222,3 @@ def _waiter(step: ZeroStep, buckets: Sequence[int]) -> Callable[[nn.Module, Any]
             step.params.wait_published(index)
 
     return wait
-
-
-def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Parameter, str]) -> dict[str, int]:
-    """The optimizer group of each parameter that is in one. Raises ShardingError for strangers and repetitions."""
-    found: dict[str, int] = {}
-    for index, group in enumerate(groups):
-        for parameter in group:
-            fqn = names.get(parameter)
-            if fqn is None:
-                shape = tuple(parameter.shape)
-                raise ShardingError(
-                    f"optimizer group {index} has a parameter of shape {shape} that is not the model's",
-                    cure="pass parameters of the model that is given to initialize",
-                    value=shape,
-                )
-            if fqn in found:
-                raise ShardingError(
-                    f"parameter {fqn!r} is in optimizer groups {found[fqn]} and {index}",
-                    cure="put every parameter into one group",
-                    value=fqn,
-                )
-            found[fqn] = index
-    return found

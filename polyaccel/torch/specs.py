@@ -1,0 +1,59 @@
+"""What the layout must know of a module's parameters: names, shapes, types, optimizer groups. Reads no values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from polyaccel.accelerators.torch_memory import dtype_of
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType, ParamSpec
+
+
+def parameter_specs(
+    module: nn.Module, groups: Sequence[Sequence[nn.Parameter]], param_dtype: DType | None
+) -> dict[str, ParamSpec]:
+    """The specs of all parameters of `module` by full name; tied ones appear once, under their first name.
+
+    Those of `groups` that require a gradient are trained; floating ones are held as `param_dtype` (None: as they are).
+    Raises ShardingError for a group with parameters that are not the module's, or in another group too.
+    """
+    params = dict(module.named_parameters())
+    group_of = _group_indices(groups, {parameter: fqn for fqn, parameter in params.items()})
+    return {fqn: _spec(fqn, parameter, group_of.get(fqn), param_dtype) for fqn, parameter in params.items()}
+
+
+def in_gradient_order(specs: Mapping[str, ParamSpec]) -> tuple[ParamSpec, ...]:
+    """The reverse of the order of registration, which is nearly always that in which gradients appear."""
+    return tuple(reversed(tuple(specs.values())))
+
+
+def _spec(fqn: str, parameter: nn.Parameter, group: int | None, param_dtype: DType | None) -> ParamSpec:
+    own = dtype_of(parameter.dtype)
+    dtype = param_dtype if param_dtype is not None and own.is_floating else own
+    trainable = parameter.requires_grad and group is not None
+    return ParamSpec(fqn, tuple(parameter.shape), dtype, group or 0, trainable)
+
+
+def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Parameter, str]) -> dict[str, int]:
+    """The optimizer group of each parameter that is in one. Raises ShardingError for strangers and repetitions."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            fqn = names.get(parameter)
+            if fqn is None:
+                shape = tuple(parameter.shape)
+                raise ShardingError(
+                    f"optimizer group {index} has a parameter of shape {shape} that is not the model's",
+                    cure="pass parameters of the model that is given to initialize",
+                    value=shape,
+                )
+            if fqn in found:
+                raise ShardingError(
+                    f"parameter {fqn!r} is in optimizer groups {found[fqn]} and {index}",
+                    cure="put every parameter into one group",
+                    value=fqn,
+                )
+            found[fqn] = index
+    return found
