@@ -75,10 +75,8 @@ class Runtime:
         offload = self.config.zero_optimization.offload_optimizer
         device, tier = _new_tier("device"), _new_tier(_TIERS[offload.device])
         if resident and not tier.is_resident:
-            expected = (
-                "works with the optimizers of the config only, not with one that was made by the caller or by torch"
-            )
-            cure = f'use one of {", ".join(NATIVE_OPTIMIZERS)} by the config, or "cpu"'
+            expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
+            cure = f'use "cpu", or one of {", ".join(NATIVE_OPTIMIZERS)} in the config'
             raise ConfigError([Problem("zero_optimization.offload_optimizer.device", offload.device, expected, cure)])
         options = TierOptions(
             run_id=self.communicator.broadcast_object(uuid4().hex),

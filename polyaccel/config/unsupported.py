@@ -54,7 +54,6 @@ GAPS: tuple[Gap, ...] = (
     Gap(_ZERO + "elastic_checkpoint", "DeepSpeed's elastic checkpoint format"),
     Gap(_ZERO + "offload_param.device", "parameter offload", 'use "none"'),
     Gap(_ZERO + "offload_optimizer.super_offload", "SuperOffload"),
-    Gap(_ZERO + "offload_optimizer.cpuadam_cores_perc", "SuperOffload"),
     Gap(_ZERO + "zenflow", "ZenFlow"),
     Gap(_ZERO + "sub_group_size", "updating in tiles (stage 3)"),
     Gap(_ZERO + "stage3_gather_16bit_weights_on_model_save", "ZeRO stage 3"),

@@ -121,6 +121,10 @@ def test_both_spellings_of_a_stage_3_key_are_accepted() -> None:
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
         ),
         (
+            {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        ),
+        (
             {"zero_optimization": {"cpu_offload_param": False, "cpu_offload_use_pin_memory": False}},
             {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": False}}},
         ),
@@ -140,8 +144,8 @@ def test_a_deprecated_key_is_mapped_with_a_warning(
 
 
 def test_a_deprecated_key_that_asks_for_a_missing_feature_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.device = 'cpu': optimizer offload is not available"):
-        load_config({"zero_optimization": {"cpu_offload": True}})
+    with pytest.raises(ConfigError, match=r"offload_param\.device = 'cpu': parameter offload is not available"):
+        load_config({"zero_optimization": {"cpu_offload_param": True}})
 
 
 def test_a_config_refuses_to_change() -> None:

@@ -141,6 +141,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "is another name of zero_optimization.stage3_prefetch_bucket_size",
     ),
     (
+        _zero(stage=1, offload_optimizer={"device": "nvme"}),
+        "zero_optimization.offload_optimizer.nvme_path",
+        'is needed for offload_optimizer.device = "nvme"',
+    ),
+    (
         _zero(cpu_offload=True, offload_optimizer={"device": "none"}),
         "zero_optimization.cpu_offload",
         "contradicts zero_optimization.offload_optimizer.device",

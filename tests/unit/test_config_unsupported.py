@@ -17,7 +17,6 @@ ASKING: dict[str, Any] = {  # values that ask for the feature, where the default
     "optimizer.type": "MuAdamW",
     "zero_optimization.stage": 3,
     "zero_optimization.offload_param.device": "cpu",
-    "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.zenflow": {},
     "zero_optimization.leaf_module.classes": [],
     "seq_parallel_communication_data_type": "bf16",
