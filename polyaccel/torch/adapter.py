@@ -11,7 +11,7 @@ early. Should a pass end early all the same, what comes after is late or a pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred import value_of
+from polyaccel.torch.published import expect
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
 from polyaccel.torch.specs import in_gradient_order, parameter_specs
@@ -150,8 +151,6 @@ class TorchAdapter(ModelAdapter):
             if self._specs[fqn].trainable and step.optimizer is not None:
                 hook = self._make_hook(fqn)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        if step.step_policy.defer_publish:
-            self._await_publishing(step)
 
     def watch_outputs(self, outputs: Any) -> None:
         """Begin a pass when the gradient of any of `outputs` appears. See [Note: Passes]."""
@@ -169,6 +168,10 @@ class TorchAdapter(ModelAdapter):
         torch.autograd.graph.increment_version([p for p in self._names if type(p) is not ShardedParameter])
         if self._sites is not None:
             self._sites.on_update()
+        if self._step is not None and (arriving := self._step.params.arriving):
+            for fqn, index in self._bucket_of.items():
+                if index in arriving:
+                    expect(self._params[fqn], partial(self._step.params.wait_published, index))
 
     def check_frozen(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""
@@ -179,14 +182,6 @@ class TorchAdapter(ModelAdapter):
                     cure="call polyaccel.initialize again after changing requires_grad",
                     value=fqn,
                 )
-
-    def _await_publishing(self, step: ZeroStep) -> None:
-        """Let each module wait for its own parameters, and no others, before it runs."""
-        for module in self.module.modules():
-            fqns = [self._names[parameter] for parameter in module.parameters(recurse=False)]
-            buckets = sorted({step.layout.locate(fqn)[0].index for fqn in fqns})
-            if buckets:
-                self._handles.append(module.register_forward_pre_hook(_waiter(step, buckets)))
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         self._ensure_pass()
@@ -214,11 +209,3 @@ class TorchAdapter(ModelAdapter):
         if self._step is not None and not self._step.in_pass:
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-
-def _waiter(step: ZeroStep, buckets: Sequence[int]) -> Callable[[nn.Module, Any], None]:
-    def wait(module: nn.Module, inputs: Any) -> None:
-        for index in buckets:
-            step.params.wait_published(index)
-
-    return wait

@@ -28,7 +28,7 @@ _DEMAND = "_polyaccel_demand"
 _NAME = "_polyaccel_fqn"
 _CLASS = "_polyaccel_class"
 
-_NEEDS_NO_VALUES = frozenset(
+NEEDS_NO_VALUES = frozenset(
     {
         *(
             getattr(Tensor, name)
@@ -64,7 +64,7 @@ class ShardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _NEEDS_NO_VALUES:
+        if func not in NEEDS_NO_VALUES:
             sharded = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ShardedParameter]
             if sharded and not getattr(sharded[0], _DEMAND)(sharded):
                 raise _not_here(sharded[0], func)

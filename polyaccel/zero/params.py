@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 
 from polyaccel.accelerators.base import Accelerator
@@ -195,6 +195,11 @@ class ParamStore:
                     place.out.copy_from(place.master)
                 self.publish(place.bucket.index)
         self.fence()
+
+    @property
+    def arriving(self) -> Collection[int]:
+        """The buckets that are being published: `wait_published` comes before a look at them."""
+        return self._publishing.keys()
 
     def wait_published(self, index: int) -> None:
         """Return once bucket `index` has the updated parameters of all ranks."""
