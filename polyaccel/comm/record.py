@@ -237,6 +237,7 @@ class RecordingCommunicator(Communicator):
     def _enter(self, call: Call, sent_numel: float) -> Entry:
         seq = self._calls
         self._calls += 1
+        self.sent_numel += round(sent_numel)
         entry = self.recorder.start(self.ranks, seq, call, sent_numel)
         if self.debug:
             try:
@@ -247,6 +248,7 @@ class RecordingCommunicator(Communicator):
 
     def _message(self, call: Call, sent_numel: int) -> Entry:
         """Messages have no number of their own: the ranks that do not take part would fall behind."""
+        self.sent_numel += sent_numel
         return self.recorder.start(self.ranks, self._calls - 1, call, sent_numel)
 
     def _left(self, entry: Entry, work: Work, async_op: bool) -> Work:
