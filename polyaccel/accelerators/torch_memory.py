@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+
 import numpy as np
 import torch
 
@@ -11,6 +13,7 @@ from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.types import DeviceId, DType
 
 _TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
+_PAGED_NBYTES = 2**18
 _DTYPE_OF = {theirs: ours for ours, theirs in _TORCH_DTYPE.items()}
 
 
@@ -87,9 +90,21 @@ def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bo
             torch.zeros(numel, dtype=torch_dtype(dtype), device=device)
         )  # allocators align by 256 or more
     nbytes = numel * dtype.itemsize
-    room = torch.zeros(nbytes + spare_nbytes(nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    room_nbytes = nbytes + spare_nbytes(nbytes)
+    room = torch.zeros(room_nbytes, dtype=torch.uint8, pin_memory=True) if pinned else host_memory(room_nbytes)
     shift = aligned_shift(room.data_ptr(), nbytes)
     return TorchBuffer(room.narrow(0, shift, nbytes).view(torch_dtype(dtype)))
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Zeroed bytes. Many come from the system, which gives a page when it is touched and takes all back when freed.
+
+    From malloc they would leave holes: under glibc an aligned request does not fit into the hole of an equal one, so
+    buckets that come and go while the engine is built would stay resident, each at a place of its own.
+    """
+    if nbytes < _PAGED_NBYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def wrap_torch(array: object) -> TorchBuffer:

@@ -67,7 +67,7 @@ def adopt_meta(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     owners = [module for module in names if any(tensor.is_meta for tensor in _own_tensors(module).values())]
     memories: dict[int, Memory] = {}
-    with Construction():  # type: ignore[no-untyped-call]
+    with Construction():
         for module in owners:
             for tensor in _own_tensors(module).values():
                 if tensor.is_meta:

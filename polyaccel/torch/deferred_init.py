@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyaccel.config import load_config
+from polyaccel.config.load import Source
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.deferred_tensor import run
 
@@ -50,8 +51,8 @@ class Init(ExitStack):
         self,
         module: nn.Module | None = None,
         *,
-        config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        config_dict_or_path: Source | None = None,
+        config: Source | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mem_efficient_linear: bool = True,
@@ -78,17 +79,34 @@ class Init(ExitStack):
 class Construction(TorchDispatchMode):
     """While it is active, large new tensors of this thread are deferred."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler to tell it that it may not look into this class
+
+    def __enter__(self) -> Construction:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _here.constructing = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _here.constructing = False
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return run(func, args, kwargs or {}, constructing=True)
 
 
+_here = local()
+
+
 def is_constructing() -> bool:
     """Whether this thread is inside zero.Init."""
-    return any(
-        isinstance(mode, Construction) for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    )
+    return getattr(_here, "constructing", False)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ names memory and geometry, not tensor objects, views need no log: whatever alias
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,12 +21,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polyaccel.accelerators.torch_memory import host_memory
 from polyaccel.errors import PolyaccelError
 
 SMALL_NUMEL = 1024
 """What constructors make up to this many elements stays real: scalars and tables that Python code looks at."""
 
 _clock = count()
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 @dataclass(eq=False, slots=True)
@@ -101,8 +105,9 @@ def replay(place: Place) -> Tensor:
             return _view(leaf, storages)
         return leaf.value() if isinstance(leaf, Constant) else leaf
 
+    needed = _needed(place.memory)
     with torch.no_grad():
-        for operation in _needed(place.memory):
+        for operation in needed:
             args, named = tree_map(real, (operation.args, dict(operation.named)))
             if operation.generator_state is not None:
                 device, state = operation.generator_state
@@ -112,7 +117,25 @@ def replay(place: Place) -> Tensor:
             for memory, output in zip(operation.made, outputs, strict=False):
                 if memory is not None:
                     storages[memory] = output.untyped_storage()
-        return _view(place, storages)
+            del args, named, outputs
+        value = _view(place, storages)
+        storages.clear()
+    if any(operation.made for operation in needed):
+        return_holes()
+    return value
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Memory for a short time."""
+    if device.type == "cpu":
+        return host_memory(nbytes).untyped_storage()
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def return_holes() -> None:
+    """Give the system what large temporary tensors of torch's own left in the heap, where malloc keeps it (glibc)."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _needed(target: Memory) -> list[Operation]:
@@ -138,6 +161,6 @@ def _needed(target: Memory) -> list[Operation]:
 def _view(place: Place, storages: dict[Memory, torch.UntypedStorage]) -> Tensor:
     memory = place.memory
     if memory not in storages:  # about to be overwritten: what it held before does not matter
-        storages[memory] = torch.UntypedStorage(memory.nbytes, device=memory.device)
+        storages[memory] = allocate(memory.nbytes, memory.device)
     empty = torch.empty(0, dtype=place.dtype, device=memory.device)
-    return empty.set_(storages[memory], place.offset, place.shape, place.strides)  # type: ignore[arg-type]
+    return empty.set_(storages[memory], place.offset, place.shape, place.strides)

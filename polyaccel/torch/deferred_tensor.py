@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.deferred_log import SMALL_NUMEL, Constant, Memory, Operation, Place, replay
+from polyaccel.torch.deferred_log import SMALL_NUMEL, Constant, Memory, Operation, Place, allocate, replay, return_holes
 
 _aten = torch.ops.aten
 _LIKE = {
@@ -41,7 +41,7 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, memory: Memory) -> DeferredTensor:
-        self: DeferredTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: DeferredTensor = Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -64,7 +64,7 @@ class DeferredTensor(Tensor):
         return run(func, args, kwargs or {}, constructing=False)
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _NEEDS_MEMORY:
@@ -83,14 +83,15 @@ class DeferredTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredTensor:
         with torch.no_grad():
-            twin: DeferredTensor = self.detach().clone().requires_grad_(self.requires_grad)
+            twin = self.detach().clone().requires_grad_(self.requires_grad)
+        assert isinstance(twin, DeferredTensor)  # cloning is logged
         twin.__dict__.update({name: deepcopy(value, memo) for name, value in own_attributes(self).items()})
         if hasattr(self, "_is_param"):
-            twin._is_param = True  # type: ignore[attr-defined]
+            twin._is_param = True
         memo[id(self)] = twin
         return twin
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -105,7 +106,7 @@ def put(target: DeferredTensor, real: Tensor) -> None:
     Whoever holds the object sees the new tensor: tied modules, an optimizer. Attributes stay.
     """
     attributes, is_param = own_attributes(target), hasattr(target, "_is_param")
-    if target._backward_hooks or target._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if target._backward_hooks or target._post_accumulate_grad_hooks:
         raise PolyaccelError(
             f"a parameter of shape {tuple(target.shape)} made inside zero.Init has hooks already, which would be lost",
             cure="register the hooks after polyaccel.initialize",
@@ -124,7 +125,7 @@ def swap(one: Tensor, other: Tensor) -> None:
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _set_data(target: Tensor, source: Tensor) -> None:
@@ -222,12 +223,11 @@ def _append(
         named = dict(named)
         generator = named.pop("generator", None) or _default_generator(random_device)
         state = (random_device, generator.get_state())
-        scratch = {
-            id(tensor): torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=random_device)
-            for tensor in written
-        }
+        scratch = {id(tensor): _scratch(tensor) for tensor in written}
         really = tree_map(lambda leaf: scratch[id(leaf)] if id(leaf) in scratch else _as_real(leaf), (args, named))
         function(*really[0], **really[1], generator=generator)
+        if made:
+            return_holes()
     logged_args, logged_named = tree_map(_as_logged, (args, named))
     overwritten = None
     if function.overloadpacket in _OVERWRITING and _fills_memory(written[0]):
@@ -236,6 +236,13 @@ def _append(
     operation = Operation(function, logged_args, logged_named, made, overwritten, state)
     for memory in {*(memory for memory in made if memory), *(tensor._memory for tensor in written)}:
         memory.history.append(operation)
+
+
+def _scratch(tensor: DeferredTensor) -> Tensor:
+    """Memory in the shape of `tensor`, for values that nobody will look at."""
+    nbytes = tensor._meta.untyped_storage().nbytes()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(allocate(nbytes, tensor.device), 0, tensor.shape, tensor.stride())
 
 
 def _run_really(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -319,7 +326,7 @@ def _fills_memory(tensor: DeferredTensor) -> bool:
 
 
 def _storage_id(meta: Tensor) -> int:
-    return meta.untyped_storage()._cdata
+    return int(meta.untyped_storage()._cdata)
 
 
 def _not_deferrable(function: OpOverload) -> PolyaccelError:
