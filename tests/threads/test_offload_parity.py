@@ -1,0 +1,305 @@
+"""Offload changes where states are and nothing else: bitwise the numbers of no offload, at every stage."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_models import (
+    SMALL_BUCKET,
+    Run,
+    assert_bitwise,
+    batch,
+    make_config,
+    on_threads,
+    parity_model,
+    snapshot,
+    train_on_threads,
+)
+
+import polyaccel
+from polyaccel.accelerators.base import Capabilities
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.buffer import Buffer
+from polyaccel.errors import ConfigError, OffloadError
+from polyaccel.ops import torch_kernels
+from polyaccel.ops.base import KernelTable
+from polyaccel.testkit.threads import run_threads
+from polyaccel.types import DType
+
+STEPS = 3
+BF16 = {"bf16": {"enabled": True}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "host": {"device": "cpu"},
+    "half": {"device": "cpu", "ratio": 0.5},
+    "nvme": {"device": "nvme"},
+    "pipelined": {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12, "ratio": 0.7},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def offloaded(name: str, path: Path) -> dict[str, Any]:
+    return {"offload_optimizer": {**OFFLOADS[name], "nvme_path": str(path)}}
+
+
+def config(stage: int, zero: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return make_config(stage, zero={"reduce_bucket_size": SMALL_BUCKET, **zero}, **changes)
+
+
+def trained(world: int, stage: int, zero: dict[str, Any], **changes: Any) -> Run:
+    return train_on_threads(world, config(stage, zero, **changes), STEPS)
+
+
+def assert_same(found: Run, wanted: Run) -> None:
+    assert_bitwise(found.params, wanted.params)
+    assert (found.norms, found.losses) == (wanted.norms, wanted.losses)
+
+
+@pytest.mark.parametrize("changes", [{}, {**LAMB, **BF16}], ids=["adamw", "lamb-bf16"])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), *((stage, world) for stage in (1, 2, 3) for world in (1, 2, 3))])
+def test_every_tier_gives_the_numbers_of_none(tmp_path, stage, world, changes):
+    wanted = trained(world, stage, {}, gradient_clipping=0.5, **changes)
+    for name in OFFLOADS:
+        run = trained(world, stage, offloaded(name, tmp_path), gradient_clipping=0.5, **changes)
+        assert_same(run, wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Lion"])
+def test_other_optimizers_are_offloaded_alike(tmp_path, name):
+    params = {"lr": 1e-2, **({"momentum": 0.9} if name == "SGD" else {})}
+    optimizer = {"optimizer": {"type": name, "params": params}}
+    wanted = trained(2, 2, {}, **optimizer)
+    for tier in ("host", "pipelined"):
+        assert_same(trained(2, 2, offloaded(tier, tmp_path), **optimizer), wanted)
+
+
+def test_accumulation_and_late_publishing_change_nothing_under_offload(tmp_path):
+    for zero in ({}, {"overlap_comm": True, "overlap_param_gather": True}):
+        wanted = trained(2, 2, zero, accumulation=3)
+        for tier in ("host", "pipelined"):
+            assert_same(trained(2, 2, {**zero, **offloaded(tier, tmp_path)}, accumulation=3), wanted)
+
+
+# Where states are.
+
+
+def test_states_are_where_the_ratio_says(tmp_path):
+    def placed(communicator, model, ratio):
+        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio}}
+        engine, *_ = polyaccel.initialize(model=model, config=config(2, zero))
+        names = [shard.tier.name for shard in engine.zero.shards]
+        numels = [shard.bucket.numel for shard in engine.zero.shards]
+        is_view = [shard.out is None for shard in engine.zero.shards]
+        files = {path.name for path in tmp_path.glob(f"*/rank{communicator.rank}/*")}
+        buckets = [shard.bucket.index for shard in engine.zero.shards if shard.tier.name == "nvme"]
+        assert files == {f"bucket{index}.{kind}" for index in buckets for kind in ("master", "exp_avg", "exp_avg_sq")}
+        assert is_view == [name == "device" for name in names]  # fp32 masters on the device are the parameters
+        engine.destroy()
+        return names, sum(numel for numel, name in zip(numels, names, strict=True) if name == "nvme") / sum(numels)
+
+    shares = {}
+    for ratio in (0.0, 0.5, 1.0):
+        (names, shares[ratio]), _ = on_threads(2, placed, parity_model, ratio)
+        assert names == sorted(names)  # the first ones stay
+    assert shares[0.0] == 0.0
+    assert 0.5 <= shares[0.5] < 0.8
+    assert shares[1.0] == 1.0
+
+
+# Checkpoints.
+
+
+def go_on(
+    communicator: Any,
+    model: Any,
+    settings: dict[str, Any],
+    steps: range = range(STEPS),
+    load: str | None = None,
+    save: str | None = None,
+) -> Any:
+    """Train `steps`, after loading and before saving what is named; returns the parameters."""
+    engine, *_ = polyaccel.initialize(model=model, config=settings)
+    if load:
+        engine.load_checkpoint(load)
+    for step in steps:
+        engine.backward(engine(*batch(step, 0, communicator.rank)))
+        engine.step()
+        for place in engine.zero.params:
+            assert not any(_padding(place.bucket, place.full))
+    if save:
+        engine.save_checkpoint(save)
+    params = snapshot(engine.module)
+    engine.destroy()
+    return params
+
+
+def _padding(bucket: Any, full: Buffer) -> list[float]:
+    """What stands between the parameters of a bucket, and zeros for the parameters."""
+    values = full.raw.tolist()
+    for slot in bucket.slots:
+        values[slot.offset : slot.end] = [0.0] * slot.param.numel
+    return values
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("source", "target"), [("none", "nvme"), ("nvme", "host"), ("half", "none"), ("host", "pipelined")]
+)
+def test_training_goes_on_from_another_tiers_checkpoint(tmp_path, source, target, precision):
+    settings = {
+        name: config(2, {} if name == "none" else offloaded(name, tmp_path / "nvme"), **precision)
+        for name in ("none", source, target)
+    }
+    saved = str(tmp_path / "saved")
+    wanted, _ = on_threads(2, go_on, parity_model, settings["none"], range(4))
+    on_threads(2, go_on, parity_model, settings[source], range(2), None, saved)
+    found, _ = on_threads(2, go_on, parity_model, settings[target], range(2, 4), saved)
+    assert_bitwise(found, wanted)
+
+
+# Optimizers of the caller's own.
+
+
+def _client(communicator: Any, model: Any, settings: dict[str, Any]) -> Any:
+    optimizer = torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.5)
+    engine, *_ = polyaccel.initialize(model=model, optimizer=optimizer, config=settings)
+    for step in range(STEPS):
+        engine.backward(engine(*batch(step, 0, communicator.rank)))
+        engine.step()
+    params = snapshot(engine.module)
+    engine.destroy()
+    return params
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_torch_optimizer_works_with_the_host(tmp_path, precision):
+    wanted, _ = on_threads(2, _client, parity_model, config(2, {}, **precision))
+    for name in ("host", "half"):
+        found, _ = on_threads(2, _client, parity_model, config(2, offloaded(name, tmp_path), **precision))
+        assert_bitwise(found, wanted)
+
+
+def test_a_torch_optimizer_is_refused_with_files(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"offload_optimizer\.device = 'nvme': .* all states at once\n.*cure: .*AdamW"
+    ):
+        on_threads(2, _client, parity_model, config(2, offloaded("nvme", tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# A device whose memory the host's kernels do not reach, as far as the step knows.
+
+
+class Far(CpuAccelerator):
+    """A device that is not the host: it knows its own memory, and counts what it pinned."""
+
+    name = "far"
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.pinned = 0
+        self._own: list[Buffer] = []  # for good, so that no address is used again
+        self._kernels = super().kernels()
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(frozenset(DType), "local", host_pinning=True)
+
+    def kernels(self) -> KernelTable:
+        return self._kernels
+
+    def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+        buffer = super().allocate(numel, dtype)
+        if pinned:
+            self.pinned += 1
+        else:
+            self._own.append(buffer)
+        return buffer
+
+    def owns(self, buffer: Buffer) -> bool:
+        return any(own.data_ptr() <= buffer.data_ptr() < own.data_ptr() + own.nbytes for own in self._own)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A `Far` whose memory the host's kernels refuse."""
+    device = Far()
+
+    def guarded(kernel: Any) -> Any:
+        def run(*args: Any) -> None:
+            assert not any(device.owns(buffer) for buffer in args if isinstance(buffer, Buffer))
+            kernel(*args)
+
+        return run
+
+    for name in ("adam", "lamb_direction", "lamb_apply", "scale"):
+        monkeypatch.setattr(torch_kernels, name, guarded(getattr(torch_kernels, name)))
+    return device
+
+
+def on_far_device(fn: Any, device: Far, settings: dict[str, Any]) -> Any:
+    models = [parity_model() for _ in range(2)]
+    return run_threads(2, lambda comm: fn(comm, models[comm.rank], settings), accelerator=device)[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, BF16, LAMB, {**LAMB, **BF16}], ids=["adamw", "adamw-bf16", "lamb", "lamb-bf16"]
+)
+@pytest.mark.parametrize("bucket", [SMALL_BUCKET, 10**9])
+def test_gradients_and_parameters_pass_between_device_and_host(tmp_path, far, bucket, changes):
+    sizes = {"reduce_bucket_size": bucket}
+    wanted, _ = on_threads(2, go_on, parity_model, config(2, sizes, **changes))
+    for name in OFFLOADS:
+        pinned = far.pinned
+        found = on_far_device(go_on, far, config(2, {**offloaded(name, tmp_path), **sizes}, **changes))
+        assert_bitwise(found, wanted)
+        assert far.pinned > pinned
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_torch_optimizer_on_the_host_serves_a_device(tmp_path, far, precision):
+    wanted, _ = on_threads(2, _client, parity_model, config(2, {}, **precision))
+    found = on_far_device(_client, far, config(2, offloaded("host", tmp_path), **precision))
+    assert_bitwise(found, wanted)
+
+
+# A full disk.
+
+
+def test_a_full_disk_is_told_after_the_update_and_loses_nothing(tmp_path, monkeypatch):
+    settings = config(2, offloaded("nvme", tmp_path / "nvme"))
+    write = os.pwritev
+
+    def refuse(file: int, *rest: Any) -> int:
+        if "/bucket1." in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, *rest)
+
+    def fill_up(communicator: Any, model: Any) -> None:
+        engine, *_ = polyaccel.initialize(model=model, config=settings)
+        engine.backward(engine(*batch(0, 0, communicator.rank)))
+        engine.step()
+        engine.backward(engine(*batch(1, 0, communicator.rank)))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            with pytest.raises(OffloadError, match=r"3 buffers could not be written and stay in memory.*disk is full"):
+                engine.step()
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.destroy()
+
+    on_threads(1, fill_up, parity_model)
+    (wanted,) = on_threads(1, go_on, parity_model, config(2, {}), range(4))
+    (found,) = on_threads(1, go_on, parity_model, config(2, {}), range(2, 4), str(tmp_path / "saved"))
+    assert_bitwise(found, wanted)
