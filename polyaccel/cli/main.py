@@ -30,6 +30,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "run": Verb("polyaccel.cli.run", "start the ranks of a training script on this machine"),
         "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
+        "plan": Verb("polyaccel.cli.plan", "say what training will need in memory, traffic and disk, by setting"),
         "plugins": Verb("polyaccel.cli.plugins", "list the installed plugins"),
         "doctor": Verb("polyaccel.cli.doctor", "say what works on this machine and what does not"),
     }
