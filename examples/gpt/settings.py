@@ -46,7 +46,7 @@ class Settings:
         """The settings that the command line asks for, defaults filled in."""
         written = json.loads((args.config or _HERE / "config.json").read_text(encoding="utf-8"))
         precision = _choose_precision(written, args.precision)
-        steps = args.steps or 400
+        steps = args.steps or 350
         decided = {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20), "enabled": precision == "bf16"}
         config = _without_auto(written, decided)
         return cls(
@@ -111,7 +111,7 @@ def _without_auto(tree: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that make a run. None: not given."""
     parser.add_argument("--size", choices=SHAPES, help="the model (default: small, 10.8 M parameters)")
-    parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps (default: 400)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="optimizer steps (default: 350)")
     parser.add_argument("--eval-windows", type=_count, metavar="N", help="sequences to validate on (default: 96)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the initial parameters (default: 1)")
     parser.add_argument(

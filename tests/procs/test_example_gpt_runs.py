@@ -81,7 +81,7 @@ def test_a_run_leaves_everything_there_is_to_see(whole: Path) -> None:
     assert (run / "checkpoint").is_dir()
     assert (run / "sample.txt").read_text().startswith("def ")
     resolved = json.loads((run / "config.json").read_text())
-    assert (resolved["train_micro_batch_size_per_gpu"], resolved["zero_optimization"]["stage"]) == (12, 2)
+    assert (resolved["train_micro_batch_size_per_gpu"], resolved["zero_optimization"]["stage"]) == (6, 2)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["world_size"] == len(summary["peak_memory_nbytes"]) == 2
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
