@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from statistics import fmean, median
 
 from bench.cases import VARIANTS, Case, Run
@@ -74,7 +75,7 @@ def deviation(run: Run, reference: Run) -> float:
     count = None if VARIANTS[run.job.variant].communicates else 1
     pairs = list(zip(run.losses, reference.losses, strict=False))[:count]
     distances = [abs(loss - expected) for loss, expected in pairs]
-    return max(distance if distance == distance else float("inf") for distance in distances)
+    return max(distance if isfinite(distance) else inf for distance in distances)
 
 
 def _row(name: str, runs: Sequence[Run], local_s: Mapping[int, float], reference: Run | None) -> Row:
@@ -83,7 +84,7 @@ def _row(name: str, runs: Sequence[Run], local_s: Mapping[int, float], reference
     taxes = [median(run.step_s) / local_s[run.job.round] - 1.0 for run in runs if run.job.round in local_s]
     compared = [deviation(run, reference) for run in runs if reference is not None and run is not reference]
     farthest = max(compared, default=None)
-    limit = LOSS_TOLERANCE if case.dtype == "fp32" else float("inf")  # bf16 policies differ, so their losses do
+    limit = LOSS_TOLERANCE if case.dtype == "fp32" else inf  # bf16 policies differ, so their losses do
     ranks = [rank for run in runs for rank in run.memory]
     return Row(
         variant=name,
@@ -96,7 +97,7 @@ def _row(name: str, runs: Sequence[Run], local_s: Mapping[int, float], reference
         pss_nbytes=max(rank.pss_nbytes for rank in ranks),
         minor_faults=median(run.minor_faults for run in runs),
         deviation=farthest,
-        is_wrong=farthest is not None and (farthest > limit or farthest == float("inf")),
+        is_wrong=not all(isfinite(loss) for run in runs for loss in run.losses) or (farthest or 0.0) > limit,
         other_cpus=max(run.other_cpus for run in runs),
     )
 
