@@ -30,8 +30,12 @@ class StepRecorder:
         self._communicator = communicator
         self._print_every = print_every if communicator.rank == 0 else None
         self._print_phases = print_phases
+        self.begin()
+
+    def begin(self) -> None:
+        """Time and traffic of the next step count from here: setting a run up is no part of its first step."""
         self._began_s = perf_counter()
-        self._sent_before = communicator.sent_numel
+        self._sent_before = self._communicator.sent_numel
 
     def record(
         self,

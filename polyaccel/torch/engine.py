@@ -99,6 +99,7 @@ class TorchEngine(nn.Module, Engine):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update)
         self.adapter.broadcast_buffers(self.communicator)
+        self._recorder.begin()
 
     # Running the module.
 

@@ -22,6 +22,8 @@ from parity_models import (
 from torch import nn
 
 import polyaccel
+from polyaccel.comm.default import set_thread_communicator
+from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.testkit.threads import run_threads
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.zero.schedule import plan_step
@@ -114,6 +116,33 @@ def test_collectives_of_a_step_are_those_of_the_plan(stage, accumulation, world)
             }
 
     on_threads(world, step, parity_model)
+
+
+@stages
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_recorder_measures_the_traffic_of_the_formula(stage, accumulation):
+    """From the first step on: what the set-up sends is not a step's."""
+
+    def step(communicator, module):
+        recording = RecordingCommunicator(communicator, watch_s=None)
+        set_thread_communicator(recording)
+        engine = engine_for(module, make_config(stage, accumulation=accumulation, zero=SMALL))
+        layout = engine.zero.layout
+        plan = step_traffic(plan_step(engine.zero.policy, layout, micro_batches=accumulation), layout)
+        for step in range(2):
+            recording.recorder.reset_traffic()
+            for micro in range(accumulation):
+                engine.backward(parity_loss(engine, step, micro, communicator.rank))
+                engine.step()
+            sent = recording.recorder.sent_numel
+            vector = next(e.call.numel for e in reversed(recording.recorder.entries) if e.call.info.bucket is None)
+            agreed = 2 * (vector - vector / communicator.world_size)
+            assert sent["all_reduce"] == pytest.approx(plan.all_reduce_numel + agreed)
+            assert sent["reduce_scatter"] == plan.reduce_scatter_numel
+            assert sent["all_gather"] == plan.all_gather_numel
+            assert engine.metrics.traffic_numel == pytest.approx(plan.total_numel + agreed, abs=1)
+
+    on_threads(3, step, parity_model)
 
 
 class Normalised(nn.Module):

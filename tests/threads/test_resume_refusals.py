@@ -1,0 +1,94 @@
+"""What an engine refuses to save or load, and that it names the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity_models import SMALL_BUCKET, make_config, on_threads, parity_loss, parity_model, snapshot
+from torch import nn
+
+import polyaccel
+from polyaccel.errors import CheckpointError
+
+
+def engine_for(model, stage, **changes):
+    config = make_config(stage, zero={"reduce_bucket_size": SMALL_BUCKET}, **changes)
+    engine, *_ = polyaccel.initialize(model=model, config=config)
+    return engine
+
+
+def saved(tmp_path, build=parity_model):
+    def save(communicator, model):
+        engine_for(model, 1).save_checkpoint(str(tmp_path), tag="kept")
+
+    on_threads(2, save, build)
+
+
+def loading(tmp_path, build, **arguments):
+    def load(communicator, model):
+        engine = engine_for(model, 1)
+        engine.load_checkpoint(str(tmp_path), **arguments)
+        return snapshot(engine.module)
+
+    return on_threads(1, load, build)[0]
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    saved(tmp_path)
+
+    def other():
+        model = parity_model()
+        model.wide = nn.Linear(6, 34)
+        model.extra = nn.Parameter(torch.ones(2))
+        del model.unused
+        return model
+
+    with pytest.raises(CheckpointError, match="is of another model") as caught:
+        loading(tmp_path, other)
+    for named in ("'wide.weight': ((33, 6), (34, 6))", "not saved: ['extra']", "not in the model: ['unused']"):
+        assert named in str(caught.value)
+
+
+def test_a_model_with_more_and_less_takes_what_fits_when_told_to(tmp_path):
+    saved(tmp_path)
+
+    def other():
+        model = parity_model()
+        model.extra = nn.Parameter(torch.full((2,), 9.0))
+        del model.unused
+        with torch.no_grad():
+            model.scale.fill_(0.0)
+        return model
+
+    found = loading(tmp_path, other, load_module_strict=False, load_optimizer_states=False)
+    assert found["scale"] == torch.tensor(1.3)
+    assert found["extra"].tolist() == [9.0, 9.0]
+
+
+def test_nothing_to_load_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="latest"):
+        loading(tmp_path, parity_model)
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="kept"):  # the tags that there are
+        loading(tmp_path, parity_model, tag="lost")
+
+
+def test_saving_between_micro_batches_is_refused_until_gradients_are_dropped(tmp_path):
+    def save(communicator, model):
+        engine = engine_for(model, 2, accumulation=3)
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        with pytest.raises(CheckpointError, match="gradients of an unfinished optimizer step would be lost"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.zero_grad()
+        engine.save_checkpoint(str(tmp_path), tag="dropped")
+
+    on_threads(2, save, parity_model)
+
+
+def test_client_state_that_is_not_plain_is_refused(tmp_path):
+    def save(communicator, model):
+        engine_for(model, 1).save_checkpoint(str(tmp_path), client_state={"best": torch.ones(3)})
+
+    with pytest.raises(CheckpointError, match=r"client_state\.best is a torch\.Tensor"):
+        on_threads(1, save, parity_model)
