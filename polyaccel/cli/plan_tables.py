@@ -53,7 +53,8 @@ def print_plan(plan: Plan) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
     parts: list[Text | Group] = [_head(plan), _memory_table(plan), Text(_LEGEND), _traffic_table(plan), _fit(plan)]
-    console.print(*parts, *_notes(plan), sep="\n\n")
+    for part in (*parts, *_notes(plan)):
+        console.print(part, end="\n\n")
 
 
 def short_bytes(nbytes: int) -> str:
@@ -68,15 +69,12 @@ def short_count(numel: int) -> str:
 
 def _short(number: int, base: int, units: Sequence[str]) -> str:
     """`T` stands above the last unit."""
-    value = float(number)
-    for unit in units:
-        if value < 999.5:
-            break
+    value, passed = float(number), 0
+    while value >= 999.5 and passed < len(units):
         value /= base
-    else:
-        unit = "T"
-    decimals = 0 if not unit or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{decimals}f}{unit}" if number else "-"
+        passed += 1
+    decimals = 0 if not passed or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{decimals}f}{(*units, 'T')[passed]}" if number else "-"
 
 
 def _head(plan: Plan) -> Text:
@@ -102,8 +100,7 @@ def _memory_table(plan: Plan) -> Group:
 
 
 def _traffic_table(plan: Plan) -> Group:
-    table = _table(
-        "Sent by one rank in one step", "stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes"
+    table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes"
     )
     for forecast in plan.forecasts:
         if forecast.setting.place is Place.DEVICE:  # offload sends nothing to other ranks

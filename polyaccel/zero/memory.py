@@ -130,7 +130,8 @@ def estimate_layout(
             if policy.grads is Placement.SHARDED or recast:
                 in_flight.append((bucket.numel, reduce))
     device = Place.DEVICE
-    nbytes[device, Purpose.GRADS_IN_FLIGHT] = _pool_nbytes(in_flight, buckets_in_flight)
+    reductions = micro_batches if policy.grads is Placement.SHARDED else 1
+    nbytes[device, Purpose.GRADS_IN_FLIGHT] = _pool_nbytes(in_flight * reductions, buckets_in_flight)
     outside = (param.nbytes for param in layout.params if param.trainable)
     nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
     nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel)
