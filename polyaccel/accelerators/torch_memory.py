@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmap import mmap
+import mmap
+import sys
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from polyaccel.types import DeviceId, DType
 
 _TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 _PAGED_NBYTES = 2**18
+_PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _DTYPE_OF = {theirs: ours for ours, theirs in _TORCH_DTYPE.items()}
 
 
@@ -104,7 +106,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     """
     if nbytes < _PAGED_NBYTES:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(mmap(-1, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
 
 
 def wrap_torch(array: object) -> TorchBuffer:

@@ -106,7 +106,7 @@ def replay(place: Place) -> Tensor:
         return leaf.value() if isinstance(leaf, Constant) else leaf
 
     needed = _needed(place.memory)
-    with torch.no_grad():
+    with torch.no_grad(), torch._C._DisableTorchDispatch():  # it may be called inside zero.Init
         for operation in needed:
             args, named = tree_map(real, (operation.args, dict(operation.named)))
             if operation.generator_state is not None:

@@ -91,7 +91,7 @@ class DeferredTensor(Tensor):
         memo[id(self)] = twin
         return twin
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
