@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from parity_models import SMALL_BUCKET, assert_bitwise, make_config, parity_model, train
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.offload.nvme import NvmeTier
@@ -85,3 +87,19 @@ def test_the_end_of_a_forked_child_takes_nothing_away(tmp_path: Path, start: Sta
     assert job.stdout is not None
     assert job.stdout.readline() == "0\n"
     assert (tmp_path / "polyaccel-other" / "rank0" / "a").exists()
+
+
+def train_here(communicator: Any, config: dict[str, Any], steps: int) -> Any:
+    """One rank's run, inside its process."""
+    return train(communicator, parity_model(), config, steps)
+
+
+def test_ranks_in_processes_of_their_own_share_a_path(tmp_path: Path, rank_pool: Any) -> None:
+    pipelined = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "pipeline_write": True}
+    runs = {}
+    for name, offload in (("none", {}), ("nvme", {"offload_optimizer": pipelined})):
+        config = make_config(2, zero={"reduce_bucket_size": SMALL_BUCKET, **offload})
+        runs[name] = rank_pool(2).run(train_here, config, 2)
+    for rank in (0, 1):
+        assert_bitwise(runs["nvme"][rank].params, runs["none"][rank].params)
+    assert list(tmp_path.iterdir()) == []
