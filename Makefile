@@ -31,6 +31,7 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt/*.py
 	$(BIN)/mypy examples/cifar10/*.py
+	$(BIN)/mypy bench
 	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP) ## measure against DDP, FSDP2 and (when installed) DeepSpeed
