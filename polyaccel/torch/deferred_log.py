@@ -60,10 +60,9 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
-        tensor = tensor.detach()
         if tensor.numel() <= SMALL_NUMEL:
             tensor = tensor.clone()
-        return cls(tensor, tensor._version)
+        return cls(tensor, tensor._version)  # the tensor itself: a detached one made here would count versions alone
 
     def value(self) -> Tensor:
         if self.tensor._version != self.version:
