@@ -192,7 +192,7 @@ def test_all_problems_come_at_once() -> None:
     config = {
         "train_batch_size": 7,
         "gradient_clipping": "1",
-        "zero_optimization": {"stage": 3, "stagee": 1},
+        "zero_optimization": {"zenflow": {}, "stagee": 1},
         "fp16": {"enabled": True},
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": "auto", "epss": 1}},
@@ -211,8 +211,8 @@ def test_all_problems_come_at_once() -> None:
         "scheduler.params.cycle_max_lr",
         "scheduler.params.cycle_min_lr",
         "train_batch_size",
-        "zero_optimization.stage",
         "zero_optimization.stagee",
+        "zero_optimization.zenflow",
     ]
     assert str(error).startswith("config dict: 11 problems")
 
