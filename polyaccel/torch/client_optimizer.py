@@ -115,12 +115,12 @@ class ClientOptimizer(SliceOptimizer):
         ready = []
         for shard in shards:  # one step for all of them, which is why `bind` asks for resident tiers
             ready.append(shard)
-            grad = shard.grad
-            assert grad is not None  # set by the step
+            assert shard.grad is not None  # set by the step
+            reduced = grad = shard.grad
             is_staged = shard.tier.compute is not communicator.accelerator  # in memory that the next shard uses
             if is_staged or grad.dtype is not shard.master.dtype:
                 grad = shard.tier.compute.allocate(shard.master.numel, shard.master.dtype)
-                grad.copy_from(shard.grad)
+                grad.copy_from(reduced)
             if grad_scale != 1.0:
                 shard.kernels[SCALE](grad, grad_scale)
             for piece in shard.slices:
