@@ -6,6 +6,7 @@ Everything runs at once, in order: streams are null streams. "Device memory" is 
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -16,24 +17,46 @@ from polyaccel.accelerators.base import Accelerator, Capabilities, MemoryStats, 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
+from polyaccel.ops.native import native_kernels
+from polyaccel.ops.native_library import host_threads
 from polyaccel.types import DeviceId, DType
 
 Memory = Literal["torch", "numpy"]
 
 
+@cache
+def _kernels(memory: Memory, native: bool) -> KernelTable:
+    if memory == "torch":
+        import torch
+
+        from polyaccel.ops.torch_kernels import torch_kernels
+
+        table, threads = torch_kernels(), torch.get_num_threads
+    else:
+        from polyaccel.ops.numpy_kernels import numpy_kernels
+
+        table, threads = numpy_kernels(), host_threads
+    return native_kernels(table, threads) if native else table
+
+
 class CpuAccelerator(Accelerator):
-    """The host. `memory` says what buffers are made of; by default torch tensors when torch is installed."""
+    """The host.
+
+    `memory` says what buffers are made of; by default torch tensors when torch is installed. With `native` off the
+    compiled kernels are not used even where they are installed.
+    """
 
     name: ClassVar[str] = "cpu"
     torch_device_type: ClassVar[str | None] = "cpu"
     exported_variables: ClassVar[tuple[str, ...]] = ("OMP_", "MKL_", "KMP_", "GOMP_")
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: Memory | None = None, *, native: bool = True) -> None:
         if memory not in (None, "torch", "numpy"):
             raise PluginContractError(
                 f"cpu memory {memory!r} is unknown", cure='use "torch", "numpy" or None', value=memory
             )
         self.memory: Memory = memory or ("torch" if find_spec("torch") else "numpy")
+        self._native = native
 
     @classmethod
     def probe(cls) -> Probe:
@@ -50,13 +73,7 @@ class CpuAccelerator(Accelerator):
         )
 
     def kernels(self) -> KernelTable:
-        if self.memory == "torch":
-            from polyaccel.ops.torch_kernels import torch_kernels
-
-            return torch_kernels()
-        from polyaccel.ops.numpy_kernels import numpy_kernels
-
-        return numpy_kernels()
+        return _kernels(self.memory, self._native)
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         if self.memory == "torch":

@@ -26,6 +26,16 @@ class TestCpuOnNumpy(AcceleratorContract):
         return CpuAccelerator("numpy")
 
 
+class TestCpuOnTorchWithoutNative(AcceleratorContract):
+    def make(self) -> Accelerator:
+        return CpuAccelerator("torch", native=False)
+
+
+class TestCpuOnNumpyWithoutNative(AcceleratorContract):
+    def make(self) -> Accelerator:
+        return CpuAccelerator("numpy", native=False)
+
+
 def test_memory_defaults_to_torch_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuAccelerator().memory == "torch"
     monkeypatch.setattr("polyaccel.accelerators.cpu.find_spec", lambda name: None)

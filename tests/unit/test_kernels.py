@@ -1,4 +1,5 @@
-"""The built-in kernels beyond the contract: any cut and any number of threads give the same bits, and torch agrees."""
+"""The kernels on torch and on numpy beyond the contract: any cut and any thread count give the same bits, and torch
+agrees."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from polyaccel.testkit.kernel_cases import KernelCase, kernel_cases
 from polyaccel.testkit.kernels import check_meaning, check_slices
 from polyaccel.types import DType
 
-TORCH, NUMPY = CpuAccelerator("torch"), CpuAccelerator("numpy")
+TORCH, NUMPY = CpuAccelerator("torch", native=False), CpuAccelerator("numpy", native=False)
 OPTIMIZER_CASES = [case for case in kernel_cases(frozenset(DType)) if len(case.arguments) > 2]
 HYPER = AdamHyper(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 

@@ -1,0 +1,58 @@
+// One pass over memory for an update: 16-bit arrays are widened by blocks that stay in the first cache, float32 arrays
+// are used where they lie, and `out` is written while its values are at hand.
+#pragma once
+
+#include "isa.h"
+#include "numbers.h"
+#include "updates.h"
+
+enum { SWEEP_BLOCK = 1024 };  // elements
+
+static void widen(float* to, const void* from, int32_t type, int64_t numel) {
+    if (type == PA_FLOAT32)
+        memcpy(to, from, (size_t)numel * sizeof *to);
+    else if (type == PA_BFLOAT16)
+        widen_bfloat16(to, (const uint16_t*)from, numel);
+    else
+        widen_float16(to, (const uint16_t*)from, numel);
+}
+
+static void narrow(void* to, int32_t type, const float* from, int64_t numel) {
+    if (type == PA_FLOAT32)
+        memcpy(to, from, (size_t)numel * sizeof *from);
+    else if (type == PA_BFLOAT16)
+        narrow_bfloat16((uint16_t*)to, from, numel);
+    else
+        narrow_float16((uint16_t*)to, from, numel);
+}
+
+static bool takes(int32_t kind, int32_t array_count, int32_t constant_count) {
+    return array_count == UPDATES[kind].arrays && constant_count == UPDATES[kind].constants;
+}
+
+static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const float* constants, int64_t start,
+                  int64_t end) {
+    const update_row row = UPDATES[kind];
+    const bool rounds_source = kind >= PA_SUM && arrays[0].type != PA_FLOAT32 && arrays[1].type != arrays[0].type;
+    alignas(64) float staged[PA_MOST_ARRAYS][SWEEP_BLOCK];
+    alignas(64) uint16_t rounded[SWEEP_BLOCK];
+    float* run[PA_MOST_ARRAYS] = {};
+    for (int64_t at = start; at < end; at += SWEEP_BLOCK) {
+        const int64_t numel = smaller(SWEEP_BLOCK, end - at);
+        for (int32_t i = 0; i < row.arrays; i++) {
+            char* const from = (char*)arrays[i].data + at * itemsize_of(arrays[i].type);
+            const bool stays = arrays[i].type == PA_FLOAT32 && !(rounds_source && i == 1);
+            run[i] = stays ? (float*)from : staged[i];
+            if (!stays && (row.reads >> i & 1)) widen(staged[i], from, arrays[i].type, numel);
+        }
+        if (rounds_source) {
+            narrow(rounded, arrays[0].type, staged[1], numel);
+            widen(staged[1], rounded, arrays[0].type, numel);
+        }
+        row.run(run, constants, numel);
+        for (int32_t i = 0; i < row.arrays; i++)
+            if (run[i] == staged[i] && (row.writes >> i & 1))
+                narrow((char*)arrays[i].data + at * itemsize_of(arrays[i].type), arrays[i].type, staged[i], numel);
+        if (out.data) narrow((char*)out.data + at * itemsize_of(out.type), out.type, run[0], numel);
+    }
+}

@@ -1,0 +1,167 @@
+// What each update computes, on runs of float32 that may lie anywhere.
+//
+// [Note: One rounding an operation]
+// Every operation here is one of IEEE's correctly rounded ones and none is fused (-ffp-contract=off), in the order of
+// polyaccel/ops/numpy_kernels.py. Hence a value is the same bits in a vector and in a scalar tail, on every instruction
+// set, however the buffer is cut and shared out, and the same as numpy's. The compiler vectorises these loops; with
+// memory as the limit the missing fused multiply-adds cost nothing.
+#pragma once
+
+#include "kernels.h"
+
+// Says of the loop that follows that its arrays do not overlap. (GCC heeds __restrict on parameters only, and gives up on
+// checking five arrays against each other.)
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+typedef void (*update_fn)(float* const* arrays, const float* k, int64_t numel);
+
+static inline float averaged(float g, float average, const float* k) { return average * k[0] + g * k[1]; }
+
+static inline float averaged_square(float g, float square, const float* k) { return square * k[2] + g * g * k[3]; }
+
+static inline float direction_of(float average, float square, const float* k) {
+    return average * k[4] / (__builtin_sqrtf(square) * k[5] + k[6]);
+}
+
+// master, gradient, average, average of squares. Constants: beta1, 1 - beta1, beta2, 1 - beta2, 1 / correction1,
+// 1 / sqrt(correction2), eps, learning rate, weight decay (decoupled: 1 - rate * decay), gradient scale.
+template <bool decoupled>
+static void adam(float* const* arrays, const float* k, int64_t numel) {
+    float *p = arrays[0], *m = arrays[2], *v = arrays[3];
+    const float* g = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) {
+        const float x = decoupled ? g[i] * k[9] : g[i] * k[9] + p[i] * k[8];
+        const float kept = decoupled ? p[i] * k[8] : p[i];
+        m[i] = averaged(x, m[i], k);
+        v[i] = averaged_square(x, v[i], k);
+        p[i] = kept - direction_of(m[i], v[i], k) * k[7];
+    }
+}
+
+// master, gradient[, momentum]. Constants: rate, momentum, 1 - dampening, weight decay, gradient scale.
+template <bool has_momentum, bool first, bool nesterov>
+static void sgd(float* const* arrays, const float* k, int64_t numel) {
+    float *p = arrays[0], *average = arrays[2];
+    const float* g = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) {
+        float x = g[i] * k[4] + p[i] * k[3];
+        if (has_momentum) {
+            const float a = first ? x : average[i] * k[1] + x * k[2];
+            average[i] = a;
+            x = nesterov ? x + a * k[1] : a;
+        }
+        p[i] = p[i] - x * k[0];
+    }
+}
+
+// master, gradient, sum of squares. Constants: rate of this step, eps, weight decay, gradient scale.
+static void adagrad(float* const* arrays, const float* k, int64_t numel) {
+    float *p = arrays[0], *total = arrays[2];
+    const float* g = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) {
+        const float x = g[i] * k[3] + p[i] * k[2], t = total[i] + x * x;
+        total[i] = t;
+        p[i] = p[i] - x * k[0] / (__builtin_sqrtf(t) + k[1]);
+    }
+}
+
+// master, gradient, average. Constants: beta1, 1 - beta1, beta2, 1 - beta2, rate, 1 - rate * decay, gradient scale.
+static void lion(float* const* arrays, const float* k, int64_t numel) {
+    float *p = arrays[0], *average = arrays[2];
+    const float* g = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) {
+        const float x = g[i] * k[6], blend = average[i] * k[0] + x * k[1];
+        const float sign = blend > 0 ? 1.0f : blend < 0 ? -1.0f : blend;  // of NaN: NaN
+        p[i] = p[i] * k[5] - sign * k[4];
+        average[i] = average[i] * k[2] + x * k[3];
+    }
+}
+
+// master, gradient, average, average of squares, direction. Constants as Adam's without decoupling.
+static void lamb_direction(float* const* arrays, const float* k, int64_t numel) {
+    float *m = arrays[2], *v = arrays[3], *direction = arrays[4];
+    const float *p = arrays[0], *g = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) {
+        const float x = g[i] * k[9];
+        m[i] = averaged(x, m[i], k);
+        v[i] = averaged_square(x, v[i], k);
+        direction[i] = direction_of(m[i], v[i], k) + p[i] * k[8];
+    }
+}
+
+// master, direction. Constant: rate.
+static void lamb_apply(float* const* arrays, const float* k, int64_t numel) {
+    float* p = arrays[0];
+    const float* direction = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) p[i] = p[i] - direction[i] * k[0];
+}
+
+// target. Constant: factor.
+static void scale(float* const* arrays, const float* k, int64_t numel) {
+    float* target = arrays[0];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) target[i] = target[i] * k[0];
+}
+
+template <typename T>
+static inline T product(T a, T b) {
+    return a * b;
+}
+
+// Would be multiplied as int, which must not overflow.
+static inline uint16_t product(uint16_t a, uint16_t b) { return (uint16_t)((uint32_t)a * b); }
+
+template <typename T>
+static inline T combined(int32_t kind, T a, T b) {
+    switch (kind) {
+        case PA_SUM: return a + b;
+        case PA_PROD: return product(a, b);
+        case PA_MAX: return a > b || a != a ? a : b;  // NaN wins
+        default: return a < b || a != a ? a : b;
+    }
+}
+
+// target, source.
+template <int32_t kind>
+static void combine(float* const* arrays, const float*, int64_t numel) {
+    float* target = arrays[0];
+    const float* source = arrays[1];
+    INDEPENDENT
+    for (int64_t i = 0; i < numel; i++) target[i] = combined(kind, target[i], source[i]);
+}
+
+// An update's arrays, and which of them (bit i: array i) it reads and writes.
+typedef struct {
+    update_fn run;
+    int32_t arrays, constants;
+    uint32_t reads, writes;
+} update_row;
+
+static const update_row UPDATES[PA_UPDATE_COUNT] = {
+    {adam<true>, 4, 10, 15, 13},
+    {adam<false>, 4, 10, 15, 13},
+    {sgd<false, false, false>, 2, 5, 3, 1},
+    {sgd<true, true, false>, 3, 5, 3, 5},
+    {sgd<true, false, false>, 3, 5, 7, 5},
+    {sgd<true, true, true>, 3, 5, 3, 5},
+    {sgd<true, false, true>, 3, 5, 7, 5},
+    {adagrad, 3, 4, 7, 5},
+    {lion, 3, 7, 7, 5},
+    {lamb_direction, 5, 10, 15, 28},
+    {lamb_apply, 2, 1, 3, 1},
+    {scale, 1, 1, 1, 1},
+    {combine<PA_SUM>, 2, 0, 3, 1},
+    {combine<PA_MAX>, 2, 0, 3, 1},
+    {combine<PA_MIN>, 2, 0, 3, 1},
+    {combine<PA_PROD>, 2, 0, 3, 1},
+};
