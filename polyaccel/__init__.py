@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from polyaccel import checkpointing as checkpointing
     from polyaccel import comm as comm
     from polyaccel import zero as zero
     from polyaccel.accelerators import get_accelerator as get_accelerator
@@ -36,7 +37,7 @@ _HOMES = {
     "load_config": "polyaccel.config",
     "set_accelerator": "polyaccel.accelerators",
 }
-_ROOMS = ("comm", "zero")
+_ROOMS = ("checkpointing", "comm", "zero")
 
 __all__ = [
     "Config",
@@ -44,6 +45,7 @@ __all__ = [
     "PolyaccelError",
     "TorchEngine",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",

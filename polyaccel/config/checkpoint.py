@@ -67,7 +67,7 @@ class ActivationCheckpointingConfig(Section):
     contiguous_memory_optimization: bool = False
     """Keep activations in one buffer."""
     cpu_checkpointing: bool = False
-    """Keep activations in host memory."""
+    """Keep the inputs of regions under `polyaccel.checkpointing.checkpoint` in host memory until their backward."""
     synchronize_checkpoint_boundary: bool = False
     """Wait for the device at each checkpoint."""
     profile: bool = False

@@ -18,6 +18,7 @@ MODULES = (
     "polyaccel",
     "polyaccel.accelerators",
     "polyaccel.checkpoint",
+    "polyaccel.checkpointing",
     "polyaccel.comm",
     "polyaccel.config",
     "polyaccel.zero",

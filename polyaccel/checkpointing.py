@@ -1,0 +1,24 @@
+"""Activation checkpointing by DeepSpeed's names; the code lives in the torch room and loads when a name is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyaccel.torch.activations import checkpoint as checkpoint
+    from polyaccel.torch.activations import configure as configure
+    from polyaccel.torch.activations import is_configured as is_configured
+    from polyaccel.torch.activations import reset as reset
+
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("polyaccel.torch.activations"), name)
+    raise AttributeError(f"module 'polyaccel.checkpointing' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
