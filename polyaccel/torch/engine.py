@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from logging import getLogger
 from typing import Any
 
@@ -17,6 +17,7 @@ from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
 from polyaccel.runtime import Runtime
+from polyaccel.torch.activations import ActivationOffload
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.batch import at_least_float32, cast_floats, device_of, loss_of, to_device
 from polyaccel.torch.checkpoint import load_engine, save_engine
@@ -64,6 +65,9 @@ class TorchEngine(nn.Module, Engine):
             print_phases=self.config.wall_clock_breakdown,
         )
         self.timer = self._recorder.timer
+        self._offload = (
+            ActivationOffload(self.accelerator) if self.config.activation_checkpointing.cpu_checkpointing else None
+        )
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
         self._sync = True
@@ -123,7 +127,7 @@ class TorchEngine(nn.Module, Engine):
         """The module's output, under autocast if the config says so."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, named = cast_floats((inputs, named), torch.float16)
-        with self.timer("forward"), self._autocast():
+        with self.timer("forward"), self._autocast(), self._offload.active() if self._offload else nullcontext():
             outputs = self._own_module(*inputs, **named)
         if torch.is_grad_enabled() and self.training and self.optimizer is not None:
             self.adapter.watch_outputs(outputs)
