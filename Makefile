@@ -9,14 +9,15 @@ LOCK := requirements-dev.lock
 EXTRAS := torch,examples,dev
 TORCH := 2.13.0
 INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]'
-# Another lock or another pyproject.toml is another environment.
-STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml | cksum | cut -d' ' -f1)
+# Another lock, another pyproject.toml or other C++ is another environment.
+SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp))
+STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test lint bench lock clean
+.PHONY: help train test lint bench sanitize lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
 
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
@@ -37,6 +38,13 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 bench: $(STAMP) ## measure against DDP, FSDP2 and (when installed) DeepSpeed
 	$(BIN)/python -m bench $(ARGS)
 
+sanitize: ## build csrc/ with address, undefined and thread sanitizers, and run its tests under each
+	for kind in address thread; do \
+		cmake -S . -B build/sanitize-$$kind -DPA_SANITIZE=$$kind,undefined -DPA_TESTS=ON >/dev/null \
+			&& cmake --build build/sanitize-$$kind -j 2 \
+			&& ctest --test-dir build/sanitize-$$kind --output-on-failure --timeout 300 || exit 1; \
+	done
+
 lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	$(PYTHON) -m venv --clear $(VENV)-lock
 	$(VENV)-lock/bin/python $(INSTALL) torch==$(TORCH)
@@ -49,7 +57,7 @@ clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(SOURCES)
 	@echo "Making the environment $(VENV); this takes a minute or two."
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python $(INSTALL) --constraint $(LOCK)

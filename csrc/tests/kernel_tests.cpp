@@ -1,0 +1,230 @@
+// What sanitizers watch: every exported function over sizes, element types, odd addresses, threads and instruction sets.
+// Buffers are of their exact size, so that a read or write beyond is seen. The values are held against those of the
+// portable kernels on one thread, bit by bit; what they should be is the matter of tests/unit/test_native_kernels.py.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../kernels.h"
+
+namespace {
+
+uint64_t seed = 1;
+
+uint32_t draw() {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint32_t>(seed >> 33);
+}
+
+[[noreturn]] void fail(const std::string& what) {
+    std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+    std::exit(1);
+}
+
+void expect(bool holds, const std::string& what) {
+    if (!holds) fail(what);
+}
+
+int64_t itemsize_of(int32_t type) {
+    static const int64_t sizes[PA_TYPE_COUNT] = {8, 4, 2, 2, 8, 4, 2, 1, 1};
+    return sizes[type];
+}
+
+// `numel` elements that end where their allocation ends, at an address that is a multiple of the element's size only.
+struct Memory {
+    std::vector<uint8_t> room;
+    int32_t type;
+    int64_t numel;
+
+    Memory(int64_t numel, int32_t type) : type(type), numel(numel) {
+        room.resize(static_cast<size_t>((numel + 1) * itemsize_of(type)));
+        for (int64_t i = 0; i < numel; i++) put(i);
+    }
+
+    uint8_t* data() { return room.data() + itemsize_of(type); }
+
+    pa_array array() { return {data(), type}; }
+
+    // Positive values, for some are averages of squares; among the 16-bit ones any exponent but NaN's.
+    void put(int64_t i) {
+        uint8_t* const at = data() + i * itemsize_of(type);
+        const float value = static_cast<float>(draw() % 4096 + 1) / 1024.0f;
+        if (type == PA_FLOAT32) {
+            std::memcpy(at, &value, sizeof value);
+        } else if (type == PA_FLOAT64) {
+            const double wide = value;
+            std::memcpy(at, &wide, sizeof wide);
+        } else if (type == PA_BFLOAT16 || type == PA_FLOAT16) {
+            const uint16_t half = static_cast<uint16_t>(draw() % (type == PA_FLOAT16 ? 0x7800 : 0x4100));
+            std::memcpy(at, &half, sizeof half);
+        } else {
+            for (int64_t byte = 0; byte < itemsize_of(type); byte++) at[byte] = static_cast<uint8_t>(draw());
+        }
+    }
+};
+
+struct Update {
+    int32_t kind, arrays, constants;
+};
+
+const Update UPDATES[] = {
+    {PA_ADAM_DECOUPLED, 4, 10}, {PA_ADAM_L2, 4, 10},  {PA_SGD_PLAIN, 2, 5}, {PA_SGD_FIRST, 3, 5},
+    {PA_SGD_MOMENTUM, 3, 5},    {PA_SGD_FIRST_NESTEROV, 3, 5}, {PA_SGD_NESTEROV, 3, 5}, {PA_ADAGRAD, 3, 4},
+    {PA_LION, 3, 7},            {PA_LAMB_DIRECTION, 5, 10}, {PA_LAMB_APPLY, 2, 1}, {PA_SCALE, 1, 1},
+    {PA_SUM, 2, 0},             {PA_MAX, 2, 0},       {PA_MIN, 2, 0},       {PA_PROD, 2, 0},
+};
+static_assert(sizeof UPDATES / sizeof *UPDATES == PA_UPDATE_COUNT, "a new update needs a row");
+
+const double CONSTANTS[PA_MOST_CONSTANTS] = {0.9, 0.1, 0.95, 0.05, 1.5, 1.25, 1e-3, 0.01, 0.75, 0.5};
+const int32_t FLOATS[] = {PA_FLOAT32, PA_BFLOAT16, PA_FLOAT16};
+const int64_t SIZES[] = {0, 1, 7, 16, 33, 1023, 1024, 1025, 5000};
+const int64_t MANY_PARTS = 140001;
+
+// The contents of all buffers after one update whose element types and data are those of `start`.
+std::vector<uint8_t> after_update(const Update& update, int64_t numel, uint64_t start, int32_t threads) {
+    seed = start;
+    std::vector<Memory> buffers;
+    std::vector<pa_array> arrays;
+    for (int32_t i = 0; i < update.arrays; i++) buffers.emplace_back(numel, FLOATS[draw() % 3]);
+    buffers.emplace_back(numel, FLOATS[draw() % 3]);
+    for (Memory& buffer : buffers) arrays.push_back(buffer.array());
+    pa_array out = arrays.back();
+    if (draw() % 2) out.data = nullptr;
+    const int32_t code = pa_update(update.kind, numel, arrays.data(), update.arrays, out, CONSTANTS, update.constants, threads);
+    expect(code == 0, "pa_update refused kind " + std::to_string(update.kind));
+    std::vector<uint8_t> contents;
+    for (Memory& buffer : buffers) contents.insert(contents.end(), buffer.room.begin(), buffer.room.end());
+    return contents;
+}
+
+std::vector<uint8_t> after_others(int64_t numel, uint64_t start, int32_t threads) {
+    seed = start;
+    std::vector<uint8_t> contents;
+    for (int32_t type : {PA_FLOAT64, PA_INT64, PA_INT32, PA_INT16, PA_INT8, PA_UINT8})
+        for (int32_t kind = PA_SUM; kind <= PA_PROD; kind++) {
+            Memory target(numel, type), source(numel, type);
+            expect(pa_combine(kind, numel, type, target.data(), source.data(), threads) == 0, "pa_combine");
+            contents.insert(contents.end(), target.room.begin(), target.room.end());
+        }
+    std::vector<Memory> pieces;
+    for (int32_t type : {PA_FLOAT64, PA_FLOAT32, PA_BFLOAT16, PA_FLOAT16}) pieces.emplace_back(numel, type);
+    std::vector<pa_array> arrays;
+    for (Memory& piece : pieces) arrays.push_back(piece.array());
+    const int64_t indices[] = {0, 2, 1, 2}, numels[] = {numel, numel, numel, numel};
+    Memory sums(3, PA_FLOAT64);
+    expect(pa_square_sums(reinterpret_cast<double*>(sums.data()), 4, indices, arrays.data(), numels, threads) == 0,
+           "pa_square_sums");
+    contents.insert(contents.end(), sums.room.begin(), sums.room.end());
+    for (int32_t bits : {4, 8})
+        for (int64_t block : {2, 64, 3000})
+            for (int32_t type : FLOATS) {
+                Memory values(numel, type), back(numel, type);
+                Memory codes(bits == 8 ? numel : (numel + 1) / 2, PA_UINT8), scales((numel + block - 1) / block, PA_FLOAT32);
+                float* const at = reinterpret_cast<float*>(scales.data());
+                expect(pa_quantize(bits, numel, block, values.array(), codes.data(), at, threads) == 0, "pa_quantize");
+                expect(pa_dequantize(bits, numel, block, back.array(), codes.data(), at, threads) == 0, "pa_dequantize");
+                for (Memory* memory : {&codes, &scales, &back})
+                    contents.insert(contents.end(), memory->room.begin(), memory->room.end());
+            }
+    return contents;
+}
+
+void every_function_agrees(const std::string& isa) {
+    std::vector<int64_t> sizes(SIZES, SIZES + sizeof SIZES / sizeof *SIZES);
+    sizes.push_back(MANY_PARTS);
+    for (int64_t numel : sizes) {
+        const int32_t threads = numel == MANY_PARTS ? 3 : 1;
+        for (const Update& update : UPDATES)
+            for (uint64_t start = 1; start <= (numel == MANY_PARTS ? 1 : 3); start++) {
+                expect(pa_choose_isa(isa.c_str()) == 0, isa);
+                const auto ours = after_update(update, numel, start, threads);
+                pa_choose_isa("portable");
+                pa_choose_isa("neon");
+                expect(ours == after_update(update, numel, start, 1),
+                       isa + ": update " + std::to_string(update.kind) + " of " + std::to_string(numel));
+            }
+        expect(pa_choose_isa(isa.c_str()) == 0, isa);
+        const auto ours = after_others(numel, 7, threads);
+        pa_choose_isa("portable");
+        pa_choose_isa("neon");
+        expect(ours == after_others(numel, 7, 1), isa + ": other kernels of " + std::to_string(numel));
+    }
+}
+
+void wrong_arguments_are_refused() {
+    Memory buffer(4, PA_FLOAT32), wide(4, PA_FLOAT64);
+    pa_array arrays[] = {buffer.array(), wide.array()};
+    const pa_array none = {nullptr, 0};
+    expect(pa_update(PA_UPDATE_COUNT, 4, arrays, 1, none, CONSTANTS, 1, 1) == PA_BAD_KIND, "kind");
+    expect(pa_update(PA_SCALE, 4, arrays, 2, none, CONSTANTS, 1, 1) == PA_BAD_COUNT, "arrays");
+    expect(pa_update(PA_SCALE, 4, arrays, 1, none, CONSTANTS, 2, 1) == PA_BAD_COUNT, "constants");
+    expect(pa_update(PA_SUM, 4, arrays, 2, none, nullptr, 0, 1) == PA_BAD_TYPE, "type");
+    expect(pa_combine(PA_SUM, 4, PA_FLOAT32, buffer.data(), buffer.data(), 1) == PA_BAD_TYPE, "combine");
+    float scale = 0;
+    uint8_t codes[4];
+    expect(pa_quantize(5, 4, 2, arrays[0], codes, &scale, 1) == PA_BAD_KIND, "bits");
+    expect(pa_quantize(4, 4, 3, arrays[0], codes, &scale, 1) == PA_BAD_COUNT, "odd block");
+    expect(pa_choose_isa("abacus") == PA_BAD_KIND, "abacus");
+}
+
+// Several callers at once: one has the threads, the others work alone.
+void callers_do_not_disturb_each_other() {
+    std::vector<Memory> targets, sources;
+    for (int caller = 0; caller < 4; caller++) {
+        targets.emplace_back(MANY_PARTS, PA_FLOAT32);
+        sources.emplace_back(MANY_PARTS, PA_FLOAT32);
+        std::memset(targets.back().data(), 0, MANY_PARTS * sizeof(float));
+    }
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 4; caller++)
+        callers.emplace_back([&, caller] {
+            pa_array arrays[] = {targets[caller].array(), sources[caller].array()};
+            for (int time = 0; time < 8; time++) pa_update(PA_SUM, MANY_PARTS, arrays, 2, {nullptr, 0}, nullptr, 0, 3);
+        });
+    for (std::thread& caller : callers) caller.join();
+    for (int caller = 0; caller < 4; caller++)
+        for (int64_t i = 0; i < MANY_PARTS; i++) {
+            float target, source;
+            std::memcpy(&target, targets[caller].data() + 4 * i, 4);
+            std::memcpy(&source, sources[caller].data() + 4 * i, 4);
+            expect(target == 8 * source, "callers at once, element " + std::to_string(i));
+        }
+}
+
+void a_forked_child_has_threads_of_its_own() {
+    const auto ours = after_update(UPDATES[0], MANY_PARTS, 3, 3);
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        _exit(after_update(UPDATES[0], MANY_PARTS, 3, 3) == ours ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    expect(status == 0, "a forked child ended with status " + std::to_string(status));
+}
+
+}  // namespace
+
+int main() {
+    expect(pa_abi_version() == PA_ABI_VERSION, "version");
+    int isas = 0;
+    for (const char* isa : {"avx512", "avx2", "portable", "neon"})
+        if (pa_choose_isa(isa) == 0) {
+            every_function_agrees(isa);
+            std::printf("%s agrees\n", isa);
+            isas++;
+        }
+    expect(isas > 0, "no instruction set");
+    wrong_arguments_are_refused();
+    callers_do_not_disturb_each_other();
+#if !defined(__SANITIZE_THREAD__)  // which does not follow threads made after a fork
+    a_forked_child_has_threads_of_its_own();
+#endif
+    std::puts("kernel tests passed");
+}
