@@ -2,23 +2,18 @@
 
 Model states only: activations and the framework's own memory come on top. Every rank holds the same, because shards are
 equal. Source of the model-state arithmetic: Rajbhandari et al. 2020, sections 3.1 and 5.
-
-[Note: Pools]
-Gradient buckets under way and gathered parameters stand in buffers that are used again and again. A buffer serves
-whatever fits into it, so a pool may hold more than the largest buckets that are ever in use together. Gradients fill
-buckets in layout order, and of those under way the oldest is finished first, so their pool is followed exactly.
-Gathered parameters are only bounded: the order in which they are used is the model's affair.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from polyaccel.errors import ShardingError
 from polyaccel.types import DType
+from polyaccel.zero.in_flight import in_flight_nbytes
 from polyaccel.zero.layout import Bucket, ShardLayout
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.precision import DEFAULT_PRECISION, Precision
@@ -119,19 +114,13 @@ def estimate_layout(
     """
     accumulates = micro_batches > 1
     nbytes: Counter[tuple[Place, Purpose]] = Counter()
-    in_flight: list[tuple[int, DType]] = []
     for bucket in layout.buckets:
         place = offload.places.get(bucket.index, Place.DEVICE)
-        extent = _Extent.of(bucket)
-        nbytes.update(_model_states(policy, extent, precision, state_count, accumulates, place))
-        if extent.trainable:
-            reduce = precision.reduce_of(extent.dtype)
-            recast = precision.gradient_of(extent.dtype, accumulates=accumulates) is not reduce
-            if policy.grads is Placement.SHARDED or recast:
-                in_flight.append((bucket.numel, reduce))
+        nbytes.update(_model_states(policy, _Extent.of(bucket), precision, state_count, accumulates, place))
     device = Place.DEVICE
-    reductions = micro_batches if policy.grads is Placement.SHARDED else 1
-    nbytes[device, Purpose.GRADS_IN_FLIGHT] = _pool_nbytes(in_flight * reductions, buckets_in_flight)
+    nbytes[device, Purpose.GRADS_IN_FLIGHT] = in_flight_nbytes(
+        policy, layout, precision, micro_batches=micro_batches, most_in_use=buckets_in_flight
+    )
     outside = (param.nbytes for param in layout.params if param.trainable)
     nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
     nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel)
@@ -208,28 +197,6 @@ def _model_states(
     return nbytes
 
 
-def _pool_nbytes(needs: Sequence[tuple[int, DType]], most_in_use: int) -> int:
-    """What a pool holds after two steps that need buffers of `needs` (numel, type) in order, `most_in_use` at once.
-
-    Follows `BufferPool.acquire`. See [Note: Pools].
-    """
-    free: dict[DType, list[int]] = {}
-    for _ in range(2):
-        in_use: deque[tuple[int, DType]] = deque()
-        for numel, dtype in needs:
-            if len(in_use) == most_in_use:
-                whole, kind = in_use.popleft()
-                free[kind].append(whole)
-            idle = free.setdefault(dtype, [])
-            fitting = [whole for whole in idle if whole >= numel]
-            if idle:
-                idle.remove(min(fitting) if fitting else max(idle))
-            in_use.append((min(fitting, default=numel), dtype))
-        for whole, kind in in_use:
-            free[kind].append(whole)
-    return sum(whole * dtype.itemsize for dtype, idle in free.items() for whole in idle)
-
-
 def _staging_nbytes(
     policy: ZeroPolicy, layout: ShardLayout, precision: Precision, accumulates: bool, offload: Offload
 ) -> int:
@@ -251,13 +218,15 @@ def _staging_nbytes(
 
 def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None) -> int:
     """The most bytes of parameters that are unsharded at once; more micro-batches change nothing about it."""
-    if layout.world_size == 1 or policy.params is not Placement.SHARDED:
-        return 0  # the only shard is the bucket
+    if policy.params is not Placement.SHARDED:
+        return 0
     gathered = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
     if max_numel is not None:
         largest_itemsize = max((bucket.kind.dtype.itemsize for bucket in gathered), default=0)
         everything = sum(bucket.numel * bucket.kind.dtype.itemsize for bucket in gathered)
         return min(everything, max_numel * largest_itemsize)
+    if layout.world_size == 1:
+        return 0  # the only shard is the bucket
     live = peak = 0
     for operation in plan_step(policy, layout):
         bucket = layout.buckets[operation.bucket]
