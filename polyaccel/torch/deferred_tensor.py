@@ -6,7 +6,7 @@ asks for values (`item`, `nonzero`, an operation together with real data) is ans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -29,6 +29,20 @@ _OVERWRITING = {
     *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
 }
 """Operations in place that do not read what they write to."""
+_FILL: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    **dict.fromkeys([_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty], lambda *args: ()),
+    **dict.fromkeys([_aten.zeros, _aten.zeros_like, _aten.new_zeros], lambda *args: (_aten.zero_.default,)),
+    **dict.fromkeys([_aten.ones, _aten.ones_like, _aten.new_ones], lambda *args: (_aten.fill_.Scalar, 1)),
+    **dict.fromkeys([_aten.full, _aten.full_like, _aten.new_full], lambda *args: (_aten.fill_.Scalar, args[-1])),
+    **dict.fromkeys([_aten.rand, _aten.rand_like], lambda *args: (_aten.uniform_.default,)),
+    **dict.fromkeys([_aten.randn, _aten.randn_like], lambda *args: (_aten.normal_.default,)),
+    **dict.fromkeys([_aten.clone, _aten._to_copy], lambda source: (_aten.copy_.default, source)),
+}
+"""What makes a new tensor and fills it, as torch itself does: the operation in place and its arguments."""
+_EQUAL_IN_SHAPE = {
+    **dict.fromkeys([_aten.rand, _aten.randn], _aten.empty.memory_format),
+    **dict.fromkeys([_aten.rand_like, _aten.randn_like], _aten.empty_like.default),
+}
 _OWN = ("_memory", "_meta", "_is_param")
 _NEEDS_MEMORY = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.share_memory_)
 
@@ -164,16 +178,15 @@ def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, c
 def _log(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], written: list[DeferredTensor]) -> Any:
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     seeded = _taking_generator(function) if is_random else function
-    if seeded is None:
+    fill = _as_fill(function, args)
+    if seeded is None and fill is None:
         return _run_really(function, args, named)
     if torch.Tag.inplace_view in function.tags:
         raise _not_deferrable(function)
-    meta_args, meta_named = tree_map(_as_meta, (args, named))
     device = _target_device(args, named)
-    if any(argument.name == "device" for argument in function._schema.arguments):
-        meta_named["device"] = torch.device("meta")
     try:
-        outputs = function(*meta_args, **meta_named)
+        # A draw checks its arguments itself, and the first one on meta would load torch's compiler.
+        outputs = written[0]._meta if is_random and written else _on_meta(function, args, named)
     except (NotImplementedError, RuntimeError) as error:
         if not written:
             return _run_really(function, args, named)  # values are needed; a mistake of the caller raises again
@@ -185,6 +198,15 @@ def _log(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], wri
     flat = tree_leaves(outputs)
     if not written and not all(isinstance(output, Tensor) and output.layout is torch.strided for output in flat):
         return _run_really(function, args, named)
+
+    if fill is not None:
+        filled = DeferredTensor(outputs, Memory(device, outputs.untyped_storage().nbytes()))
+        generator = {"generator": named["generator"]} if "generator" in named else {}
+        if fill:
+            operation, *values = fill
+            run(operation, (filled, *values), generator, constructing=True)
+        return filled
+    assert seeded is not None  # only a fill may be random without
 
     inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, DeferredTensor)]
     memories = {_storage_id(tensor._meta): tensor._memory for tensor in inputs}
@@ -207,6 +229,11 @@ def _log(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], wri
         return same.get(id(output)) if id(output) in same else DeferredTensor(output, memories[_storage_id(output)])
 
     return tree_map(wrap, outputs)
+
+
+def _as_fill(function: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    known = _FILL.get(function.overloadpacket)
+    return known(*args) if known is not None and "out" not in function._overloadname else None
 
 
 def _append(
@@ -258,12 +285,22 @@ def _makes_large(function: OpOverload, args: tuple[Any, ...], named: dict[str, A
         return False
     if _target_device(args, named).type == "meta":
         return False
-    meta_args, meta_named = tree_map(_as_meta, (args, {**named, "device": torch.device("meta")}))
     try:
-        output = function(*meta_args, **meta_named)
+        output = _on_meta(function, args, named)
     except (NotImplementedError, RuntimeError):
         return False  # the real call says what is wrong
     return isinstance(output, Tensor) and output.layout is torch.strided and output.numel() > SMALL_NUMEL
+
+
+def _on_meta(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What the call gives without values."""
+    meta_args, meta_named = tree_map(_as_meta, (args, dict(named)))
+    if any(argument.name == "device" for argument in function._schema.arguments):
+        meta_named["device"] = torch.device("meta")
+    if function.overloadpacket in _EQUAL_IN_SHAPE:
+        function = _EQUAL_IN_SHAPE[function.overloadpacket]
+        meta_named.pop("generator", None)
+    return function(*meta_args, **meta_named)
 
 
 def _written(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
