@@ -215,6 +215,7 @@ def _machine() -> dict[str, str]:
         "processor": _processor,
         "cores": _cores,
         "memory": _memory,
+        "kernels": _kernels,
     }
     return {name: _guarded(fact) for name, fact in facts.items()}
 
@@ -251,6 +252,11 @@ def _memory() -> str:
     if limit.exists() and (limit_nbytes := limit.read_text().strip()).isdigit():
         total += f", limited to {int(limit_nbytes) / 2**30:.1f} GiB by the container"
     return total
+
+
+def _kernels() -> str:
+    """The compiled kernels of the host, or why there are none."""
+    return str(importlib.import_module("polyaccel.ops.native_library").describe_native())
 
 
 def _version(package: str) -> str | None:

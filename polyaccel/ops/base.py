@@ -159,6 +159,22 @@ class LambApplyFn(Protocol):
         """Second half, for one parameter's slice: `master -= rate * direction`, and `master` to `out` in its type."""
 
 
+class QuantizeFn(Protocol):
+    def __call__(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """Symmetric quantisation by blocks of `block_numel` elements, the last one perhaps shorter.
+
+        `scales[b]` (float32) is the largest magnitude of block b divided by 127, and `codes` (int8) is `source / scale`
+        to nearest even. With uint8 `codes` it is 4 bits, 7 in place of 127 and an even `block_numel`: two codes in
+        two's complement share a byte, the first in the low half. A block that is not finite has scale NaN and codes 0,
+        so that it comes back as NaN; a block of zeros has scale 0. Raises ShardingError when the sizes do not fit.
+        """
+
+
+class DequantizeFn(Protocol):
+    def __call__(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """`out[i] = codes[i] * scales[i // block_numel]` in `out`'s type, for what `QuantizeFn` wrote."""
+
+
 COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces, accumulated in float64")
@@ -168,8 +184,14 @@ ADAGRAD: Op[AdagradFn] = Op("adagrad", "Adagrad fused with unscale, clip factor 
 LION: Op[LionFn] = Op("lion", "Lion fused with unscale, clip factor and cast")
 LAMB_DIRECTION: Op[LambDirectionFn] = Op("lamb_direction", "LAMB's moments and update direction")
 LAMB_APPLY: Op[LambApplyFn] = Op("lamb_apply", "LAMB's update of one parameter slice")
+QUANTIZE: Op[QuantizeFn] = Op("quantize", "blocks of numbers to int8 or 4-bit codes with a scale a block")
+DEQUANTIZE: Op[DequantizeFn] = Op("dequantize", "codes and scales back to numbers")
 
-ALL_OPS: tuple[Op[Any], ...] = (COMBINE, SCALE, SQUARE_SUMS, ADAM, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY)
+ALL_OPS: tuple[Op[Any], ...] = (
+    *(COMBINE, SCALE, SQUARE_SUMS),
+    *(ADAM, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY),
+    *(QUANTIZE, DEQUANTIZE),
+)
 
 
 class KernelTable:

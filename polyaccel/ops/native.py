@@ -17,9 +17,11 @@ from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
     COMBINE,
+    DEQUANTIZE,
     LAMB_APPLY,
     LAMB_DIRECTION,
     LION,
+    QUANTIZE,
     SCALE,
     SGD,
     SQUARE_SUMS,
@@ -30,6 +32,7 @@ from polyaccel.ops.base import (
     SgdHyper,
 )
 from polyaccel.ops.native_library import CArray, Native, native
+from polyaccel.ops.quantization import bits_of
 from polyaccel.types import DType, ReduceOp
 
 # The codes of csrc/kernels.h.
@@ -73,6 +76,8 @@ def native_kernels(fallback: KernelTable, threads: Callable[[], int]) -> KernelT
             LION: kernels.lion,
             LAMB_DIRECTION: kernels.lamb_direction,
             LAMB_APPLY: kernels.lamb_apply,
+            QUANTIZE: kernels.quantize,
+            DEQUANTIZE: kernels.dequantize,
         },
     )
 
@@ -242,6 +247,28 @@ class _NativeKernels:
             self._fallback[LAMB_APPLY](master, direction, out, rate)
             return
         self._update(_LAMB_APPLY, (master, direction), out, (rate,), 0b01)
+
+    def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """See `QuantizeFn`."""
+        if not are_computed_in_float32((source,)):
+            self._fallback[QUANTIZE](source, codes, scales, block_numel)
+            return
+        self._blocks("pa_quantize", source, codes, scales, block_numel)
+        codes.mark_written()
+        scales.mark_written()
+
+    def dequantize(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """See `DequantizeFn`."""
+        if not are_computed_in_float32((out,)):
+            self._fallback[DEQUANTIZE](out, codes, scales, block_numel)
+            return
+        self._blocks("pa_dequantize", out, codes, scales, block_numel)
+        out.mark_written()
+
+    def _blocks(self, name: str, values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        bits = bits_of(values, codes, scales, block_numel)
+        memory = (c_array(values), codes.data_ptr(), scales.data_ptr())
+        self._library.call(name, bits, values.numel, block_numel, *memory, self._threads())
 
 
 def _adam_constants(hyper: AdamHyper, decay: float, grad_scale: float) -> tuple[float, ...]:

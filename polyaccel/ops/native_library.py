@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -38,8 +38,8 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_update": (c_int32, c_int64, POINTER(CArray), c_int32, CArray, POINTER(c_double), c_int32, c_int32),
     "pa_combine": (c_int32, c_int64, c_int32, c_void_p, c_void_p, c_int32),
     "pa_square_sums": (c_void_p, c_int64, POINTER(c_int64), POINTER(CArray), POINTER(c_int64), c_int32),
-    "pa_quantize": (c_int32, c_int64, c_int64, CArray, POINTER(c_uint8), POINTER(c_float), c_int32),
-    "pa_dequantize": (c_int32, c_int64, c_int64, CArray, POINTER(c_uint8), POINTER(c_float), c_int32),
+    "pa_quantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
+    "pa_dequantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
 }
 
 

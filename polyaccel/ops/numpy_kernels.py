@@ -19,9 +19,11 @@ from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
     COMBINE,
+    DEQUANTIZE,
     LAMB_APPLY,
     LAMB_DIRECTION,
     LION,
+    QUANTIZE,
     SCALE,
     SGD,
     SQUARE_SUMS,
@@ -31,6 +33,7 @@ from polyaccel.ops.base import (
     LionHyper,
     SgdHyper,
 )
+from polyaccel.ops.numpy_quantization import dequantize, quantize
 from polyaccel.types import ReduceOp
 
 Array = npt.NDArray[Any]
@@ -51,6 +54,8 @@ def numpy_kernels() -> KernelTable:
             LION: lion,
             LAMB_DIRECTION: lamb_direction,
             LAMB_APPLY: lamb_apply,
+            QUANTIZE: quantize,
+            DEQUANTIZE: dequantize,
         },
     )
 

@@ -121,3 +121,20 @@ def lamb_direction(
 
 def lamb_apply(master: Float64s, direction: Float64s, rate: float) -> Float64s:
     return master - rate * direction
+
+
+def quantize(source: Float64s, block_numel: int, bits: int) -> tuple[Float64s, Float64s]:
+    """(codes, scales), one code an element: not packed."""
+    most = 2 ** (bits - 1) - 1
+    codes, scales = np.zeros(source.size), np.zeros(-(-source.size // block_numel))
+    for index, start in enumerate(range(0, source.size, block_numel)):
+        block = source[start : start + block_numel]
+        largest = np.max(np.abs(block))
+        scales[index] = largest / most if np.isfinite(largest) else np.nan
+        if scales[index] > 0:
+            codes[start : start + block_numel] = np.rint(block / scales[index])
+    return codes, scales
+
+
+def dequantize(codes: Float64s, scales: Float64s, block_numel: int) -> Float64s:
+    return codes * np.repeat(scales, block_numel)[: codes.size]

@@ -28,9 +28,11 @@ from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
     COMBINE,
+    DEQUANTIZE,
     LAMB_APPLY,
     LAMB_DIRECTION,
     LION,
+    QUANTIZE,
     SCALE,
     SGD,
     SQUARE_SUMS,
@@ -40,6 +42,7 @@ from polyaccel.ops.base import (
     LionHyper,
     SgdHyper,
 )
+from polyaccel.ops.torch_quantization import dequantize, quantize
 from polyaccel.types import ReduceOp
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
@@ -65,6 +68,8 @@ def torch_kernels() -> KernelTable:
             LION: lion,
             LAMB_DIRECTION: lamb_direction,
             LAMB_APPLY: lamb_apply,
+            QUANTIZE: quantize,
+            DEQUANTIZE: dequantize,
         },
     )
 

@@ -21,7 +21,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.ops.base import ALL_OPS, COMBINE, SCALE
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.kernel_cases import kernel_cases
-from polyaccel.testkit.kernels import check_meaning, check_slices, check_square_sums, encode
+from polyaccel.testkit.kernels import check_meaning, check_quantization, check_slices, check_square_sums, encode
 from polyaccel.types import DType, ReduceOp
 
 _ALIGNMENT_NBYTES = 64
@@ -207,6 +207,14 @@ class AcceleratorContract(ABC):
             if dtype.is_floating:
                 for numel in (*_SMALL_SIZES, _BEYOND_A_CHUNK):
                     check_square_sums(accelerator, dtype, numel)
+
+    def test_quantisation_means_what_the_reference_says(self) -> None:
+        accelerator = self.make()
+        for dtype in accelerator.supported_dtypes() - {DType.FLOAT64}:
+            if dtype.is_floating:
+                for bits in (8, 4):
+                    for numel, block_numel in ((0, 2), (1, 2), (37, 8), (5003, 64), (5003, 3000)):
+                        check_quantization(accelerator, dtype, numel, block_numel, bits)
 
 
 def _contents(buffer: Buffer) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,8 +1,8 @@
 """The contract of kernels: every op of a table against its float64 meaning, and its independence of slices.
 
 `check_meaning` runs one case of `polyaccel.testkit.kernel_cases` on random, empty, odd or non-finite data;
-`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums` is for the one
-op that is not elementwise. A failed check is an AssertionError that names the case.
+`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums` and
+`check_quantization` are for the ops that are not elementwise. A failed check is an AssertionError that names the case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.ops import reference
-from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, SQUARE_SUMS
 from polyaccel.ops.reference import Float64s
 from polyaccel.testkit.kernel_cases import KernelCase
 from polyaccel.types import DType
@@ -99,6 +99,36 @@ def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, see
         out.fill(0.0)
         kernel(out, [(0, piece)])
         np.testing.assert_allclose(_contents(out)[0], numel * np.float64(np.float32(1e30)) ** 2, rtol=tolerance)
+
+
+def check_quantization(accelerator: Accelerator, dtype: DType, numel: int, block_numel: int, bits: int) -> None:
+    """Codes and scales are the reference's, save where two codes are as near, and come back as they mean."""
+    table = accelerator.kernels()
+    values = np.random.default_rng(numel).standard_normal(numel) * 3
+    values[:block_numel] = 0
+    spoilt = numel - 1 - (numel - 1) % block_numel  # where the last block starts
+    if spoilt > block_numel:
+        values[spoilt] = np.inf
+    source, back = accelerator.allocate(numel, dtype), accelerator.allocate(numel, dtype)
+    source.from_bytes(encode(values, dtype))
+    codes = accelerator.allocate(numel if bits == 8 else -(-numel // 2), DType.INT8 if bits == 8 else DType.UINT8)
+    scales = accelerator.allocate(-(-numel // block_numel), DType.FLOAT32)
+    table[QUANTIZE](source, codes, scales, block_numel)
+    table[DEQUANTIZE](back, codes, scales, block_numel)
+
+    what = f"{dtype.value}, {numel=}, {block_numel=}, {bits=}"
+    with np.errstate(all="ignore"):
+        expected, expected_scales = reference.quantize(_contents(source), block_numel, bits)
+    np.testing.assert_allclose(_contents(scales), expected_scales, rtol=_EPSILON[DType.FLOAT32], err_msg=what)
+    stored = _contents(codes)
+    if bits == 4:
+        pairs = np.stack((stored % 16, stored // 16), axis=1).reshape(-1)[:numel]
+        stored = np.where(pairs > 7, pairs - 16, pairs)
+    # A quotient next to the middle of two codes may round to either; a thousandth of them is more than chance allows.
+    assert np.max(np.abs(stored - expected), initial=0) <= 1, what
+    assert np.count_nonzero(stored != expected) <= numel // 1000, what
+    meant = reference.dequantize(stored, _contents(scales), block_numel)
+    np.testing.assert_allclose(_contents(back), meant, rtol=2 * _EPSILON[dtype], atol=_SMALLEST, err_msg=what)
 
 
 def encode(values: Float64s, dtype: DType) -> bytes:
