@@ -218,15 +218,13 @@ def _staging_nbytes(
 
 def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None) -> int:
     """The most bytes of parameters that are unsharded at once; more micro-batches change nothing about it."""
-    if policy.params is not Placement.SHARDED:
-        return 0
+    if layout.world_size == 1 or policy.params is not Placement.SHARDED:
+        return 0  # the only shard is the bucket
     gathered = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
     if max_numel is not None:
         largest_itemsize = max((bucket.kind.dtype.itemsize for bucket in gathered), default=0)
         everything = sum(bucket.numel * bucket.kind.dtype.itemsize for bucket in gathered)
         return min(everything, max_numel * largest_itemsize)
-    if layout.world_size == 1:
-        return 0  # the only shard is the bucket
     live = peak = 0
     for operation in plan_step(policy, layout):
         bucket = layout.buckets[operation.bucket]
