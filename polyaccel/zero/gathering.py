@@ -120,7 +120,7 @@ class Gathering:
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
-        self._pool = BufferPool(communicator)
+        self._pool = BufferPool(communicator, policy.max_live_numel)
         last = max(own, default=-1)
         self._order = UseOrder([own[index][0].numel if index in own else 0 for index in range(last + 1)])
         self.live_numel = 0
