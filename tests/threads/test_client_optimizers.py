@@ -78,8 +78,7 @@ ELEMENTWISE = {
 
 
 @stages
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("form", ["callable", "instance"])
+@pytest.mark.parametrize(("world", "form"), [(1, "instance"), (3, "callable")])
 @pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_elementwise_optimizers_equal_plain_torch(make, form, world, stage):
     params, _ = trained(world, client_config(stage, gradient_clipping=1.0), make if form == "callable" else (make,))
