@@ -66,6 +66,7 @@ class Written(nn.Module):
         super().__init__()
         own = torch.Generator().manual_seed(5)
         self.drawn = nn.Parameter(torch.randn(40, 40))
+        self.drawn.data.copy_(self.drawn.data)
         self.alike = nn.Parameter(torch.rand_like(self.drawn))
         self.with_own_generator = nn.Parameter(torch.rand(50, 50, generator=own))
         self.with_own_generator.data.normal_(generator=own)
