@@ -7,6 +7,7 @@ here sees a tensor, an array or a device's name; stages are values of `ZeroPolic
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -130,6 +131,8 @@ class ZeroStep:
         self._is_incomplete = False
         """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
+        self._under_way: deque[GradientBucket] = deque()
+        """Buckets as they were launched, oldest first; some may be finished."""
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -191,8 +194,9 @@ class ZeroStep:
         if (gradients.needs_staging() or gradients.needs_recasting()) and self._is_crowded:
             self._finish_oldest()
         gradients.launch()
+        self._under_way.append(gradients)
         if not self.step_policy.reduction.overlap:
-            gradients.finish()
+            self._finish_oldest()
 
     @property
     def _is_crowded(self) -> bool:
@@ -200,7 +204,8 @@ class ZeroStep:
         return self._pool.lent_count >= self.step_policy.reduction.max_in_flight
 
     def _finish_oldest(self) -> None:
-        for gradients in self._gradients:
+        while self._under_way:
+            gradients = self._under_way.popleft()
             if gradients.is_pending:
                 gradients.finish()
                 return
@@ -210,6 +215,7 @@ class ZeroStep:
         with self._timed("reduce"):
             for gradients in self._gradients:
                 gradients.finish()
+        self._under_way.clear()
 
     def gradient_buckets(self) -> Sequence[GradientBucket]:
         """The trainable buckets' gradients, in layout order."""
