@@ -42,8 +42,6 @@ GAPS: tuple[Gap, ...] = (
     Gap("bf16.bf16_master_weights_and_grads", "bfloat16 master weights"),
     Gap("bf16.bf16_optimizer_states", "bfloat16 optimizer states"),
     Gap("torch_autocast.lower_precision_safe_modules", "a choice of modules whose gradients travel in 16 bits"),
-    Gap("data_types.buffer_dtype", "conversion of module buffers"),
-    Gap("data_types.keep_in_fp32_modules", "conversion of module buffers"),
     Gap(_ZERO + "use_multi_rank_bucket_allreduce", "one reduction an owner"),
     Gap(_ZERO + "allgather_partitions", "one broadcast an owner"),
     Gap(_ZERO + "contiguous_gradients", "gradients outside contiguous buckets"),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from polyaccel import comm
+from polyaccel.accelerators.torch_memory import torch_dtype
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import load_config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
@@ -22,7 +23,9 @@ from polyaccel.torch.client_optimizer import ClientOptimizer, check_sliceable
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.deferred import prepare
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
+from polyaccel.types import DType
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
 
@@ -69,6 +72,10 @@ def initialize(
     _apply_process_settings(runtime)
     prepare(model)
     model.to(device)
+    data_types = runtime.config.data_types
+    if data_types.buffer_dtype is not None:
+        dtype = torch_dtype(DType.parse(data_types.buffer_dtype))
+        convert_buffers(model, dtype, data_types.keep_in_fp32_modules)
 
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = TorchEngine(model, runtime, slice_optimizer, groups)

@@ -1,0 +1,40 @@
+"""The types of module buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from polyaccel.torch.module_buffers import convert_buffers
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
+
+
+def test_floating_buffers_change_and_counters_do_not() -> None:
+    model = _model()
+    convert_buffers(model, torch.bfloat16, ())
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        "0.running_mean": torch.bfloat16,
+        "0.running_var": torch.bfloat16,
+        "0.num_batches_tracked": torch.int64,
+        "1.0.running_mean": torch.bfloat16,
+        "1.0.running_var": torch.bfloat16,
+        "1.0.num_batches_tracked": torch.int64,
+    }
+
+
+def test_named_modules_and_what_is_in_them_keep_their_type() -> None:
+    model = _model()
+    convert_buffers(model, torch.bfloat16, ("1",))
+    assert model[0].running_mean.dtype is torch.bfloat16
+    assert model[1][0].running_mean.dtype is torch.float32
+
+
+def test_auto_asks_the_model() -> None:
+    model = _model()
+    model._keep_in_fp32_modules = ["0"]  # type: ignore[assignment]
+    convert_buffers(model, torch.float16, "auto")
+    assert model[0].running_mean.dtype is torch.float32
+    assert model[1][0].running_mean.dtype is torch.float16
