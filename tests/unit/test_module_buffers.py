@@ -34,7 +34,7 @@ def test_named_modules_and_what_is_in_them_keep_their_type() -> None:
 
 def test_auto_asks_the_model() -> None:
     model = _model()
-    model._keep_in_fp32_modules = ["0"]  # type: ignore[assignment]
+    model._keep_in_fp32_modules = ["1"]  # type: ignore[assignment]
     convert_buffers(model, torch.float16, "auto")
-    assert model[0].running_mean.dtype is torch.float32
-    assert model[1][0].running_mean.dtype is torch.float16
+    assert model[0].running_mean.dtype is torch.float16
+    assert model[1][0].running_mean.dtype is torch.float32
