@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from polyaccel import checkpointing as checkpointing
     from polyaccel import comm as comm
+    from polyaccel import utils as utils
     from polyaccel import zero as zero
     from polyaccel.accelerators import get_accelerator as get_accelerator
     from polyaccel.accelerators import set_accelerator as set_accelerator
@@ -37,7 +38,7 @@ _HOMES = {
     "load_config": "polyaccel.config",
     "set_accelerator": "polyaccel.accelerators",
 }
-_ROOMS = ("checkpointing", "comm", "zero")
+_ROOMS = ("checkpointing", "comm", "utils", "zero")
 
 __all__ = [
     "Config",
@@ -52,6 +53,7 @@ __all__ = [
     "initialize",
     "load_config",
     "set_accelerator",
+    "utils",
     "zero",
 ]
 

@@ -18,15 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.torch_memory import torch_dtype, wrap_torch
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
+from polyaccel.torch.batch import device_of
 from polyaccel.torch.deferred import value_of
+from polyaccel.torch.external import external_parameters
+from polyaccel.torch.homes import has_changed, home_of, leave, note_version, settle
 from polyaccel.torch.published import expect
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
 from polyaccel.torch.specs import in_gradient_order, parameter_specs
+from polyaccel.torch.state_dicts import StateDicts
 from polyaccel.torch.units import find_units, units_of_parameters
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
@@ -47,8 +52,15 @@ class TorchAdapter(ModelAdapter):
         param_dtype: DType | None,
         begin: Callable[[], None],
         end: Callable[[], None],
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.module = module
+        self.loss_scale = loss_scale
+        """What the gradients that the step holds were multiplied with."""
+        self.checks_contents = False
+        """Look for changes of gathered parameters at their values, not only at their version counters."""
+        self.away = ""
+        """Names of what was offloaded by `torch.moving`."""
         self._accelerator = accelerator
         self._begin, self._end = begin, end
         self._params = dict(module.named_parameters())  # tied parameters appear once, under their first name
@@ -58,9 +70,22 @@ class TorchAdapter(ModelAdapter):
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
         self._sites: Sites | None = None
+        self._state_dicts: StateDicts | None = None
+        self._changed_in_passing: list[str] = []
+        self._is_ending = False
         self._handles: list[Any] = []
+        for fqn, parameter in self._params.items():
+            self._move_in(parameter, fqn)
         self.gradient_factor = 1.0
         """What gradients of the present pass are multiplied with before they enter their bucket."""
+
+    def _move_in(self, parameter: nn.Parameter, fqn: str) -> None:
+        """Give a parameter its home. Raises ShardingError while another engine holds its values."""
+        if type(parameter) is ShardedParameter:
+            raise ShardingError(
+                f"parameter {fqn!r} is sharded by another engine", cure="call destroy() on that engine first", value=fqn
+            )
+        settle(parameter, fqn, self)
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -81,17 +106,37 @@ class TorchAdapter(ModelAdapter):
             self._sites.on_bound(self._bucket_of[fqn], view)
 
     def on_freed(self, fqn: str) -> None:
-        hide(self._params[fqn], fqn, self._demand)
+        parameter = self._params[fqn]
+        home = home_of(parameter)
+        if type(parameter) is not ShardedParameter and home is not None and home.version != parameter._version:
+            self._changed_in_passing.append(fqn)
+        self._hide(fqn)
         if self._sites is not None:
             self._sites.on_freed(self._bucket_of[fqn])
 
     def release(self) -> None:
+        self._give_back()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._sites is not None:
-            self._sites.release()
-        self._step = self._sites = None
+        for hooks in (self._sites, self._state_dicts):
+            if hooks is not None:
+                hooks.release()
+        self._step = self._sites = self._state_dicts = None
+        leave(self._names)
+
+    def _give_back(self) -> None:
+        """Let each parameter have its values in memory of its own. Collective where they are sharded."""
+        if self._step is None:
+            return
+        params = self._step.params
+        for place in params:
+            index = place.bucket.index
+            full = params.hold(index)
+            own = {slot.param.fqn: full.view(slot.offset, slot.param.numel).raw.clone() for slot in place.bucket.slots}
+            params.drop(index, discard=True)
+            for fqn, values in own.items():
+                show(self._params[fqn], values)
 
     # Sharded parameters.
 
@@ -115,7 +160,11 @@ class TorchAdapter(ModelAdapter):
                     if index not in buckets_of.setdefault(owner, []):
                         buckets_of[owner].append(index)
         if buckets_of:
-            self._sites = Sites(self.module, step, buckets_of)
+            self._sites = Sites(self.module, step, buckets_of, self._on_backward)
+            self._state_dicts = StateDicts(self.module, step)
+            for module in self.module.modules():
+                for parameter in external_parameters(module):
+                    self.register_external(module, parameter)
 
     def _owners(self, parameter: nn.Parameter) -> list[str]:
         """The modules that have `parameter` themselves, by full name."""
@@ -125,10 +174,93 @@ class TorchAdapter(ModelAdapter):
             if any(own is parameter for own in module._parameters.values())
         ]
 
-    def _demand(self, parameters: Iterable[nn.Parameter]) -> bool:
-        if self._sites is None:
+    @property
+    def step(self) -> ZeroStep:
+        """The step that is followed, with all its states. Raises ShardingError once the engine is closed, or while
+        states are offloaded."""
+        if self._step is None:
+            raise ShardingError("the engine of this parameter is closed", cure="use it before engine.destroy()")
+        self.require_nothing_away()
+        return self._step
+
+    def require_nothing_away(self) -> None:
+        """Raise ShardingError while states are offloaded."""
+        if self.away:
+            raise ShardingError(f"{self.away} are offloaded", cure="call engine.reload_states() first", value=self.away)
+
+    @property
+    def whereabouts(self) -> tuple[str, str]:
+        """Where a parameter without values is, and what its user can do."""
+        if self._is_suspended:
+            return "is offloaded", "call engine.reload_states() first"
+        return (
+            "is sharded over the ranks now",
+            "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks",
+        )
+
+    def parameter(self, fqn: str) -> nn.Parameter:
+        return self._params[fqn]
+
+    def demand(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Make `parameters` whole if that is safe now; False if it is not."""
+        if self._sites is None or self._is_suspended:
             return False
         return self._sites.demand({self._bucket_of[self._names[parameter]] for parameter in parameters})
+
+    def answer(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
+        not."""
+        if self._state_dicts is None or self._is_suspended:
+            return None
+        return self._state_dicts.answer(func, *args)
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self._step is not None and self._step.params.gathering.is_suspended
+
+    @torch.no_grad()
+    def write(self, fqn: str, value: Tensor) -> None:
+        """Give a parameter, and its master weights in full precision, a value of its shape, equal on all ranks."""
+        parameter = self._params[fqn]
+        self.step.params.write(fqn, wrap_torch(value.detach().expand(parameter.shape).contiguous()))
+        if type(parameter) is not ShardedParameter:
+            note_version(parameter)
+
+    def is_trained(self, fqn: str) -> bool:
+        return self._specs[fqn].trainable
+
+    def is_sharded(self, fqn: str) -> bool:
+        """Whether a parameter is whole only while it is gathered."""
+        return self._bucket_of[fqn] in self.step.params.gathering
+
+    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Gather `parameter` around `module` too, if it is sharded."""
+        fqn = self._names[parameter]
+        if self._sites is not None and self.is_sharded(fqn):
+            self._sites.add_buckets(module, [self._bucket_of[fqn]])
+
+    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Undo `register_external`."""
+        if self._sites is not None:
+            self._sites.remove_buckets(module, [self._bucket_of[self._names[parameter]]])
+
+    def suspend(self) -> None:
+        """Parameters are about to be offloaded: whoever needs one is told."""
+        self.step.params.gathering.suspend()
+        for fqn in self._params:
+            self._hide(fqn)
+
+    def resume(self) -> None:
+        """Parameters are back; the sharded ones are sharded still."""
+        params = self.step.params
+        params.gathering.is_suspended = False
+        for fqn, parameter in self._params.items():
+            place, slot = params.locate(fqn)
+            if place.full is not None:
+                show(parameter, place.full.view(slot.offset, slot.param.numel).raw)
+
+    def _hide(self, fqn: str) -> None:
+        hide(self._params[fqn], torch_dtype(self._specs[fqn].dtype), device_of(self._accelerator))
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
         """Begin with rank 0's buffers (running statistics and the like) on every rank."""
@@ -160,18 +292,40 @@ class TorchAdapter(ModelAdapter):
 
     def end_pass(self) -> None:
         """The backward pass is over, whether it succeeded or not."""
+        self._is_ending = False
         if self._sites is not None:
             self._sites.end_pass()
 
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
-        torch.autograd.graph.increment_version([p for p in self._names if type(p) is not ShardedParameter])
+        whole = [parameter for parameter in self._names if type(parameter) is not ShardedParameter]
+        known = [parameter for parameter in whole if not has_changed(parameter)]
+        torch.autograd.graph.increment_version(whole)
+        for parameter in known:
+            note_version(parameter)
         if self._sites is not None:
             self._sites.on_update()
         if self._step is not None and (arriving := self._step.params.arriving):
             for fqn, index in self._bucket_of.items():
                 if index in arriving:
                     expect(self._params[fqn], partial(self._step.params.wait_published, index))
+
+    def adopt_changes(self) -> None:
+        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does.
+
+        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
+        """
+        lost, self._changed_in_passing = self._changed_in_passing, []
+        if lost:
+            raise ShardingError(
+                f"parameter {lost[0]!r} was changed while it was gathered for a forward or backward pass",
+                cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
+                value=lost,
+            )
+        for parameter, fqn in self._names.items():
+            if type(parameter) is not ShardedParameter and has_changed(parameter):
+                self.step.params.adopt(fqn)
+                note_version(parameter)
 
     def check_frozen(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""
@@ -200,10 +354,16 @@ class TorchAdapter(ModelAdapter):
             if self.gradient_factor != 1.0:
                 gradient.mul_(self.gradient_factor)
             self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
-            if self._sites is not None:
-                self._sites.on_gradient(self._bucket_of[fqn])
 
         return take
+
+    def _on_backward(self) -> None:
+        """The backward of a module with sharded parameters begins; without an optimizer it is nobody's pass."""
+        if self._step is not None and self._step.optimizer is not None:
+            self._ensure_pass()
+        elif not self._is_ending:
+            self._is_ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def _ensure_pass(self) -> None:
         if self._step is not None and not self._step.in_pass:

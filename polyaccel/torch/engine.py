@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from logging import getLogger
 from typing import Any
@@ -22,7 +22,9 @@ from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.batch import at_least_float32, cast_floats, device_of, loss_of, to_device
 from polyaccel.torch.checkpoint import load_engine, save_engine
 from polyaccel.torch.client_optimizer import ClientOptimizer
+from polyaccel.torch.consolidate import save_consolidated
 from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
+from polyaccel.torch.moving import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
@@ -81,7 +83,10 @@ class TorchEngine(nn.Module, Engine):
             runtime.param_dtype,
             self._begin_foreign_pass,
             self._end_pass,
+            lambda: self.loss_scaler.loss_scale,
         )
+        self._offloaded = OffloadedStates(self)
+        self.adapter.checks_contents = self.config.zero_optimization.enable_sanity_checks
         layout = runtime.plan(tuple(self.adapter.param_specs()), self.adapter.unit_names)
         self.zero = ZeroStep(
             layout,
@@ -146,6 +151,7 @@ class TorchEngine(nn.Module, Engine):
         """
         if self.optimizer is None:
             raise _no_optimizer()
+        self.adapter.require_nothing_away()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise PolyaccelError(
@@ -191,8 +197,8 @@ class TorchEngine(nn.Module, Engine):
 
     def _end_pass(self) -> None:
         with self.timer("reduce"):
-            self.zero.end_pass()
             self.adapter.end_pass()
+            self.zero.end_pass()
         self._scaled_by_user = False
 
     @contextmanager
@@ -227,6 +233,7 @@ class TorchEngine(nn.Module, Engine):
             raise PolyaccelError("step was called inside no_sync", cure="leave the no_sync block first")
         if self.optimizer is None:
             raise _no_optimizer()
+        self.adapter.require_nothing_away()
         if not self.counters.is_boundary:
             self.counters.advance()
             return
@@ -244,6 +251,7 @@ class TorchEngine(nn.Module, Engine):
     def _update(self) -> None:
         """What `optimizer.step()` does."""
         self.adapter.check_frozen()
+        self.adapter.adopt_changes()
         with self.timer("update"):
             scale = self.loss_scaler.loss_scale
             result = self._result = self.zero.update(self.optimizer.param_groups, scale)
@@ -320,6 +328,8 @@ class TorchEngine(nn.Module, Engine):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError."""
+        self.adapter.require_nothing_away()
+        self.adapter.adopt_changes()
         if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
             raise CheckpointError(
                 "gradients of an unfinished optimizer step would be lost",
@@ -343,6 +353,7 @@ class TorchEngine(nn.Module, Engine):
         Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
         that does not have this model's parameters, and for optimizer states that this run's optimizer cannot take over.
         """
+        self.adapter.require_nothing_away()
         self._own_data = None  # its position is about to change
         return load_engine(
             self,
@@ -353,6 +364,61 @@ class TorchEngine(nn.Module, Engine):
             schedule=load_lr_scheduler_states and not load_module_only,
             module_only=load_module_only,
         )
+
+    # The whole model.
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
+        module = self.module
+        state = module.state_dict()
+        if exclude_frozen_parameters:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if not self.adapter.is_trained(self.adapter.names[parameter]):
+                    state.pop(name, None)
+        return state
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
+
+        Every rank calls it. Raises torch's RuntimeError for other names or shapes.
+        """
+        module = self.module
+        module.load_state_dict(state_dict, strict=strict)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in state_dict:
+                self.adapter.write(self.adapter.names[parameter], state_dict[name])
+        self.adapter.on_update()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the module's whole state dict to one file, in the types that it computes with; safetensors if the name
+        ends so. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
+        save_consolidated(self, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def offload_states(
+        self,
+        include: Iterable[StateKind | str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until `reload_states`, between phases in which the engine does nothing.
+
+        `include` names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the
+        module if its parameters (`lp_params`) are away.
+        """
+        self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away."""
+        self._offloaded.reload(non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that nobody uses, and give memory kept for later back to the device."""
+        self.zero.trim()
+        empty_cache(self.device)
 
     # What users ask.
 
@@ -408,11 +474,14 @@ class TorchEngine(nn.Module, Engine):
         return self.config.gradient_clipping
 
     def destroy(self) -> None:
-        """Remove the hooks and let go of buffers. The module keeps its parameters' values."""
+        """Remove the hooks and let go of buffers. The module keeps its parameters' values.
+
+        With sharded parameters it is collective, and every rank then holds all of them.
+        """
+        if self.adapter.away:
+            self.reload_states()
         self.zero.params.fence()
         self.adapter.release()
-        for parameter in self.adapter.names:
-            parameter.data = parameter.data.clone()
         self.zero.close()
 
     def __getattr__(self, name: str) -> Any:

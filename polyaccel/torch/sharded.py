@@ -10,23 +10,14 @@ that names the cure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.errors import ShardingError
-
-
-class Demand(Protocol):
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Make `parameters` whole if that is safe now; False if it is not."""
-
-
-_DEMAND = "_polyaccel_demand"
-_NAME = "_polyaccel_fqn"
-_CLASS = "_polyaccel_class"
+from polyaccel.torch.homes import Home, home_of
 
 NEEDS_NO_VALUES = frozenset(
     {
@@ -66,15 +57,21 @@ class ShardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in NEEDS_NO_VALUES:
             sharded = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ShardedParameter]
-            if sharded and not getattr(sharded[0], _DEMAND)(sharded):
-                raise _not_here(sharded[0], func)
+            if sharded:
+                adapter = _home(sharded[0]).adapter
+                if adapter is None:
+                    raise _not_here(sharded[0], func)
+                if (answer := adapter.answer(func, *args)) is not None:
+                    return answer
+                if not adapter.demand(sharded):
+                    raise _not_here(sharded[0], func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype, device = tuple(self.shape), self.dtype, self.device
-        return f"Parameter {getattr(self, _NAME)!r} (sharded, shape={shape}, dtype={dtype}, device={device})"
+        return f"Parameter {_home(self).fqn!r} (sharded, shape={shape}, dtype={dtype}, device={device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _not_here(self, "copy.deepcopy")
@@ -83,30 +80,43 @@ class ShardedParameter(nn.Parameter):
         raise _not_here(self, "pickle")
 
 
-def hide(parameter: nn.Parameter, fqn: str, demand: Demand) -> None:
-    """Take the values of `parameter` away; operations on it ask `demand`."""
-    if type(parameter) is not ShardedParameter:
-        placeholder = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        placeholder.untyped_storage().resize_(0)
-        parameter.data = placeholder
-        setattr(parameter, _DEMAND, demand)
-        setattr(parameter, _NAME, fqn)
-        setattr(parameter, _CLASS, type(parameter))
-        parameter.__class__ = ShardedParameter
+def hide(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+    """Take the values of `parameter`, which has a home, away; operations on it ask its adapter.
+
+    `dtype` and `device` are those that its values will have.
+    """
+    if type(parameter) is ShardedParameter:
+        return
+    home = _home(parameter)
+    if home.placeholder is None:
+        home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
+        home.placeholder.untyped_storage().resize_(0)
+        home.kind = type(parameter)
+    parameter.data = home.placeholder
+    parameter.__class__ = ShardedParameter
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Give `parameter` its values: `values`, flat."""
     if type(parameter) is ShardedParameter:
-        parameter.__class__ = getattr(parameter, _CLASS)
+        home = _home(parameter)
+        parameter.__class__ = home.kind  # type: ignore[assignment]
+        home.version = parameter._version
     parameter.data = values.view(parameter.shape)
+
+
+_ORPHANED = ("is lost: its engine is gone", "keep the engine, or call engine.destroy() before letting go of it")
+
+
+def _home(parameter: nn.Parameter) -> Home:
+    home = home_of(parameter)
+    assert home is not None  # only parameters of an engine are ever hidden
+    return home
 
 
 def _not_here(parameter: nn.Parameter, what: Any) -> ShardingError:
     name = getattr(what, "__name__", str(what))
-    fqn = getattr(parameter, _NAME)
-    return ShardingError(
-        f"{name} needs the values of parameter {fqn!r}, which is sharded over the ranks now",
-        cure="read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks",
-        value=fqn,
-    )
+    home = _home(parameter)
+    adapter = home.adapter
+    where, cure = adapter.whereabouts if adapter is not None else _ORPHANED
+    return ShardingError(f"{name} needs the values of parameter {home.fqn!r}, which {where}", cure=cure, value=home.fqn)

@@ -4,24 +4,21 @@
 A *site* is a module and the buckets that it needs: a unit with all its parameters, or a module outside of the units
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
 
-[Note: What autograd saves]
-Autograd keeps a weight for the backward as a view of the gathered buffer, whose memory serves another bucket by then.
-So while a site runs, saved tensors that lie in gathered buffers are replaced by a note of bucket and place, and found
-again when the backward asks for them; should the bucket not be whole at that time, that gathers it. Tensors of other
-kinds go to the hooks that were there before, so activation checkpointing and `save_on_cpu` keep working inside.
-
 [Note: Backward]
-The gradient of a site's output means that its backward begins, and the buckets are held. It is over when the gradient
-of its input appears or its last parameter gradient has arrived, whatever comes first. Both are only a matter of speed
-and memory: a weight that is needed earlier or later is gathered because autograd asks for it.
+The gradient of a site's output means that its backward begins: the buckets are held, and every site that this one does
+not lie in is over. For autograd runs later operations first, hence nothing of an earlier begun site is left when
+another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the order
+of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of its
+buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd asks
+for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.buffer import Buffer
-from polyaccel.errors import ShardingError
+from polyaccel.torch.saved_views import SavedViews
 from polyaccel.zero.step import ZeroStep
 
 log = getLogger(__name__)
@@ -37,53 +34,82 @@ log = getLogger(__name__)
 
 @dataclass(eq=False)
 class Site:
-    """A module and the sharded buckets that its forward needs."""
+    """A module and the sharded buckets that it needs. `calls` count forwards whose backward is to come, `entries` the
+    backwards that began in this pass; `usual_entries` is their number in the last one."""
 
     name: str
+    module: nn.Module
     buckets: list[int]
-    in_backward: bool = False
+    held: list[int] | None = None
+    """What is held for the backward under way; None outside."""
+    calls: int = 0
+    entries: int = 0
+    usual_entries: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more gradients are expected of it in this pass."""
+        return self.held is None and self.entries >= max(self.calls, self.usual_entries)
+
+    def is_around(self, other: Site) -> bool:
+        return self.name == "" or other.name.startswith(f"{self.name}.")
 
 
 @dataclass(eq=False)
 class Call:
-    """A site whose forward is running; `held` is what will be dropped after it."""
+    """A site whose forward is running, or has run; `held` is what will be dropped after it."""
 
     site: Site
     held: list[int] = field(default_factory=list)
     hooks: saved_tensors_hooks | None = None
-
-
-class SavedView(NamedTuple):
-    """A saved tensor that is a view of a gathered bucket. Offsets and strides count elements of the bucket."""
-
-    bucket: int
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    update: int
+    has_entered: bool = False
+    """Its backward has begun."""
 
 
 class Sites:
     """The sites of `module`, by hooks on its parts. `buckets_of` gives the sharded buckets of a part, by its full
-    name."""
+    name. `begin` is called when the backward of a site begins."""
 
-    def __init__(self, module: nn.Module, step: ZeroStep, buckets_of: dict[str, list[int]]) -> None:
+    def __init__(
+        self, module: nn.Module, step: ZeroStep, buckets_of: dict[str, list[int]], begin: Callable[[], None]
+    ) -> None:
         self._step = step
+        self._begin = begin
         self._gathering = step.params.gathering
+        self._saved = SavedViews(self._gathering, self._want)
         self._calls: list[Call] = []
-        self._storages: dict[int, int] = {}
         self._loose: list[int] = []
         """Held for a backward pass by nobody in particular."""
-        self._updates = 0
+        self._in_backward: list[Site] = []
         self._handles: list[Any] = []
+        self._names = {part: name for name, part in module.named_modules()}
+        self._sites: dict[nn.Module, Site] = {}
         self._of_bucket: dict[int, list[Site]] = {}
-        for name, part in module.named_modules():
-            buckets = buckets_of.get(name, [])
-            if buckets or part is module:
-                site = Site(name, list(buckets))
-                for index in buckets:
-                    self._of_bucket.setdefault(index, []).append(site)
-                self._handles += self._hook(part, site)
+        for part, name in self._names.items():
+            if name in buckets_of or part is module:
+                self._add_site(part, buckets_of.get(name, ()))
+
+    def _add_site(self, part: nn.Module, buckets: Iterable[int]) -> Site:
+        site = self._sites[part] = Site(self._names[part], part, [])
+        self.add_buckets(part, buckets)
+        self._handles += self._hook(site)
+        return site
+
+    def add_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """From now on gather `buckets` around `part` too."""
+        site = self._sites.get(part) or self._add_site(part, ())
+        for index in buckets:
+            if index not in site.buckets:
+                site.buckets.append(index)
+                self._of_bucket.setdefault(index, []).append(site)
+
+    def remove_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """No longer gather `buckets` around `part`."""
+        site = self._sites.get(part)
+        for index in buckets:
+            if site is not None and index in site.buckets:
+                site.buckets.remove(index)
+                self._of_bucket[index].remove(site)
 
     def release(self) -> None:
         """Take all hooks off."""
@@ -95,29 +121,24 @@ class Sites:
 
     def on_bound(self, index: int, view: Buffer) -> None:
         """A parameter of a bucket was given values in `view`."""
-        self._storages[view.raw.untyped_storage().data_ptr()] = index
+        self._saved.on_bound(index, view)
 
     def on_freed(self, index: int) -> None:
         """A bucket is sharded again."""
-        self._storages = {pointer: bucket for pointer, bucket in self._storages.items() if bucket != index}
-
-    def on_gradient(self, index: int) -> None:
-        """A gradient of bucket `index` arrived: leave sites that wait for no more."""
-        for site in self._of_bucket.get(index, ()):
-            if site.in_backward and all(self._step.is_complete(bucket) for bucket in site.buckets):
-                self._leave_backward(site)
-
-    def end_pass(self) -> None:
-        """The backward pass is over."""
-        for sites in self._of_bucket.values():
-            for site in sites:
-                self._leave_backward(site)
-        while self._loose:
-            self._gathering.drop(self._loose.pop())
+        self._saved.on_freed(index)
 
     def on_update(self) -> None:
-        """Parameters have changed: what autograd saved before must not be used any more."""
-        self._updates += 1
+        """Parameters have changed: graphs built on the old values are of no use."""
+        self._saved.on_update()
+
+    def end_pass(self) -> None:
+        """The backward pass is over, or given up."""
+        while self._in_backward:
+            self._leave(self._in_backward[-1])
+        while self._loose:
+            self._gathering.drop(self._loose.pop())
+        for site in self._sites.values():
+            site.usual_entries, site.entries, site.calls = site.entries, 0, 0
 
     def demand(self, buckets: Iterable[int]) -> bool:
         """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
@@ -126,103 +147,89 @@ class Sites:
             for index in buckets:
                 if index not in call.site.buckets:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
-                    call.site.buckets.append(index)
-                    self._of_bucket.setdefault(index, []).append(call.site)
+                    self.add_buckets(call.site.module, [index])
                 self._hold(call, index)
             return True
         if self._step.in_pass:
             for index in buckets:
-                self._gathering.hold(index)
-                self._loose.append(index)
+                self._want(index)
             return True
         return False
 
     # Forward.
 
-    def _hook(self, part: nn.Module, site: Site) -> Iterable[Any]:
+    def _hook(self, site: Site) -> Iterable[Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not site.module:  # a copy of the module, which took the hooks along
+                return
             call = Call(site)
             self._calls.append(call)
             for index in site.buckets:
                 self._hold(call, index)
             if torch.is_grad_enabled():
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                        leaf.register_hook(lambda gradient: self._leave_backward(site))  # type: ignore[no-untyped-call]
-                call.hooks = self._enter_hooks()
+                call.hooks = self._saved.enter()
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._calls or self._calls[-1].site is not site:
+            if not self._calls or self._calls[-1].site is not site or module is not site.module:
                 return  # the forward raised before `before` ran
             call = self._calls.pop()
             if call.hooks is not None:
                 call.hooks.__exit__(None, None, None)
             if torch.is_grad_enabled():
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                        leaf.register_hook(lambda gradient: self._enter_backward(site))  # type: ignore[no-untyped-call]
+                self._watch(call, output)
             for index in reversed(call.held):
                 self._gathering.drop(index)
 
-        yield part.register_forward_pre_hook(before, with_kwargs=True)
-        yield part.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield site.module.register_forward_pre_hook(before, with_kwargs=True)
+        yield site.module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def _hold(self, call: Call, index: int) -> None:
-        self._gathering.hold(index, learn=torch.is_grad_enabled())
+        self._gathering.hold(index, learn=self._learns)
         call.held.append(index)
+
+    @property
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and self._step.optimizer is not None
 
     # Backward.
 
-    def _enter_backward(self, site: Site) -> None:
-        if not site.in_backward:
-            site.in_backward = True
-            for index in site.buckets:
-                self._gathering.hold(index)
+    def _watch(self, call: Call, output: Any) -> None:
+        """Notice when the backward of `call` begins."""
+        watched = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+        ]
+        for leaf in watched:
+            leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
+        if watched and not self._step.in_pass:  # else it is a recomputation, whose call is counted already
+            call.site.calls += 1
 
-    def _leave_backward(self, site: Site) -> None:
-        if site.in_backward:
-            site.in_backward = False
-            for index in reversed(site.buckets):
-                self._gathering.drop(index)
+    def _enter(self, call: Call) -> None:
+        """The backward of `call` begins, unless it has begun already. See [Note: Backward]."""
+        self._begin()
+        site = call.site
+        for other in self._in_backward[::-1]:
+            if other is not site and not other.is_around(site):
+                self._leave(other)
+        if not call.has_entered:
+            call.has_entered = True
+            site.entries += 1
+        if site.held is None:
+            site.held = list(site.buckets)
+            self._in_backward.append(site)
+            for index in site.held:
+                self._gathering.hold(index, learn=self._step.optimizer is not None)
 
-    def _enter_hooks(self) -> saved_tensors_hooks | None:
-        """Put our hooks over those in force, unless ours are in force already."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and getattr(outer[0], "_polyaccel_sites", None) is self:
-            return None
-        hooks = self._make_hooks(outer)
-        hooks.__enter__()
-        return hooks
+    def _leave(self, site: Site) -> None:
+        """The backward of `site` is over, as far as it has begun."""
+        held, site.held = site.held or [], None
+        self._in_backward.remove(site)
+        for index in reversed(held):
+            self._gathering.drop(index)
+        self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
 
-    def _make_hooks(self, outer: Sequence[Callable[[Any], Any]] | None) -> saved_tensors_hooks:
-        def pack(tensor: Tensor) -> Any:
-            index = self._storages.get(tensor.untyped_storage().data_ptr())
-            if index is None or not self._gathering.is_whole(index):
-                return outer[0](tensor) if outer else tensor
-            full = self._gathering.full(index).raw
-            if tensor.dtype is not full.dtype:  # a reinterpreted view, whose elements count otherwise
-                return tensor.clone()
-            offset = tensor.storage_offset() - full.storage_offset()
-            return SavedView(index, offset, tensor.size(), tensor.stride(), self._updates)
-
-        def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, SavedView):
-                return self._restore(saved)
-            if outer is None or isinstance(saved, Tensor):
-                return saved  # type: ignore[no-any-return]
-            return outer[1](saved)  # type: ignore[no-any-return]
-
-        pack._polyaccel_sites = self  # type: ignore[attr-defined]
-        return saved_tensors_hooks(pack, unpack)
-
-    def _restore(self, saved: SavedView) -> Tensor:
-        if saved.update != self._updates:
-            raise ShardingError(
-                "a parameter needed for this backward pass was updated since its forward pass",
-                cure="call backward before engine.step(), once for each forward",
-            )
-        if not self._gathering.is_whole(saved.bucket):
-            self._gathering.hold(saved.bucket)
-            self._loose.append(saved.bucket)
-        full = self._gathering.full(saved.bucket).raw
-        return full.as_strided(saved.size, saved.stride, full.storage_offset() + saved.offset)  # type: ignore[no-any-return]
+    def _want(self, index: int) -> None:
+        """Hold a bucket until the backward pass ends."""
+        self._gathering.hold(index)
+        self._loose.append(index)

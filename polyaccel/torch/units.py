@@ -2,7 +2,8 @@
 
 By default the blocks of the model's longest list of modules are the units, and what remains is the root unit. Users say
 otherwise with `set_units`, or make modules *leaves*: parts that are gathered as one wherever they stand. A block
-gathers all of its inside anyway, so mixture-of-experts blocks, where ranks use different experts, are safe by default.
+gathers all of its inside, so mixture-of-experts blocks, where ranks use different experts, are safe by default; hence
+the list of experts in a block is never taken for the model's list of blocks, however long it is.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from collections.abc import Iterable
 from torch import nn
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.leaf_modules import is_leaf_module, require_unsharded
 
 _UNIT = "_polyaccel_unit"
-_LEAF = "_polyaccel_leaf"
 _LEAST_BLOCKS = 2
-
-ModuleChoice = type[nn.Module] | str
 
 
 def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Make `modules`, parts of `model`, its units in place of those found by default. Call it before `initialize`.
 
-    Raises ShardingError for a module that is not part of the model.
+    Raises ShardingError for a module that is not part of the model, and for a model that is sharded already.
     """
+    require_unsharded(model)
     parts = {id(module) for module in model.modules()}
     for module in model.modules():
         module.__dict__.pop(_UNIT, None)
@@ -35,31 +35,12 @@ def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
         module.__dict__[_UNIT] = True
 
 
-def set_leaf_modules(model: nn.Module, choices: Iterable[ModuleChoice]) -> list[nn.Module]:
-    """Gather every module that matches a choice as one, and return them. Call it before `initialize`.
-
-    A choice is a class, a class's short or qualified name, a module's full name, or the end of one (`mlp.experts`).
-    Raises ShardingError when nothing matches.
-    """
-    chosen = list(choices)
-    found = [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in chosen)]
-    if not found:
-        raise ShardingError(
-            f"no module of the model matches {[str(choice) for choice in chosen]}",
-            cure="give a class, its name, a module's full name, or the end of one",
-            value=chosen,
-        )
-    for module in found:
-        module.__dict__[_LEAF] = True
-    return found
-
-
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The units by full name, in order; none lies inside another."""
     modules = dict(model.named_modules())
     chosen = {name: module for name, module in modules.items() if _UNIT in module.__dict__}
     units = _outermost(chosen or _longest_list(model))
-    leaves = {name: module for name, module in modules.items() if _LEAF in module.__dict__}
+    leaves = {name: module for name, module in modules.items() if is_leaf_module(module)}
     return _outermost({**units, **{name: leaf for name, leaf in leaves.items() if not _is_inside(name, units)}})
 
 
@@ -77,15 +58,22 @@ def units_of_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[s
 
 
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of the longest list of modules; of equally long ones, those with most parameters."""
+    """The blocks of the longest list of modules; of equally long ones, those with most parameters.
+
+    Lists inside a block of a list whose blocks are all of one class do not count: they are that block's business.
+    """
     best: tuple[int, int] = (_LEAST_BLOCKS - 1, 0)
     blocks: dict[str, nn.Module] = {}
+    repeated: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            weight = (len(module), sum(parameter.numel() for parameter in module.parameters()))
-            if weight > best and weight[0] >= _LEAST_BLOCKS:
-                best = weight
-                blocks = {f"{name}.{index}" if name else index: child for index, child in module.named_children()}
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_inside(name, repeated):
+            continue
+        children = {f"{name}.{index}" if name else index: child for index, child in module.named_children()}
+        if len(children) >= _LEAST_BLOCKS and len({type(child) for child in children.values()}) == 1:
+            repeated.append(name)
+        weight = (len(module), sum(parameter.numel() for parameter in module.parameters()))
+        if weight > best and weight[0] >= _LEAST_BLOCKS:
+            best, blocks = weight, children
     return {name: block for name, block in blocks.items() if any(True for _ in block.parameters())}
 
 
@@ -95,11 +83,3 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(name.startswith(f"{outer}.") for outer in modules if outer) or ("" in modules and name != "")
-
-
-def _matches(name: str, module: nn.Module, choice: ModuleChoice) -> bool:
-    if isinstance(choice, type):
-        return isinstance(module, choice)
-    kind = type(module)
-    names = (name, kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
-    return choice in names or name.endswith(f".{choice}")

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from logging import getLogger
+from logging import INFO, WARNING, getLogger
 from math import inf
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.comm.base import CallInfo, Communicator, DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.pool import BufferPool
@@ -31,26 +31,25 @@ class GatherPolicy:
 
     `max_live_numel`: gathered at any time, as long as what is held at once allows it. `prefetch_numel`: gathered ahead
     of their use. `max_reuse_numel`: an idle bucket whose next use comes within so many elements is kept.
+    `warn_of_deviations`: say in every step that its order was another one, and not only once and in passing.
     """
 
     max_live_numel: int = 1_000_000_000
     prefetch_numel: int = 50_000_000
     max_reuse_numel: int = 1_000_000_000
+    warn_of_deviations: bool = False
 
 
 class UseOrder:
     """The order in which buckets were held in the last step, and where the present step stands in it."""
 
-    def __init__(self, numels: Sequence[int]) -> None:
+    def __init__(self, numels: Sequence[int], *, warn: bool) -> None:
         self._numels = numels
+        self._warn = warn
         self._learned: list[int] = []
         self._present: list[int] = []
         self._position = 0
         self._has_deviated = False
-
-    @property
-    def is_learned(self) -> bool:
-        return bool(self._learned)
 
     def note(self, index: int) -> None:
         """Bucket `index` is used now."""
@@ -63,7 +62,8 @@ class UseOrder:
             expected = -1
         if expected != self._position and not self._has_deviated:
             self._has_deviated = True
-            log.info("buckets are used in another order than in the last step; they are gathered on demand")
+            level = WARNING if self._warn else INFO
+            log.log(level, "buckets are used in another order than in the last step; they are gathered on demand")
         if expected >= 0:
             self._position = expected + 1
 
@@ -85,6 +85,7 @@ class UseOrder:
         if self._present:
             self._learned, self._present = self._present, []
         self._position = 0
+        self._has_deviated &= not self._warn
 
 
 class ShardedBucket:
@@ -122,10 +123,13 @@ class Gathering:
         self._waiting = waiting
         self._pool = BufferPool(communicator, policy.max_live_numel)
         last = max(own, default=-1)
-        self._order = UseOrder([own[index][0].numel if index in own else 0 for index in range(last + 1)])
+        numels = [own[index][0].numel if index in own else 0 for index in range(last + 1)]
+        self._order = UseOrder(numels, warn=policy.warn_of_deviations)
         self.live_numel = 0
         """Elements gathered at present, those under way included."""
         self.peak_numel = 0
+        self.is_suspended = False
+        """The ranks' slices are elsewhere; nothing can be gathered."""
         self._ahead_numel = 0
 
     def __contains__(self, index: int) -> bool:
@@ -142,10 +146,19 @@ class Gathering:
         place = self._buckets[index]
         return place.full is not None and place.work is None
 
+    def whole_or_none(self, index: int) -> Buffer | None:
+        """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for."""
+        place = self._buckets[index]
+        if place.work is not None:
+            self._settle(place)
+        return place.full
+
     def hold(self, index: int, *, learn: bool = True) -> None:
         """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
-        step."""
+        step. Raises ShardingError while gathering is suspended."""
         place = self._buckets[index]
+        if self.is_suspended:
+            raise ShardingError("parameters are offloaded", cure="call engine.reload_states() first", value=index)
         if place.holds == 0 and learn:
             self._order.note(index)
         place.holds += 1
@@ -157,14 +170,27 @@ class Gathering:
         if learn:
             self._prefetch()
 
-    def drop(self, index: int) -> None:
-        """Undo one `hold`. The bucket is freed once nobody holds it and its next use is not near."""
+    def drop(self, index: int, *, discard: bool = False) -> None:
+        """Undo one `hold`. The bucket is freed once nobody holds it and its next use is not near, or `discard` says
+        that its contents are spoilt."""
         place = self._buckets[index]
         if place.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
         place.holds -= 1
-        if place.holds == 0 and not self._is_worth_keeping(index):
+        if place.holds == 0 and (discard or not self._is_worth_keeping(index)):
             self._free(place)
+
+    def refresh(self, index: int) -> None:
+        """This rank's slice has new values: free the bucket, or gather it again if somebody holds it. Collective."""
+        place = self._buckets[index]
+        if place.full is None:
+            return
+        if place.work is not None:
+            self._settle(place)
+        if place.holds == 0:
+            self._free(place)
+        elif not self._is_own(place):
+            self._communicator.all_gather(place.full, place.own, info=CallInfo("parameters", index))
 
     def free_idle(self) -> None:
         """Free everything that nobody holds, prefetched buckets too: parameters are about to change, or a step
@@ -175,20 +201,42 @@ class Gathering:
                     self._settle(place)
                 self._free(place)
 
+    def suspend(self) -> None:
+        """Free everything and gather nothing until `is_suspended` is False again. Raises ShardingError if something is
+        held."""
+        self.require_idle()
+        self.free_idle()
+        self.is_suspended = True
+
+    def trim(self) -> None:
+        """Free what nobody holds, and give the memory back."""
+        self.free_idle()
+        self._pool.trim()
+
     def end_step(self) -> None:
         """The optimizer step is over: what was gathered is stale, and the next step begins.
 
         Raises ShardingError if something is held still.
         """
+        self.require_idle()
+        self.free_idle()
+        self._order.end_step()
+
+    def require_idle(self) -> None:
+        """Raise ShardingError if somebody holds a bucket."""
         held = [index for index, place in self._buckets.items() if place.holds]
         if held:
             raise ShardingError(
-                f"buckets {held} are gathered across an optimizer step",
-                cure="leave GatheredParameters (and forward or backward passes) before engine.step()",
+                f"buckets {held} are gathered and in use",
+                cure="leave GatheredParameters (and forward or backward passes) first",
                 value=held,
             )
+
+    def close(self) -> None:
+        """Free everything, also what is held."""
+        for place in self._buckets.values():
+            place.holds = 0
         self.free_idle()
-        self._order.end_step()
 
     def _is_worth_keeping(self, index: int) -> bool:
         near = self._order.distance(index) <= self._policy.max_reuse_numel
@@ -217,9 +265,12 @@ class Gathering:
             self._ahead_numel += numel
 
     def _launch(self, place: ShardedBucket) -> None:
-        place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
         self.live_numel += place.bucket.numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
+        if self._is_own(place):
+            place.full, place.work = place.own, DoneWork()
+            return
+        place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
         info = CallInfo("parameters", place.bucket.index)
         place.work = self._communicator.all_gather(place.full, place.own, async_op=True, info=info)
 
@@ -236,6 +287,12 @@ class Gathering:
     def _free(self, place: ShardedBucket) -> None:
         assert place.full is not None  # the callers' condition
         self._on_freed(place.bucket)
-        self._pool.release(place.full)
+        if not self._is_own(place):
+            self._pool.release(place.full)
         place.full = None
         self.live_numel -= place.bucket.numel
+
+    @staticmethod
+    def _is_own(place: ShardedBucket) -> bool:
+        """Whether the own slice is the bucket: on a single rank nothing is gathered nor copied."""
+        return place.own.numel == place.bucket.numel

@@ -18,7 +18,7 @@ their own, which the next reducing pass takes along.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from polyaccel.accelerators.base import Accelerator
@@ -252,6 +252,12 @@ class GradientBucket:
     def has_content(self) -> bool:
         """Gradients are held that no update has used yet."""
         return any(self.touched) or self._settled or self.is_pending
+
+    def resident(self) -> Iterator[Buffer]:
+        """The buffers that this bucket holds now, apart from borrowed ones."""
+        for buffer in (self._own, None if self._full_is_borrowed else self._full, self._late):
+            if buffer is not None:
+                yield buffer
 
     def discard(self) -> None:
         """Forget all gradients, reduced or not. The buffers stay."""

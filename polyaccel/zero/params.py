@@ -188,18 +188,24 @@ class ParamStore:
 
     def publish_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
-        self.gathering.free_idle()
         for place in self.buckets:
-            if place.bucket.kind.trainable:
-                if place.out is not None:
-                    place.out.copy_from(place.master)
-                self.publish(place.bucket.index)
-        self.fence()
+            if place.bucket.kind.trainable or place.is_sharded:
+                self.publish_master(place.bucket.index)
 
     @property
     def arriving(self) -> Collection[int]:
         """The buckets that are being published: `wait_published` comes before a look at them."""
         return self._publishing.keys()
+
+    def publish_master(self, index: int) -> None:
+        """Write bucket `index`'s master weights to the parameters and make them whole where they were. Collective."""
+        place = self.buckets[index]
+        if place.out is not None:
+            place.out.copy_from(place.master)
+        if place.is_sharded:
+            self.gathering.refresh(index)
+        self.publish(index)
+        self.wait_published(index)
 
     def wait_published(self, index: int) -> None:
         """Return once bucket `index` has the updated parameters of all ranks."""
@@ -213,26 +219,81 @@ class ParamStore:
             for index in list(self._publishing):
                 self.wait_published(index)
 
-    def adopt_full(self, index: int) -> None:
-        """Take over what was written into the whole bucket: into this rank's slice and the master weights.
+    # Values that come from outside.
 
-        The whole must be equal on all ranks. Raises ShardingError while the bucket is sharded.
-        """
-        place = self.buckets[index]
-        full = self.full(index)
-        if place.is_sharded:
-            place.own.copy_from(self._extent(full, place))
-        if not place.master_is_view:
-            place.master.copy_from(full.view(place.origin, place.master.numel))
+    def hold(self, index: int) -> Buffer:
+        """The whole bucket, kept whole until a matching `drop`. Collective where it is sharded."""
+        if index in self.gathering:
+            self.gathering.hold(index, learn=False)
+        return self.full(index)
+
+    def drop(self, index: int, *, discard: bool = False) -> None:
+        """Undo one `hold`. `discard`: what stands in the whole bucket must not be used again."""
+        if index in self.gathering:
+            self.gathering.drop(index, discard=discard)
+
+    def write(self, fqn: str, value: Buffer) -> None:
+        """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this
+        rank's slice, and in the master weights in full precision. Not collective."""
+        place, slot = self.locate(fqn)
+        index = place.bucket.index
+        self.wait_published(index)
+        whole = place.full if place.full is not None else self.gathering.whole_or_none(index)
+        if whole is not None:
+            whole.view(slot.offset, slot.param.numel).copy_from(value)
+        for own, master, part in self._parts(place, slot, value):
+            if own is not None:
+                own.copy_from(part)
+            if master is not None:
+                master.copy_from(part)
         place.own.mark_written()
 
-    def close(self) -> None:
-        """Let go of all buffers. Views that frontends hold keep their memory alive.
+    def adopt(self, fqn: str) -> None:
+        """Take over what was written into the whole parameter, alike on all ranks. Raises ShardingError while it is
+        sharded.
 
-        Raises ShardingError while sharded parameters are gathered.
+        Master weights that round to the very values that stand there keep their precision.
         """
+        place, slot = self.locate(fqn)
+        value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
+        for own, master, part in self._parts(place, slot, value):
+            if own is not None:
+                own.copy_from(part)
+            if master is not None and not self._rounds_to(master, part):
+                master.copy_from(part)
+        place.own.mark_written()
+
+    def differs(self, fqn: str) -> bool:
+        """Whether the whole parameter has other values than this rank's slice and master weights know."""
+        place, slot = self.locate(fqn)
+        value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
+        return any(
+            not self._rounds_to(known, part)
+            for own, master, part in self._parts(place, slot, value)
+            for known in (own, master)
+            if known is not None
+        )
+
+    def _parts(
+        self, place: BucketParams, slot: Slot, value: Buffer
+    ) -> Iterator[tuple[Buffer | None, Buffer | None, Buffer]]:
+        """Where a parameter rests on this rank beside its whole: (slice, master weights, the part of `value`)."""
+        for piece in place.slices():
+            if piece.fqn == slot.param.fqn:
+                window = (piece.shard_offset, piece.length)
+                own = place.own.view(*window) if place.is_sharded else None
+                master = None if place.master_is_view else place.master.view(*window)
+                yield own, master, value.view(piece.start, piece.length)
+
+    def _rounds_to(self, precise: Buffer, rounded: Buffer) -> bool:
+        again = self._accelerator.allocate(precise.numel, rounded.dtype)
+        again.copy_from(precise)
+        return again.to_bytes() == rounded.to_bytes()
+
+    def close(self) -> None:
+        """Let go of all buffers. Views that frontends hold keep their memory alive."""
         self.fence()
-        self.gathering.end_step()
+        self.gathering.close()
         self.buckets.clear()
 
 

@@ -10,7 +10,7 @@ and nvme, and from then on reading, updating, writing and publishing overlap, bu
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
-from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.params import BucketParams
 from polyaccel.zero.placement import StatePlacement
 
@@ -112,3 +112,33 @@ class StateStore:
         self._by_bucket.clear()
         self._staging.clear()
         self._placement.close()
+
+
+def find_runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:
+    """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
+
+    Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
+    """
+    slots = shard.bucket.slots
+    starts = [slot.offset for slot in slots[1:]]
+    stops = [*starts, shard.bucket.numel]
+    low, high = origin, origin + shard.master.numel
+    open_run: Run | None = None
+    for slot, stop in zip(slots, stops, strict=True):
+        begin, end = max(low, slot.offset), min(high, stop)
+        if begin >= end:
+            continue
+        if slot.param.fqn not in touched:
+            if open_run is not None:
+                yield open_run
+            open_run = None
+            continue
+        step = steps[slot.param.fqn]
+        if open_run is not None and open_run.step == step and open_run.offset + open_run.numel == begin - low:
+            open_run = Run(open_run.offset, open_run.numel + end - begin, step)
+        else:
+            if open_run is not None:
+                yield open_run
+            open_run = Run(begin - low, end - begin, step)
+    if open_run is not None:
+        yield open_run

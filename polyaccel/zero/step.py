@@ -3,12 +3,18 @@
 Every frontend drives this same object and keeps only what its framework must do: say what the parameters are, see them
 in the buckets (`ParamStore`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
 here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
+
+[Note: One order]
+Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
+nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
+of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
+bucket has had its time (`release`), at events that all ranks share: those by which it also decides what to gather.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,12 +28,12 @@ from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
-from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
+from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
 from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
-from polyaccel.zero.states import StateStore
+from polyaccel.zero.states import StateStore, find_runs
 
 WaitingPhase = Literal["reduce", "publish"]
 
@@ -163,19 +169,27 @@ class ZeroStep:
         if self._reducing and bucket.needs_staging() and self._is_crowded:
             self._finish_oldest()
         bucket.add(index, gradient, reducing=self._reducing)
-        if self._reducing:
+        if self._reducing and self.policy.params is Placement.REPLICATED:
             self._launch_ready()
 
-    def is_complete(self, index: int) -> bool:
-        """Whether no more gradients are expected for bucket `index` in this pass; so for a frozen bucket."""
-        position = self._positions.get(index)
-        return position is None or self._gradients[position].is_ready
+    def release(self, indices: Iterable[int]) -> None:
+        """No more gradients come for these buckets in this pass: launch what was not. See [Note: One order].
+
+        Every rank calls it for the same buckets in the same order; frozen ones are passed over.
+        """
+        if not self._reducing:
+            return
+        for index in indices:
+            position = self._positions.get(index)
+            if position is not None and not self._gradients[position].is_launched:
+                self._launch(self._gradients[position])
 
     def end_pass(self) -> None:
         """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
         if self._reducing:
-            for gradients in self._gradients[self._next_launch :]:
-                self._launch(gradients)
+            for gradients in self._gradients:
+                if not gradients.is_launched:
+                    self._launch(gradients)
         for gradients in self._gradients:
             gradients.end_pass()
         self._in_pass = self._reducing = False
@@ -233,10 +247,12 @@ class ZeroStep:
         """Agree on norm and overflow, update this rank's slices, publish the parameters, forget the gradients.
 
         Collective. `loss_scale` is what the gradients were multiplied with. Nothing changes on an overflow that is
-        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded.
+        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and while somebody
+        holds sharded parameters.
         """
         if self.optimizer is None:
             raise InvariantError("update was called on a step without an optimizer")
+        self.params.gathering.require_idle()
         if self._in_pass or self._is_incomplete:
             raise PolyaccelError(
                 "the gradients are incomplete: a backward pass failed", cure="call engine.zero_grad() and start over"
@@ -250,6 +266,7 @@ class ZeroStep:
             raise _unused(sorted(self.steps.keys() - report.touched))
         if report.overflow and self.step_policy.skip_overflow:
             self.discard_gradients()
+            self.params.gathering.end_step()
             return StepResult(False, report.norm, report.norm, report.culprit)
         factor = report.clip_factor(self.step_policy.clip_norm)
         for fqn in report.touched:
@@ -257,7 +274,7 @@ class ZeroStep:
         for shard, gradients in zip(self.shards, self._gradients, strict=True):
             shard.grad = gradients.result()
             shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
-            shard.runs = tuple(_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
+            shard.runs = tuple(find_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
         self.params.fence()
         self.params.gathering.end_step()
         try:
@@ -336,6 +353,11 @@ class ZeroStep:
                 for name, state in (shard.states if shard else {}).items():
                     yield slot, name, piece.start, state.view(piece.shard_offset, piece.length)
 
+    def trim(self) -> None:
+        """Give back memory that only waits to be used again."""
+        self._pool.trim()
+        self.params.gathering.trim()
+
     def close(self) -> None:
         """Let go of all buffers. Views that frontends hold keep their memory alive."""
         self.finish_reductions()
@@ -350,33 +372,3 @@ def _unused(names: Sequence[str]) -> ShardingError:
         cure='freeze them, use them, or set "zero_optimization": {"ignore_unused_parameters": true}',
         value=names,
     )
-
-
-def _runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:
-    """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
-
-    Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
-    """
-    slots = shard.bucket.slots
-    starts = [slot.offset for slot in slots[1:]]
-    stops = [*starts, shard.bucket.numel]
-    low, high = origin, origin + shard.master.numel
-    open_run: Run | None = None
-    for slot, stop in zip(slots, stops, strict=True):
-        begin, end = max(low, slot.offset), min(high, stop)
-        if begin >= end:
-            continue
-        if slot.param.fqn not in touched:
-            if open_run is not None:
-                yield open_run
-            open_run = None
-            continue
-        step = steps[slot.param.fqn]
-        if open_run is not None and open_run.step == step and open_run.offset + open_run.numel == begin - low:
-            open_run = Run(open_run.offset, open_run.numel + end - begin, step)
-        else:
-            if open_run is not None:
-                yield open_run
-            open_run = Run(begin - low, end - begin, step)
-    if open_run is not None:
-        yield open_run

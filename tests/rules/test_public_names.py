@@ -21,6 +21,7 @@ MODULES = (
     "polyaccel.checkpointing",
     "polyaccel.comm",
     "polyaccel.config",
+    "polyaccel.utils",
     "polyaccel.zero",
 )
 

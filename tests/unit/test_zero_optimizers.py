@@ -14,7 +14,7 @@ from polyaccel.offload.tier import TierOptions
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import Slice, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, Shard
-from polyaccel.zero.step import _runs
+from polyaccel.zero.states import find_runs
 
 NUMPY = CpuAccelerator("numpy")
 SIZES = st.lists(st.integers(0, 90), min_size=1, max_size=6)
@@ -66,7 +66,7 @@ def test_runs_hold_every_touched_slice_whole_and_no_other(sizes, world, data):
     steps = {f"p{index}": data.draw(st.integers(1, 2)) for index in range(len(sizes))}
     shard = make_shard(sizes, world, rank, Sgd(), {"lr": 1.0})
     low, _ = shard.bucket.shard_bounds(rank)
-    runs = list(_runs(shard, low, touched, steps))
+    runs = list(find_runs(shard, low, touched, steps))
 
     covered = [element for run in runs for element in range(run.offset, run.offset + run.numel)]
     assert covered == sorted(set(covered))
@@ -86,7 +86,7 @@ def test_an_update_leaves_untouched_parameters_and_their_states_alone(kind, grou
     optimizer = kind()
     shard = make_shard([40, 50, 60], 1, 0, optimizer, group, dtype)
     before = {name: state.raw.copy() for name, state in shard.states.items()}
-    shard.runs = tuple(_runs(shard, 0, frozenset({"p0", "p2"}), {"p0": 1, "p1": 7, "p2": 1}))
+    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0", "p2"}), {"p0": 1, "p1": 7, "p2": 1}))
     run_update(shard, optimizer, {**group, "weight_decay": 0.1})
     for piece in shard.slices:
         window = slice(piece.shard_offset, piece.shard_offset + piece.length)
@@ -106,7 +106,7 @@ def test_the_gradient_scale_is_a_factor_of_the_gradient(kind, group):
         optimizer = kind()
         shard = make_shard([40], 1, 0, optimizer, group)
         shard.grad.fill(0.5 / factor)
-        shard.runs = tuple(_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+        shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
         list(optimizer.update([shard], [group], factor, LocalWorld(1, NUMPY).communicators[0]))
         masters.append(shard.master.raw[:40].copy())
     np.testing.assert_array_equal(masters[0], masters[1])
@@ -117,7 +117,7 @@ def test_the_group_is_read_anew_at_every_update():
     group = {"lr": 0.5}
     optimizer = Sgd()
     shard = make_shard([4], 1, 0, optimizer, group)
-    shard.runs = tuple(_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
     for lr, wanted in ((0.5, 0.75), (0.25, 0.625), (0.0, 0.625)):
         group["lr"] = lr
         shard.grad.fill(0.5)
@@ -140,7 +140,7 @@ def test_the_trust_ratio_of_lamb_and_its_bounds(weight, bounds, ratio):
     group = {"lr": 0.125, "betas": (0.9, 0.99), "eps": 0.0, **bounds}
     shard = make_shard([40], 1, 0, Lamb(), group)
     shard.master.raw[:40] = weight
-    shard.runs = tuple(_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
     run_update(shard, Lamb(), group)
     np.testing.assert_allclose(shard.master.raw[:40], weight - 0.125 * ratio, rtol=1e-5, atol=1e-6)
 
@@ -149,6 +149,6 @@ def test_lamb_without_a_direction_does_not_divide_by_zero():
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     shard = make_shard([40], 1, 0, Lamb(), group)
     shard.grad.fill(0.0)
-    shard.runs = tuple(_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
     run_update(shard, Lamb(), group)
     np.testing.assert_array_equal(shard.master.raw[:40], 1.0)
