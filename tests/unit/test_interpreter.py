@@ -186,8 +186,8 @@ def test_a_schedule_that_misses_any_operation_is_refused(stage: int) -> None:
         bucket = layout.buckets[operation.bucket]
         if operation.kind is OpKind.BACKWARD and not bucket.kind.trainable:
             continue  # the next bucket's backward runs through it
-        if operation.kind is OpKind.BACKWARD and not any(slot.param.numel for slot in bucket.slots):
-            continue  # so does it through a bucket without elements
+        if operation.kind is OpKind.FORWARD and not any(slot.param.numel for slot in bucket.slots):
+            continue  # nobody needs a bucket without elements
         if operation.kind is OpKind.REDUCE_SCATTER and operation.micro_batch == 0:
             continue  # the next micro-batch's reduction takes it along
         with pytest.raises(InvariantError):
