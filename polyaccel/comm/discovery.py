@@ -83,7 +83,7 @@ def _from_arguments(request: Request) -> Rendezvous:
         local_rank,
         local_world_size,
         env.get("MASTER_ADDR", "127.0.0.1"),
-        _integer(env, "MASTER_PORT", request.port),
+        _port(env, request.port),
         "arguments",
         request.init_method,
     )
@@ -112,7 +112,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
             cure="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",
             value=None,
         )
-    port = _integer(env, "MASTER_PORT", request.port)
+    port = _port(env, request.port)
     # torchrun's agent already listens on the port; only torch's own `env://` knows that.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Rendezvous(
@@ -153,6 +153,17 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
             cure=f"set {name} to a number, or unset all of them to run one process",
             value=text,
         ) from None
+
+
+def _port(environ: Mapping[str, str], default: int) -> int:
+    port = _integer(environ, "MASTER_PORT", default)
+    if not 0 < port < 65536:  # 0 would let every rank listen on a port of its own, where nobody comes
+        raise CommError(
+            f"MASTER_PORT {port} is no port that ranks can meet on: {_shown(environ)}",
+            cure="set MASTER_PORT to one free port for all ranks, between 1 and 65535",
+            value=port,
+        )
+    return port
 
 
 def _check_rank(rank: int, world_size: int, shown: str, rank_name: str = "RANK", size_name: str = "WORLD_SIZE") -> None:

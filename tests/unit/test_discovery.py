@@ -100,3 +100,10 @@ def test_half_of_the_arguments_is_an_error() -> None:
 
 def test_the_order_of_sources_is_stated() -> None:
     assert [source.name for source in SOURCES] == ["arguments", "torchrun variables", "torch.distributed"]
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_a_port_where_nobody_can_meet_is_refused(port: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.raises(CommError, match=f"MASTER_PORT {port}"):
+        discover(environ=environ)
