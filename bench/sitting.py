@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
 
 
 def read_arguments(args: argparse.Namespace, console: Console) -> Sitting:
-    """The sitting that the options describe, less what is not installed, which is said."""
+    """The sitting that the options describe, less what is not installed, which is said. Exits if nothing is left."""
     present = []
     for name in args.impl:
         reason = why_absent(VARIANTS[name])
@@ -89,6 +89,8 @@ def read_arguments(args: argparse.Namespace, console: Console) -> Sitting:
             present.append(name)
         else:
             console.print(f"{name} skipped: {reason}")
+    if not present:
+        raise SystemExit("nothing to measure: install what was skipped, or name other variants with --impl")
     cases = tuple(Case(args.size, batch, dtype) for dtype in args.dtype for batch in args.micro_batch)
     return Sitting(cases, tuple(present), args.warmup, args.steps, args.rounds)
 

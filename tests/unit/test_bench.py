@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from bench.cases import VARIANTS, Case, Job, RankMemory, Run
 from bench.machine import cpu_model
 from bench.measure import parse_kib
-from bench.sitting import Sitting, listed, one_of, positive
+from bench.sitting import Sitting, listed, one_of, positive, read_arguments
 from bench.summary import LOSS_TOLERANCE, compare_memory, summarise
 
 CASE = Case("tiny", 4, "fp32")
@@ -137,6 +139,21 @@ def test_variants_interleave_and_take_turns_at_being_first() -> None:
     orders = [[job.variant for job in jobs if job.round == turn and job.case == CASE] for turn in range(3)]
     assert orders == [["local", "ddp", "pa2"], ["ddp", "pa2", "local"], ["pa2", "local", "ddp"]]
     assert [job.round for job in jobs] == sorted(job.round for job in jobs)
+
+
+def test_what_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.launch.find_spec", lambda name: None)
+    args = argparse.Namespace(
+        impl=("ds1", "ddp"), size="tiny", micro_batch=(1, 4), dtype=("fp32",), warmup=1, steps=2, rounds=3
+    )
+    console = Console(file=StringIO())
+    sitting = read_arguments(args, console)
+    assert sitting == Sitting((Case("tiny", 1, "fp32"), Case("tiny", 4, "fp32")), ("ddp",), 1, 2, 3)
+    args.impl = ("ds1",)
+    with pytest.raises(SystemExit, match="nothing to measure"):
+        read_arguments(args, console)
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue() == 2 * "ds1 skipped: deepspeed is not installed\n"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
