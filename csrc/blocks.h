@@ -18,6 +18,7 @@ static float largest_magnitude(const float* __restrict from, int64_t numel) {
 }
 
 static void quantize_run(float* __restrict values, int64_t numel, float scale, float most) {
+    INDEPENDENT
     for (int64_t i = 0; i < numel; i++) {
         // Where the scale is subnormal it is coarse, and a quotient may pass the last code.
         const float code = nearest(values[i] / scale);
@@ -38,11 +39,15 @@ static void quantize_part(int32_t bits, pa_array source, uint8_t* codes, float s
             memset(values, 0, sizeof values);
         }
         if (bits == 8) {
-            for (int64_t i = 0; i < numel; i++) codes[at + i] = (uint8_t)(int32_t)values[i];
+            uint8_t* const to = codes + at;
+            INDEPENDENT
+            for (int64_t i = 0; i < numel; i++) to[i] = (uint8_t)(int8_t)(int32_t)values[i];
         } else {
             values[numel] = 0;
-            for (int64_t i = 0; i < numel; i += 2)
-                codes[(at + i) / 2] = (uint8_t)(((int32_t)values[i] & 15) | ((int32_t)values[i + 1] & 15) << 4);
+            uint8_t* const to = codes + at / 2;
+            INDEPENDENT
+            for (int64_t i = 0; i < (numel + 1) / 2; i++)
+                to[i] = (uint8_t)(((int32_t)values[2 * i] & 15) | ((int32_t)values[2 * i + 1] & 15) << 4);
         }
     }
 }
@@ -68,7 +73,9 @@ static void dequantize_block(int32_t bits, pa_array out, const uint8_t* codes, f
         alignas(64) float values[SWEEP_BLOCK + 1];
         const int64_t numel = smaller(SWEEP_BLOCK, end - at);
         if (bits == 8) {
-            for (int64_t i = 0; i < numel; i++) values[i] = (float)(int8_t)codes[at + i] * scale;
+            const uint8_t* const from = codes + at;
+            INDEPENDENT
+            for (int64_t i = 0; i < numel; i++) values[i] = (float)(int8_t)from[i] * scale;
         } else {
             for (int64_t i = 0; i < numel; i += 2) {
                 const uint8_t pair = codes[(at + i) / 2];

@@ -6,7 +6,7 @@
 #include "numbers.h"
 #include "updates.h"
 
-enum { SWEEP_BLOCK = 1024 };  // elements
+enum { SWEEP_BLOCK = 512 };  // elements
 
 static void widen(float* to, const void* from, int32_t type, int64_t numel) {
     if (type == PA_FLOAT32)
@@ -32,7 +32,9 @@ static bool takes(int32_t kind, int32_t array_count, int32_t constant_count) {
 
 static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const float* constants, int64_t start,
                   int64_t end) {
-    const update_row row = UPDATES[kind];
+    update_row row = UPDATES[kind];
+    const bool reads_bfloat16 = (kind == PA_ADAM_DECOUPLED || kind == PA_ADAM_L2) && arrays[1].type == PA_BFLOAT16;
+    if (reads_bfloat16) row.run = kind == PA_ADAM_DECOUPLED ? adam_bfloat16<true> : adam_bfloat16<false>;
     const bool rounds_source = kind >= PA_SUM && arrays[0].type != PA_FLOAT32 && arrays[1].type != arrays[0].type;
     alignas(64) float staged[PA_MOST_ARRAYS][SWEEP_BLOCK];
     alignas(64) uint16_t rounded[SWEEP_BLOCK];
@@ -41,7 +43,8 @@ static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const floa
         const int64_t numel = smaller(SWEEP_BLOCK, end - at);
         for (int32_t i = 0; i < row.arrays; i++) {
             char* const from = (char*)arrays[i].data + at * itemsize_of(arrays[i].type);
-            const bool stays = arrays[i].type == PA_FLOAT32 && !(rounds_source && i == 1);
+            const bool stays = i == 1 ? reads_bfloat16 || (arrays[i].type == PA_FLOAT32 && !rounds_source)
+                                      : arrays[i].type == PA_FLOAT32;
             run[i] = stays ? (float*)from : staged[i];
             if (!stays && (row.reads >> i & 1)) widen(staged[i], from, arrays[i].type, numel);
         }

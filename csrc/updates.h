@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "numbers.h"
 
 // Says of the loop that follows that its arrays do not overlap. (GCC heeds __restrict on parameters only, and gives up on
 // checking five arrays against each other.)
@@ -27,20 +28,35 @@ static inline float direction_of(float average, float square, const float* k) {
     return average * k[4] / (__builtin_sqrtf(square) * k[5] + k[6]);
 }
 
-// master, gradient, average, average of squares. Constants: beta1, 1 - beta1, beta2, 1 - beta2, 1 / correction1,
-// 1 / sqrt(correction2), eps, learning rate, weight decay (decoupled: 1 - rate * decay), gradient scale.
-template <bool decoupled>
-static void adam(float* const* arrays, const float* k, int64_t numel) {
-    float *p = arrays[0], *m = arrays[2], *v = arrays[3];
-    const float* g = arrays[1];
+static inline float widened(float value) { return value; }
+
+static inline float widened(uint16_t value) { return from_bfloat16(value); }
+
+// `Gradient` is float or the bits of bfloat16: Adam waits for its division and square root, and in the meantime reads
+// 16-bit gradients for nothing. (Writing them was slower when fused.)
+template <bool decoupled, typename Gradient>
+static void adam_loop(float* p, const Gradient* g, float* m, float* v, const float* k, int64_t numel) {
     INDEPENDENT
     for (int64_t i = 0; i < numel; i++) {
-        const float x = decoupled ? g[i] * k[9] : g[i] * k[9] + p[i] * k[8];
+        const float x = decoupled ? widened(g[i]) * k[9] : widened(g[i]) * k[9] + p[i] * k[8];
         const float kept = decoupled ? p[i] * k[8] : p[i];
         m[i] = averaged(x, m[i], k);
         v[i] = averaged_square(x, v[i], k);
         p[i] = kept - direction_of(m[i], v[i], k) * k[7];
     }
+}
+
+// master, gradient, average, average of squares. Constants: beta1, 1 - beta1, beta2, 1 - beta2, 1 / correction1,
+// 1 / sqrt(correction2), eps, learning rate, weight decay (decoupled: 1 - rate * decay), gradient scale.
+template <bool decoupled>
+static void adam(float* const* arrays, const float* k, int64_t numel) {
+    adam_loop<decoupled>(arrays[0], arrays[1], arrays[2], arrays[3], k, numel);
+}
+
+// The same with a bfloat16 gradient, which array 1 points at.
+template <bool decoupled>
+static void adam_bfloat16(float* const* arrays, const float* k, int64_t numel) {
+    adam_loop<decoupled>(arrays[0], (const uint16_t*)arrays[1], arrays[2], arrays[3], k, numel);
 }
 
 // master, gradient[, momentum]. Constants: rate, momentum, 1 - dampening, weight decay, gradient scale.
