@@ -297,8 +297,7 @@ class GradientBucket:
             reduced = staged
             work = self._communicator.all_reduce(staged, op, async_op=overlap, info=info)
         else:
-            low, high = self._own_bounds()
-            reduced = staged.view(low, high - low)
+            reduced = self._landing(staged)
             work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, info=info)
 
         def settle() -> None:
@@ -311,6 +310,14 @@ class GradientBucket:
                 self._pool.release(source)
 
         return work, settle
+
+    def _landing(self, staged: Buffer) -> Buffer:
+        """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
+        same type, which saves a copy here and the communicator a buffer for a peer's part; else in place."""
+        if self._own is not None and not self._settled and self._own.dtype is staged.dtype:
+            return self._own
+        low, high = self._own_bounds()
+        return staged.view(low, high - low)
 
     def _scaling(self) -> tuple[float, float, ReduceOp]:
         """Factors before and after the collective, and its operation."""
