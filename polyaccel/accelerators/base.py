@@ -164,6 +164,11 @@ class Accelerator(ABC):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", value=kind)
 
+    def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
+        """A buffer over the bytes of a writable numpy array of uint8, which it keeps alive: memory that another library
+        or process has made. Raises PluginContractError where the device cannot work on host memory."""
+        raise PluginContractError(f"accelerator {self.name!r} does not work on host memory", value=dtype)
+
     def supported_dtypes(self) -> frozenset[DType]:
         return self.capabilities().dtypes
 

@@ -95,6 +95,15 @@ class CpuAccelerator(Accelerator):
 
         return wrap_numpy(array)
 
+    def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
+        if self.memory == "torch":
+            from polyaccel.accelerators.torch_memory import torch_over
+
+            return torch_over(memory, dtype)
+        from polyaccel.accelerators.numpy_memory import numpy_over
+
+        return numpy_over(memory, dtype)
+
     def device_count(self) -> int:
         return 1
 

@@ -90,6 +90,11 @@ def allocate_numpy(numel: int, dtype: DType) -> NumpyBuffer:
     return NumpyBuffer(room[shift : shift + nbytes].view(theirs))
 
 
+def numpy_over(memory: npt.NDArray[np.uint8], dtype: DType) -> NumpyBuffer:
+    """A buffer over the array's bytes, which it keeps alive."""
+    return NumpyBuffer(memory.view(numpy_dtype(dtype)))
+
+
 def wrap_numpy(array: object) -> NumpyBuffer:
     """A buffer over an array's memory, flattened.
 

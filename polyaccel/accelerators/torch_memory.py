@@ -6,6 +6,7 @@ import mmap
 import sys
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from polyaccel.accelerators.memory import CountedBuffer, WriteCount, aligned_shift, spare_nbytes
@@ -107,6 +108,11 @@ def host_memory(nbytes: int) -> torch.Tensor:
     if nbytes < _PAGED_NBYTES:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
+
+
+def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:
+    """A buffer over the array's bytes, which it keeps alive."""
+    return TorchBuffer(torch.from_numpy(memory).view(torch_dtype(dtype)))
 
 
 def wrap_torch(array: object) -> TorchBuffer:

@@ -165,6 +165,15 @@ class Communicator(ABC):
         """Zeroed memory that this communicator moves best (registered, pinned, shared: its own business)."""
         return self.accelerator.allocate(numel, dtype)
 
+    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+        """One zeroed memory that every rank of the group maps, or None where there is no such thing.
+
+        Collective: all ranks ask for the same sizes in the same order and get the same answer. What a rank writes there
+        the others see after the next collective. An in-place `all_gather` of such a buffer moves nothing: every part
+        stands where it belongs, and the call is the moment from which all ranks may read it.
+        """
+        return None
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Rank `root`'s `value`, on every rank."""
         return self.all_gather_object(value if self.rank == root else None)[root]

@@ -216,6 +216,9 @@ class RecordingCommunicator(Communicator):
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         return self.inner.allocate(numel, dtype)
 
+    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+        return self.inner.allocate_shared(numel, dtype)
+
     def board(self) -> Board | None:
         return self._board
 

@@ -91,10 +91,23 @@ def connect(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     debug: bool = False,
 ) -> RecordingCommunicator:
-    """A recorded communicator over all ranks. `backend` None: `local` for one process, else the accelerator's own."""
-    own = "local" if rendezvous.world_size == 1 else accelerator.capabilities().default_comm
-    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, backend or own, CommBackend, API_VERSION)
+    """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
+    would use gloo and can do without, else the accelerator's own."""
+    name = backend or _own_backend(rendezvous, accelerator)
+    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
     return RecordingCommunicator(plugin().connect(rendezvous, accelerator, timeout_s=timeout_s), debug=debug)
+
+
+def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
+    if rendezvous.world_size == 1:
+        return "local"
+    own = accelerator.capabilities().default_comm
+    if own != "gloo" or rendezvous.local_world_size != rendezvous.world_size:
+        return own
+    probe = load_plugin(PluginGroup.COMM, "shm", CommBackend, API_VERSION).probe()
+    if not probe.usable and rendezvous.rank == 0:
+        _log.info("ranks talk by gloo, several times slower than by shared memory: %s", probe.reason)
+    return "shm" if probe.usable else own
 
 
 def destroy_process_group(group: Communicator | None = None) -> None:

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import NamedTuple
 from zlib import crc32
 
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Call, check_reduction, check_root, is_own_part
+from polyaccel.comm.background import Background
 from polyaccel.comm.base import NO_INFO, CallInfo, Work, check_collective
 from polyaccel.comm.reduction import reduce_parts
 from polyaccel.comm.scratch import ScratchPool
@@ -146,50 +145,6 @@ class ExchangeWork(Work):
         return self._finish is None
 
 
-class BackgroundWork(Work):
-    """A work that `Background` carries through; `wait` waits for that and raises what went wrong."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._ended = Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._work.wait()
-        except BaseException as error:
-            self._error = error
-        self._ended.set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-    def is_done(self) -> bool:
-        return self._ended.is_set()
-
-
-class Background:
-    """One daemon thread that waits for works in the order in which they were started."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[BackgroundWork | None] = SimpleQueue()
-        Thread(target=self._run, daemon=True, name="polyaccel exchange").start()
-
-    def carry(self, work: Work) -> BackgroundWork:
-        carried = BackgroundWork(work)
-        self._queue.put(carried)
-        return carried
-
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.run()
-
-
 class ExchangeCommunicator(TorchCommunicator):
     """Every collective by direct messages between host buffers. See [Note: Direct exchange]."""
 
@@ -225,7 +180,7 @@ class ExchangeCommunicator(TorchCommunicator):
             work.wait()
             return work
         # The second round must not wait for this rank's wait(), for which a peer's wait() would then wait.
-        self._background = self._background or Background()
+        self._background = self._background or Background("polyaccel exchange")
         return self._background.carry(work)
 
     def reduce_scatter(

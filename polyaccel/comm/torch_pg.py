@@ -57,20 +57,7 @@ class TorchBackend(CommBackend):
                 cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
                 value=self.name,
             )
-        adopted = initialized_world()
-        if rendezvous.world_size == 1 and adopted is None:
-            return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
-        if self.module is not None:
-            import_module(self.module)
-        if adopted is None:
-            self._make_default_group(rendezvous, timeout_s)
-        elif adopted != (rendezvous.rank, rendezvous.world_size):
-            raise CommError(
-                f"torch.distributed is initialised as rank {adopted[0]} of {adopted[1]}, "
-                f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
-                cure="let both come from the same launcher, or drop your own init_process_group",
-                value=adopted,
-            )
+        join_default_group(type(self), rendezvous, timeout_s)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         # Both import torch, which this module must not.
@@ -85,27 +72,69 @@ class TorchBackend(CommBackend):
             raise CommError(f"rank {rendezvous.rank} is not in its own world {ranks}", value=ranks)
         return kind(group, ranks, accelerator, self.name, timeout_s)
 
-    def _make_default_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        import torch.distributed as dist
 
-        where = rendezvous.init_method or f"tcp://{rendezvous.address}:{rendezvous.port}"
-        try:
-            dist.init_process_group(
-                self.name,
-                init_method=where,
-                rank=rendezvous.rank,
-                world_size=rendezvous.world_size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            message = (
-                f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1} ranks "
-                f"at {where} ({rendezvous.source}) within {timeout_s:g} s: {reason}"
-            )
-            cure = "check that all ranks were started, with the same address and port, and that the port is free"
-            late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-            raise (CommTimeout if late else CommError)(message, cure=cure, value=where) from error
+def join_default_group(backend: type[TorchBackend], rendezvous: Rendezvous, timeout_s: float) -> None:
+    """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one."""
+    adopted = initialized_world()
+    if rendezvous.world_size == 1 and adopted is None:
+        return
+    if backend.module is not None:
+        import_module(backend.module)
+    if adopted is None:
+        _make_default_group(backend.name, rendezvous, timeout_s)
+    elif adopted != (rendezvous.rank, rendezvous.world_size):
+        raise CommError(
+            f"torch.distributed is initialised as rank {adopted[0]} of {adopted[1]}, "
+            f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
+            cure="let both come from the same launcher, or drop your own init_process_group",
+            value=adopted,
+        )
+
+
+def exchange_notes(topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str]:
+    """Every rank's `text` for `topic`, in rank order, through the store where the default group met.
+
+    Raises CommTimeout, naming them, when ranks post none within `timeout_s`.
+    """
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    keys = [f"polyaccel/{topic}/{peer}" for peer in range(world_size)]
+    try:
+        store.set(keys[rank], text)
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [store.get(key).decode() for key in keys]
+    except RuntimeError as error:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        raise CommTimeout(
+            f"ranks {missing} did not say within {timeout_s:g} s how they are reached ({topic})",
+            missing_ranks=missing,
+            cure="all ranks must use the same backend; look for the first error among them",
+            value=tuple(missing),
+        ) from error
+
+
+def _make_default_group(name: str, rendezvous: Rendezvous, timeout_s: float) -> None:
+    import torch.distributed as dist
+
+    where = rendezvous.init_method or f"tcp://{rendezvous.address}:{rendezvous.port}"
+    try:
+        dist.init_process_group(
+            name,
+            init_method=where,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        message = (
+            f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1} ranks "
+            f"at {where} ({rendezvous.source}) within {timeout_s:g} s: {reason}"
+        )
+        cure = "check that all ranks were started, with the same address and port, and that the port is free"
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        raise (CommTimeout if late else CommError)(message, cure=cure, value=where) from error
 
 
 class GlooBackend(TorchBackend):

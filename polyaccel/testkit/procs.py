@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.errors import CommTimeout, LaunchError
@@ -35,13 +35,21 @@ Task = Callable[..., Any] | str
 
 
 class RankPool:
-    """`world_size` worker processes joined by gloo. A context manager; `run` may be called any number of times.
+    """`world_size` worker processes joined by `backend`. A context manager; `run` may be called any number of times.
 
     `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers.
     """
 
-    def __init__(self, world_size: int, *, comm_timeout_s: float = 30.0, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        comm_timeout_s: float = 30.0,
+        environ: dict[str, str] | None = None,
+        backend: Literal["gloo", "shm"] = "gloo",
+    ) -> None:
         self.world_size = world_size
+        self._backend = backend
         self._comm_timeout_s = comm_timeout_s
         self._environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
         self._workers: list[ForkServerProcess] = []
@@ -95,7 +103,7 @@ class RankPool:
             rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, None, None, "RankPool", meeting)
             worker = context.Process(
                 target=_work,
-                args=(theirs, rendezvous, self._comm_timeout_s, self._environ),
+                args=(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -159,11 +167,13 @@ def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException
     return first
 
 
-def _work(pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, environ: dict[str, str]) -> None:
+def _work(
+    pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, environ: dict[str, str], backend: str
+) -> None:
     """What a worker does: connect, then run tasks until the pool is gone."""
     os.environ.update(environ)
     try:
-        communicator = _connect(rendezvous, comm_timeout_s)
+        communicator = _connect(rendezvous, comm_timeout_s, backend)
     except BaseException as error:
         pipe.send_bytes(_packed(error, None))
         return
@@ -186,13 +196,15 @@ def _work(pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, envir
     communicator.close()
 
 
-def _connect(rendezvous: Rendezvous, comm_timeout_s: float) -> Communicator:
+def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str) -> Communicator:
     from polyaccel.accelerators.cpu import CpuAccelerator
     from polyaccel.comm.default import set_default_communicator
+    from polyaccel.comm.shm import ShmBackend
     from polyaccel.comm.torch_pg import GlooBackend
 
     warnings.simplefilter("error")
-    communicator = GlooBackend().connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
+    connector = ShmBackend() if backend == "shm" else GlooBackend()
+    communicator = connector.connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
     sys.modules["torch"].set_num_threads(1)  # OMP_NUM_THREADS comes too late for a torch that the server has loaded
     set_default_communicator(communicator)
     return communicator

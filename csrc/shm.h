@@ -1,0 +1,88 @@
+// The C ABI of collectives through shared memory, which Python calls by ctypes (polyaccel/comm/shm_library.py).
+//
+// Processes of one host share a control block (see shm_group.h). Python makes the memory and finds the peers; what is
+// here moves and adds bytes. Buffers need the alignment of their element type. Functions return a pa_shm_status.
+#pragma once
+
+#include "kernels.h"
+
+enum pa_shm_op {
+    PA_SHM_BARRIER,
+    PA_SHM_ALL_REDUCE,
+    PA_SHM_REDUCE_SCATTER,
+    PA_SHM_ALL_GATHER,
+    PA_SHM_BROADCAST,
+    PA_SHM_ALL_TO_ALL,
+    PA_SHM_OP_COUNT
+};
+
+enum pa_shm_reduce { PA_SHM_SUM, PA_SHM_MAX, PA_SHM_MIN, PA_SHM_PROD, PA_SHM_AVG, PA_SHM_REDUCE_COUNT };
+
+enum pa_shm_status {
+    PA_SHM_OK,
+    PA_SHM_TIMEOUT,    // ranks did not come in time
+    PA_SHM_DEAD,       // the processes of ranks have ended
+    PA_SHM_LEFT,       // ranks have closed the group or given up on an earlier call
+    PA_SHM_MISMATCH,   // a rank calls something else
+    PA_SHM_BROKEN,     // an earlier call of this rank failed
+    PA_SHM_NO_MEMORY,  // a peer's memory cannot be mapped
+    PA_SHM_BAD_CALL
+};
+
+enum { PA_SHM_MOST_RANKS = 64 };
+
+// What ranks must agree on in a call, and where this rank's buffer lies when the peers can map it.
+typedef struct {
+    int32_t op, type, reduce, root;
+    int64_t numel;  // of the buffer that is whole on every rank
+    int32_t is_shared, unused;  // all ranks' buffers are the same memory
+    int64_t base, length;  // the allocation in this rank's heap file that holds the buffer; length 0: none does
+    int64_t delta;         // the buffer's first byte within it
+} pa_shm_told;
+
+typedef struct {
+    pa_shm_told told;
+    const void* in;
+    void* out;
+    int64_t timeout_ns;
+    int32_t spins;  // how often to look before giving the processor away
+} pa_shm_call;
+
+typedef struct pa_shm_group pa_shm_group;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Bytes of a control block, and of the part of it for each rank's notes, which starts at pa_shm_notes_offset.
+PA_EXPORT int64_t pa_shm_control_nbytes(int32_t world);
+
+// Join the group of `control`, zeroed memory that all ranks map. `pids`, `starts` and `heaps` are each rank's process
+// id, start time (field 22 of /proc/PID/stat) and the descriptor of its heap file here. NULL without memory.
+PA_EXPORT pa_shm_group* pa_shm_open(void* control, int32_t rank, int32_t world, const int32_t* pids,
+                                    const uint64_t* starts, const int32_t* heaps);
+
+// Say that this rank takes part no more. The group's memory may be unmapped after pa_shm_free.
+PA_EXPORT void pa_shm_leave(pa_shm_group* group);
+PA_EXPORT void pa_shm_free(pa_shm_group* group);
+
+// One collective. On PA_SHM_TIMEOUT, PA_SHM_DEAD, PA_SHM_LEFT and PA_SHM_MISMATCH, missing[i] is 1 for the ranks
+// concerned, and after a mismatch `theirs` is what the first of them called.
+PA_EXPORT int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t* missing,
+                                    pa_shm_told* theirs);
+
+// One message of `numel` elements of `type` to or from `peer`; in order per pair and direction.
+PA_EXPORT int32_t pa_shm_send(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing);
+PA_EXPORT int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing,
+                              pa_shm_told* theirs);
+
+// Map bytes of a heap file; NULL when it cannot be. And undo it, giving the pages back when `frees` is set.
+PA_EXPORT void* pa_shm_map(int32_t file, int64_t offset, int64_t nbytes);
+PA_EXPORT void pa_shm_unmap(void* address, int32_t file, int64_t offset, int64_t nbytes, int32_t frees);
+
+// Whether the process that started then still runs (a zombie does not).
+PA_EXPORT int32_t pa_shm_is_alive(int32_t pid, uint64_t start);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,59 @@
+"""One helper thread that carries works through in the order in which they were started."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from threading import Event, Thread
+
+from polyaccel.comm.base import Work
+
+
+class BackgroundWork(Work):
+    """A work that `Background` carries through; `wait` waits for that and raises what went wrong."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._ended = Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+
+class Background:
+    """One daemon thread that waits for works in the order in which they were started."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[BackgroundWork | None] = SimpleQueue()
+        self._last: BackgroundWork | None = None
+        Thread(target=self._run, daemon=True, name=name).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was carried has ended. For the thread that calls `carry`."""
+        return self._last is None or self._last.is_done()
+
+    def carry(self, work: Work) -> BackgroundWork:
+        carried = self._last = BackgroundWork(work)
+        self._queue.put(carried)
+        return carried
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+            del work  # its buffers are not ours to keep until the next one comes

@@ -1,0 +1,130 @@
+"""The compiled half of the shm backend: csrc/shm.h as ctypes sees it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+from enum import IntEnum
+from functools import cache
+
+from polyaccel.accelerators.base import Probe
+from polyaccel.errors import CommError, ConfigError
+from polyaccel.ops.native_library import native
+from polyaccel.types import DType, ReduceOp
+
+MOST_RANKS = 64
+
+
+class Op(IntEnum):
+    """`pa_shm_op`."""
+
+    BARRIER = 0
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    BROADCAST = 4
+    ALL_TO_ALL = 5
+
+
+class Status(IntEnum):
+    """`pa_shm_status`."""
+
+    OK = 0
+    TIMEOUT = 1
+    DEAD = 2
+    LEFT = 3
+    MISMATCH = 4
+    BROKEN = 5
+    NO_MEMORY = 6
+    BAD_CALL = 7
+
+
+DTYPES = (
+    DType.FLOAT64,
+    DType.FLOAT32,
+    DType.BFLOAT16,
+    DType.FLOAT16,
+    DType.INT64,
+    DType.INT32,
+    DType.INT16,
+    DType.INT8,
+    DType.UINT8,
+)
+DTYPE_CODES = {**{dtype: code for code, dtype in enumerate(DTYPES)}, DType.BOOL: DTYPES.index(DType.UINT8)}
+REDUCES = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD, ReduceOp.AVG)
+REDUCE_CODES = {op: code for code, op in enumerate(REDUCES)}
+
+
+class Told(ctypes.Structure):
+    """`pa_shm_told`: what the ranks agree on, and where this rank's buffer is."""
+
+    _fields_ = (
+        ("op", c_int32),
+        ("type", c_int32),
+        ("reduce", c_int32),
+        ("root", c_int32),
+        ("numel", c_int64),
+        ("is_shared", c_int32),
+        ("unused", c_int32),
+        ("base", c_int64),
+        ("length", c_int64),
+        ("delta", c_int64),
+    )
+
+
+class CCall(ctypes.Structure):
+    """`pa_shm_call`."""
+
+    _fields_ = (
+        ("told", Told),
+        ("source", c_void_p),
+        ("out", c_void_p),
+        ("timeout_ns", c_int64),
+        ("spins", c_int32),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "pa_shm_control_nbytes": (c_int64, (c_int32,)),
+    "pa_shm_open": (c_void_p, (c_void_p, c_int32, c_int32, POINTER(c_int32), POINTER(c_uint64), POINTER(c_int32))),
+    "pa_shm_leave": (None, (c_void_p,)),
+    "pa_shm_free": (None, (c_void_p,)),
+    "pa_shm_collective": (c_int32, (c_void_p, POINTER(CCall), POINTER(c_uint8), POINTER(Told))),
+    "pa_shm_send": (c_int32, (c_void_p, c_int32, POINTER(CCall), POINTER(c_uint8))),
+    "pa_shm_recv": (c_int32, (c_void_p, c_int32, POINTER(CCall), POINTER(c_uint8), POINTER(Told))),
+    "pa_shm_map": (c_void_p, (c_int32, c_int64, c_int64)),
+    "pa_shm_unmap": (None, (c_void_p, c_int32, c_int64, c_int64, c_int32)),
+}
+
+
+def probe_library() -> Probe:
+    """Whether this system and this installation can share memory between ranks."""
+    if sys.platform != "linux":
+        return Probe(False, f"shared memory between ranks needs Linux, not {sys.platform}")
+    try:
+        found = native()
+    except ConfigError as error:
+        return Probe(False, str(error))
+    if found.library is None:
+        return Probe(False, found.reason)
+    if not hasattr(found.library, "pa_shm_collective"):
+        return Probe(False, f"{found.reason} was compiled without csrc/shm_*.cpp; install polyaccel again")
+    return Probe(True, f"shared memory between the processes of this host ({found.reason})")
+
+
+@cache
+def shm_library() -> ctypes.CDLL:
+    """The library with its signatures set. Raises CommError where `probe_library` says that there is none."""
+    probe = probe_library()
+    library = native().library if probe.usable else None
+    if library is None:
+        raise CommError(
+            f"comm backend 'shm' cannot be used: {probe.reason}",
+            cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+            value="shm",
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
