@@ -100,8 +100,7 @@ def _memory_table(plan: Plan) -> Group:
 
 
 def _traffic_table(plan: Plan) -> Group:
-    table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes"
-    )
+    table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
     for forecast in plan.forecasts:
         if forecast.setting.place is Place.DEVICE:  # offload sends nothing to other ranks
             sent = forecast.traffic
