@@ -34,8 +34,8 @@ VARIANTS = {
         Variant("local", "local"),
         Variant("ddp", "ddp"),
         Variant("fsdp2", "fsdp2"),
-        *(Variant(f"pa{stage}", "polyaccel", stage) for stage in range(3)),
-        *(Variant(f"ds{stage}", "deepspeed", stage) for stage in range(3)),
+        *(Variant(f"pa{stage}", "polyaccel", stage) for stage in range(4)),
+        *(Variant(f"ds{stage}", "deepspeed", stage) for stage in range(4)),
     )
 }
 """By name. `local` is the same compute in all ranks at once without any communication: what a step costs by itself."""

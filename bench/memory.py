@@ -14,7 +14,7 @@ from bench.summary import by_case, compare_memory
 from bench.table import make_console, memory_table
 
 _DEFAULTS = Defaults(
-    micro_batches="1", dtypes="fp32,bf16", variants="local,ddp,fsdp2,pa0,pa1,pa2", warmup=2, steps=3, rounds=1
+    micro_batches="1", dtypes="fp32,bf16", variants="local,ddp,fsdp2,pa0,pa1,pa2,pa3", warmup=2, steps=3, rounds=1
 )
 
 

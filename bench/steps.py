@@ -13,7 +13,7 @@ from bench.table import make_console, step_table
 _DEFAULTS = Defaults(
     micro_batches="1,4",
     dtypes="fp32,bf16",
-    variants="local,ddp,fsdp2,pa0,pa1,pa2,ds0,ds1,ds2",
+    variants="local,ddp,fsdp2,pa0,pa1,pa2,pa3,ds0,ds1,ds2,ds3",
     warmup=4,
     steps=12,
     rounds=2,

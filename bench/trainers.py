@@ -121,9 +121,9 @@ class EngineTrainer(Trainer):
     def estimate_nbytes(self) -> dict[str, int] | None:
         if not self._is_own:
             return None
-        from polyaccel.zero.memory import estimate_layout  # not for ranks that measure another library
+        from polyaccel.planning.forecast import memory_of  # not for ranks that measure another library
 
-        estimate = estimate_layout(self._engine.zero.policy, self._engine.zero.layout)
+        estimate = memory_of(self._engine.config, self._engine.zero.layout, is_remote=False)
         return {row.purpose.value: row.nbytes for row in estimate.rows}
 
 
