@@ -19,6 +19,7 @@ RUN = {
     "polyaccel plugins": "",
     "polyaccel config check examples/cifar10/config.json": "",
     "polyaccel config schema": "",
+    "polyaccel plan examples/cifar10/config.json 1.3B -n 8 --limit-device 16G": "",
     "python examples/gpt/train.py": TINY,
     "polyaccel run --nproc 2 examples/gpt/train.py": TINY,
 }
