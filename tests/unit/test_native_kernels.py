@@ -100,8 +100,11 @@ def test_every_instruction_set_gives_numpys_bits(isa: str) -> None:
     # numpy rounds a factor to the 16-bit type before it multiplies; these do not, nor does torch.
     cases = [case for case in kernel_cases(NUMPY.supported_dtypes()) if case.name != "scale float16"]
     assert {case.op for case in cases} >= {ADAM, COMBINE, LAMB_APPLY}
+    beyond_a_share = (1 << 16) + 1001
+    seen = set()
     for case in cases:
-        for numel in (1, 1000, 2053):
+        for numel in (1, 1000, 2053) if case.op in seen else (1, 1000, 2053, beyond_a_share):
+            seen.add(case.op)
             ours = contents_after(NUMPY, table, case, numel)
             assert ours == contents_after(NUMPY, NUMPY.kernels(), case, numel), f"{isa}: {case}, {numel=}"
 
@@ -109,6 +112,34 @@ def test_every_instruction_set_gives_numpys_bits(isa: str) -> None:
 def test_every_instruction_set_means_what_the_reference_says(isa: str) -> None:
     for case in CASES:
         check_meaning(TORCH, case, 1037, finite=False)
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_narrow_weights_and_states_are_the_wide_ones_rounded(dtype: DType) -> None:
+    cases = [case for case in CASES if {a.dtype for a in case.arguments} == {DType.FLOAT32} and case.op is not COMBINE]
+    assert {case.op for case in cases} == set(ALL_OPS) - {COMBINE, SQUARE_SUMS, QUANTIZE, DEQUANTIZE}
+    for case in cases:
+        narrow = []
+        for buffer in filled(TORCH, case, 777):
+            narrow.append(TORCH.allocate(777, dtype))
+            narrow[-1].copy_from(buffer)
+        wide = [TORCH.wrap(buffer.raw.float()) for buffer in narrow]
+        case.call(TORCH.kernels(), narrow)
+        case.call(TORCH.kernels(), wide)
+        for argument, one, other in zip(case.arguments, narrow, wide, strict=True):
+            if argument.role not in ("grad", "source"):
+                assert torch.equal(one.raw, other.raw.to(one.raw.dtype)), f"{case}: {argument.role}"
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_nan_wins_whichever_side_it_is_on(dtype: DType, isa: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    for op in (ReduceOp.MAX, ReduceOp.MIN):
+        target = TORCH.wrap(torch.tensor([nan, 1.0, nan, -inf, 2.0] * 9).to(getattr(torch, dtype.value)))
+        source = TORCH.wrap(torch.tensor([1.0, nan, nan, inf, -3.0] * 9).to(target.raw.dtype))
+        expected = (torch.maximum if op is ReduceOp.MAX else torch.minimum)(target.raw, source.raw)
+        TORCH.kernels()[COMBINE](target, source, op)
+        torch.testing.assert_close(target.raw, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=100, deadline=None)
