@@ -13,11 +13,11 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test lint bench sanitize lock clean
+.PHONY: help train test lint bench sanitize soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
 
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
@@ -44,6 +44,10 @@ sanitize: ## build csrc/ with address, undefined and thread sanitizers, and run 
 			&& cmake --build build/sanitize-$$kind -j 2 \
 			&& ctest --test-dir build/sanitize-$$kind --output-on-failure --timeout 300 || exit 1; \
 	done
+
+soak-shm: $(STAMP) ## run 10,000 random collectives and 100 random kills over shared memory
+	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/test_shm_random.py \
+		tests/procs/test_shm_failures.py $(ARGS)
 
 lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	$(PYTHON) -m venv --clear $(VENV)-lock

@@ -67,6 +67,7 @@ class ShmCommunicator(Communicator):
         self._messengers: dict[tuple[int, bool], Background] = {}
         self._calls = 0
         self._closed = False
+        self._first_error: CommError | None = None
 
     def all_reduce(
         self, buffer: Buffer, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, info: CallInfo = NO_INFO
@@ -224,7 +225,7 @@ class ShmCommunicator(Communicator):
                     patient=not runs_here,
                 )
             except Failure as failure:
-                raise explain(failure, seq, call, self.rank, self.ranks, self.timeout_s) from None
+                raise self._error(failure, seq, call) from None
             if out is not None:
                 out.mark_written()
 
@@ -250,7 +251,7 @@ class ShmCommunicator(Communicator):
             try:
                 self._group.message(peer, buffer, sends=sends, patient=not runs_here)
             except Failure as failure:
-                raise explain(failure, self._calls - 1, call, self.rank, self.ranks, self.timeout_s) from None
+                raise self._error(failure, self._calls - 1, call) from None
             if not sends:
                 buffer.mark_written()
 
@@ -263,6 +264,11 @@ class ShmCommunicator(Communicator):
         if not async_op:
             work.wait()
         return work
+
+    def _error(self, failure: Failure, seq: int, call: Call) -> CommError:
+        error = explain(failure, seq, call, self.rank, self.ranks, self.timeout_s, self._first_error)
+        self._first_error = self._first_error or error
+        return error
 
     def _check_open(self, call: Call) -> None:
         if self._closed:

@@ -140,8 +140,17 @@ def check_reducible(kind: str, dtype: DType) -> None:
         raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
 
 
-def explain(failure: Failure, seq: int, call: Call, rank: int, ranks: Sequence[int], timeout_s: float) -> CommError:
-    """The error for what went wrong in `call` on group rank `rank`; messages name global ranks."""
+def explain(
+    failure: Failure,
+    seq: int,
+    call: Call,
+    rank: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    earlier: CommError | None,
+) -> CommError:
+    """The error for what went wrong in `call` on group rank `rank`; messages name global ranks. `earlier` is the first
+    error of the group, after which no call can succeed."""
     missing = sorted(ranks[index] for index in failure.missing)
     what = f"#{seq} {call} on rank {ranks[rank]}"
     lost = f"ranks {missing} did not take part"
@@ -170,8 +179,8 @@ def explain(failure: Failure, seq: int, call: Call, rank: int, ranks: Sequence[i
             cure="every rank must call the same collectives in the same order",
             value=tuple(missing),
         )
-    if failure.status is Status.BROKEN:
-        return CommError(f"{what} failed: an earlier call of this group has", cure="look for the first error")
+    if failure.status is Status.BROKEN and earlier is not None:
+        return CommError(f"{what} failed, as {earlier.message}", cure=earlier.cure, value=earlier.value)
     return CommError(f"{what} failed: {failure.status.name}", cure="POLYACCEL_COMM=gloo does without shared memory")
 
 

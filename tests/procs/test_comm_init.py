@@ -18,6 +18,7 @@ from polyaccel import comm
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.discovery import VARIABLES
 from polyaccel.comm.record import RecordingCommunicator
+from polyaccel.comm.shm import ShmBackend
 from polyaccel.errors import CommError, PluginNotFound
 from polyaccel.testkit.procs import RankPool
 
@@ -149,7 +150,8 @@ def adopt(inner: Communicator, world_size: int) -> tuple[str, list[Any]]:
 
 
 def test_a_group_that_the_script_made_is_adopted(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2).run(adopt, 2) == [("gloo", [0, 1])] * 2
+    backend = "shm" if ShmBackend.probe().usable else "gloo"
+    assert rank_pool(2).run(adopt, 2) == [(backend, [0, 1])] * 2
 
 
 def test_a_group_that_contradicts_the_launcher_is_an_error(rank_pool: Callable[[int], RankPool]) -> None:
