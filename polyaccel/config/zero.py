@@ -86,7 +86,8 @@ class ZeroConfig(Section):
     max_reuse_distance: CountInt = Field(1_000_000_000, alias="stage3_max_reuse_distance")
     """Stage 3: keep a parameter gathered when it is needed again within this many elements."""
     gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
-    """Stage 3: gather the weights for `save_16bit_model`."""
+    """`save_16bit_model` gathers the weights at every stage whatever this says, bucket by bucket, so nothing is ever
+    silently not saved."""
     module_granularity_threshold: CountInt = Field(0, alias="stage3_module_granularity_threshold")
     """Stage 3: modules finer than this many elements are gathered with their parent; 0 is off."""
     use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
@@ -94,17 +95,22 @@ class ZeroConfig(Section):
     allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
     """Stage 3: gather parameters one by one."""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
-    """Stage 3: modules whose parameters are gathered together."""
+    """Stage 3: modules whose parameters are gathered together, wherever they stand. A choice that is stated and matches
+    no module is an error."""
     memory_efficient_linear: bool = True
-    """Stage 3: replace `F.linear` by a version that saves memory."""
+    """Stage 3: do not keep gathered weights for the backward. None is ever kept, and `F.linear` is never replaced, so
+    both values are met."""
     override_module_apply: bool = True
-    """Stage 3: gather parameters inside `Module.apply`."""
+    """Stage 3: gather parameters inside `Module.apply`. It is never replaced; a function that needs sharded values is told
+    to use `zero.GatheredParameters`. False is an error."""
     pipeline_loading_checkpoint: bool = False
     """Stage 3: ranks load a checkpoint one after another."""
     log_trace_cache_warnings: bool = False
-    """Stage 3: warn when the order of modules changes."""
+    """Stage 3: warn in every step whose order of modules is another one than before; otherwise that is told once, as
+    information."""
     enable_sanity_checks: bool = False
-    """Stage 3: check internal states while training."""
+    """Stage 3: `zero.GatheredParameters` compares values when it is left, and so finds changes that version counters do
+    not show (those through `.data`)."""
     save_muon_momentum_buffer_in_memory: bool = False
     """Stage 3: keep Muon's momentum on the device."""
 

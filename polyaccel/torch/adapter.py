@@ -134,7 +134,7 @@ class TorchAdapter(ModelAdapter):
             index = place.bucket.index
             full = params.hold(index)
             own = {slot.param.fqn: full.view(slot.offset, slot.param.numel).raw.clone() for slot in place.bucket.slots}
-            params.drop(index, discard=True)
+            params.drop(index)
             for fqn, values in own.items():
                 show(self._params[fqn], values)
 

@@ -78,15 +78,13 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         openings = self._open.pop()
-        is_spoilt = True
         try:
             if kind is None:
                 for opening in openings:
                     self._write_back(opening)
-                is_spoilt = False
         finally:
             for opening in openings:
-                _close(opening, is_spoilt)
+                _close(opening)
 
     def _openings(self) -> list[_Opening]:
         """What to open, engine by engine, in the engine's own order, which is the same on every rank."""
@@ -163,7 +161,7 @@ def _open(adapter: TorchAdapter, fqn: str) -> None:
     home.openings += 1
 
 
-def _close(opening: _Opening, is_spoilt: bool) -> None:
+def _close(opening: _Opening) -> None:
     adapter = opening.adapter
     for fqn in (*opening.fqns, *opening.neighbours):
         parameter = adapter.parameter(fqn)
@@ -173,7 +171,7 @@ def _close(opening: _Opening, is_spoilt: bool) -> None:
             if home.openings == 0 and adapter.is_sharded(fqn):
                 note_version(parameter)  # a change that was refused is reported once
     for index in opening.buckets:
-        adapter.step.params.drop(index, discard=is_spoilt)
+        adapter.step.params.drop(index)
 
 
 def _changed_in_vain(names: list[str], rank: int, *, asked_for: bool) -> ShardingError:

@@ -24,6 +24,7 @@ from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.deferred import prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.module_buffers import convert_buffers
+from polyaccel.torch.leaf_modules import mark_leaf_modules
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.types import DType
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -77,6 +78,8 @@ def initialize(
         dtype = torch_dtype(DType.parse(data_types.buffer_dtype))
         convert_buffers(model, dtype, data_types.keep_in_fp32_modules)
 
+    if runtime.policy.params is Placement.SHARDED:
+        _mark_leaf_modules(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = TorchEngine(model, runtime, slice_optimizer, groups)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
@@ -94,6 +97,22 @@ def _apply_process_settings(runtime: Runtime) -> None:
         gc.disable()
     if config.dump_state and runtime.communicator.rank == 0:
         log.info("resolved config:\n%s", config.to_json())
+
+
+def _mark_leaf_modules(runtime: Runtime, model: nn.Module) -> None:
+    """Mark what the config lists as modules that are gathered as one."""
+    section = runtime.config.zero_optimization.leaf_module
+    for key, choices in (
+        ("classes", section.classes),
+        ("names", section.names),
+        ("name_suffixes", section.name_suffixes),
+    ):
+        for choice in choices:
+            found = mark_leaf_modules(model, choice)
+            if not found and key in section.model_fields_set:
+                expected = "no module of the model matches"
+                cure = "give a class's name, a module's full name, or the end of one"
+                raise ConfigError([Problem(f"zero_optimization.leaf_module.{key}", choice, expected, cure)])
 
 
 def _the_config(args: Any, *given: Any) -> Any:

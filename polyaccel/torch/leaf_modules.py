@@ -27,13 +27,19 @@ def set_leaf_modules(
     """
     chosen = list(choices)
     require_unsharded(model)
-    found = [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in chosen)]
+    found = mark_leaf_modules(model, *chosen)
     if not found and raise_if_not_found:
         raise ShardingError(
             f"no module of the model matches {[str(choice) for choice in chosen]}",
             cure="give a class, its name, a module's full name, or the end of one",
             value=chosen,
         )
+    return found
+
+
+def mark_leaf_modules(model: nn.Module, *choices: ModuleChoice) -> list[nn.Module]:
+    """`set_leaf_modules` without its checks."""
+    found = [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in choices)]
     for module in found:
         module.__dict__[_LEAF] = True
     return found

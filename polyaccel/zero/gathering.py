@@ -170,14 +170,13 @@ class Gathering:
         if learn:
             self._prefetch()
 
-    def drop(self, index: int, *, discard: bool = False) -> None:
-        """Undo one `hold`. The bucket is freed once nobody holds it and its next use is not near, or `discard` says
-        that its contents are spoilt."""
+    def drop(self, index: int, *, keep: bool = True) -> None:
+        """Undo one `hold`. The bucket is freed once nobody holds it, unless it may be kept and its next use is near."""
         place = self._buckets[index]
         if place.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
         place.holds -= 1
-        if place.holds == 0 and (discard or not self._is_worth_keeping(index)):
+        if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
             self._free(place)
 
     def refresh(self, index: int) -> None:

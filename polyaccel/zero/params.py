@@ -227,10 +227,10 @@ class ParamStore:
             self.gathering.hold(index, learn=False)
         return self.full(index)
 
-    def drop(self, index: int, *, discard: bool = False) -> None:
-        """Undo one `hold`. `discard`: what stands in the whole bucket must not be used again."""
+    def drop(self, index: int) -> None:
+        """Undo one `hold`. A sharded bucket that nobody holds is freed, whatever somebody may have written there."""
         if index in self.gathering:
-            self.gathering.drop(index, discard=discard)
+            self.gathering.drop(index, keep=False)
 
     def write(self, fqn: str, value: Buffer) -> None:
         """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this

@@ -117,8 +117,8 @@ def train(
             engine.step()
             run.losses.append(loss.item())
         run.norms.append(engine.get_global_grad_norm())
-    run.params = snapshot(engine.module)
     engine.destroy()
+    run.params = snapshot(model)
     return run
 
 

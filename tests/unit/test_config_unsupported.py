@@ -18,7 +18,6 @@ ASKING: dict[str, Any] = {  # values that ask for the feature, where the default
     "zero_optimization.stage": 3,
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.zenflow": {},
-    "zero_optimization.leaf_module.classes": [],
     "seq_parallel_communication_data_type": "bf16",
     "torch_autocast.lower_precision_safe_modules": ["Linear"],
     "data_types.buffer_dtype": "fp16",
