@@ -4,7 +4,8 @@
 Folder `polyaccel-<run id>/rank<r>` belongs to whoever holds the lock of the file `rank<r>.lock` beside it. The system
 gives a lock back when its process dies, however it dies, so a lock that can be taken marks a folder of the dead; a
 process id would not, for ids are used again and mean nothing on another host. A lock file may be removed between being
-opened and being locked; hence whoever has locked one looks whether it is still the one of that name.
+opened and being locked; hence whoever has locked one looks whether it is still the one of that name. An owner writes
+its name into the file once it has locked it: one without a name is about to be locked, and not a dead one's.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class RankFolder:
             ) from error
         if self._lock is None:
             raise OffloadError(
-                f"{self.path} is in use by another process ({_first_line(self._lock_path)})",
+                f"{self.path} is in use by another process ({_owner(self._lock_path)})",
                 cure="give every job a run id of its own, and every process of a job its own rank",
                 value=str(self.path),
             )
@@ -78,14 +79,14 @@ class RankFolder:
 def remove_stale(root: Path) -> None:
     """Delete the folders below `root` whose owners are dead. Other people's, and other files, are left alone."""
     for lock_path in sorted(root.glob(f"{_RUN}*/rank*.lock")):
-        if not _LOCK.fullmatch(lock_path.name):
+        if not _LOCK.fullmatch(lock_path.name) or not _owner(lock_path):
             continue
         try:
             lock = _lock(lock_path, 0)
         except OSError:  # removed by its owner just now, or not ours to open
             continue
         if lock is not None:
-            _log.info("removing states that a dead process (%s) left in %s", _first_line(lock_path), lock_path.parent)
+            _log.info("removing states that a dead process (%s) left in %s", _owner(lock_path), lock_path.parent)
             _clear(lock_path.with_suffix(""), lock_path)
             os.close(lock)
 
@@ -120,8 +121,9 @@ def _clear(folder: Path, lock_path: Path) -> None:
         lock_path.parent.rmdir()
 
 
-def _first_line(path: Path) -> str:
+def _owner(lock_path: Path) -> str:
+    """Who has locked the file, or had; empty while nobody has."""
     try:
-        return path.read_text().partition("\n")[0] or "unknown"
+        return lock_path.read_text().partition("\n")[0]
     except OSError:
-        return "unknown"
+        return ""

@@ -16,6 +16,7 @@ import pytest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
+from polyaccel.offload.folder import remove_stale
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import TierOptions
 from polyaccel.types import DType
@@ -285,10 +286,30 @@ def test_clearing_away_touches_nothing_but_folders_of_the_dead(tmp_path: Path) -
         folder.mkdir(parents=True)
         (folder / "a").touch()
     for lock in (dead / "rank3.lock", dead / "rank4.lock", alien / "rank1x.lock"):
-        lock.touch()
+        lock.write_text("host 1\n")
     open_tier(tmp_path).close()
     assert not dead.exists()
     assert sorted(path.name for path in alien.rglob("*")) == ["a", "a", "rank0", "rank1x", "rank1x.lock"]
+
+
+def test_a_rank_that_is_about_to_lock_its_file_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank of the job looks for the dead between the making of the lock file and the locking."""
+    original = fcntl.flock
+    seen = []
+
+    def flock(file: int, operation: int) -> None:
+        if not seen:
+            seen.append(file)
+            monkeypatch.setattr(fcntl, "flock", original)
+            remove_stale(tmp_path)
+            assert (tmp_path / "polyaccel-0" / "rank0.lock").exists()
+        original(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    open_tier(tmp_path).close()
+    assert seen
 
 
 def test_a_lock_file_that_vanishes_before_it_is_locked_is_made_again(
