@@ -16,6 +16,7 @@ from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
+from polyaccel.config.offload import OffloadDevice
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.offload.tier import Tier, TierOptions
@@ -25,7 +26,7 @@ from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
-from polyaccel.zero.placement import StatePlacement, offloaded_buckets
+from polyaccel.zero.placement import StatePlacement, first_shards, offloaded_buckets
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.step import StepPolicy
 
@@ -39,7 +40,7 @@ NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
 }
 """What runs on slices through the kernel table, by the name that a resolved config uses."""
 
-_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 """Plugins by the names that configs have for them."""
 
 _LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
@@ -67,7 +68,8 @@ class Runtime:
         return replace(self.step_policy, gathering=gather_policy_for(self.config, layout))
 
     def place_states(self, layout: ShardLayout, *, resident: bool) -> StatePlacement:
-        """Open the tiers of `zero_optimization.offload_optimizer` and choose the buckets whose states leave the device.
+        """Open the tiers of `zero_optimization.offload_optimizer` and `offload_param`, and choose the buckets whose
+        states or parameters leave the device.
 
         Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
         OffloadError when the place cannot be used.
@@ -78,8 +80,9 @@ class Runtime:
             expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
             cure = f'use "cpu", or one of {", ".join(NATIVE_OPTIMIZERS)} in the config'
             raise ConfigError([Problem("zero_optimization.offload_optimizer.device", offload.device, expected, cure)])
+        run_id = self.communicator.broadcast_object(uuid4().hex)
         options = TierOptions(
-            run_id=self.communicator.broadcast_object(uuid4().hex),
+            run_id=run_id,
             rank=self.communicator.rank,
             path=offload.nvme_path,
             pin_memory=offload.pin_memory,
@@ -90,7 +93,24 @@ class Runtime:
         host = host_accelerator(self.accelerator)
         for each in (device, tier):
             each.open(self.accelerator, host, options)
-        return StatePlacement(device, tier, offloaded_by(self.config, layout))
+        return StatePlacement(device, tier, offloaded_by(self.config, layout), self._place_params(layout, run_id))
+
+    def _place_params(self, layout: ShardLayout, run_id: str) -> dict[int, Tier]:
+        """Open the tiers of `zero_optimization.offload_param`, for the buckets that rest in them."""
+        offload = self.config.zero_optimization.offload_param
+        options = TierOptions(
+            run_id=f"{run_id}-params",
+            rank=self.communicator.rank,
+            path=offload.nvme_path,
+            pin_memory=offload.pin_memory,
+            buffer_count=offload.buffer_count,
+            piece_numel=offload.buffer_size,
+        )
+        places = params_offloaded_by(self.config, layout)
+        tiers = {place: _new_tier(_TIERS[place]) for place in dict.fromkeys(places.values())}
+        for tier in tiers.values():
+            tier.open(self.accelerator, host_accelerator(self.accelerator), options)
+        return {index: tiers[place] for index, place in places.items()}
 
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
@@ -200,6 +220,20 @@ def offloaded_by(config: ResolvedConfig, layout: ShardLayout) -> frozenset[int]:
     """The buckets whose states leave the device."""
     offload = config.zero_optimization.offload_optimizer
     return offloaded_buckets(layout, offload.ratio if offload.device != "none" else 0.0)
+
+
+def params_offloaded_by(config: ResolvedConfig, layout: ShardLayout) -> dict[int, OffloadDevice]:
+    """Where the shards of the sharded buckets rest that leave the device, by bucket."""
+    zero = config.zero_optimization
+    device = zero.offload_param.device
+    if device == "none" or ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
+        return {}
+    in_host = first_shards(layout, zero.offload_param.max_in_cpu)
+    return {
+        bucket.index: "cpu" if bucket.index in in_host else device
+        for bucket in layout.buckets
+        if not bucket.kind.persistent
+    }
 
 
 def param_dtype_of(config: ResolvedConfig) -> DType | None:

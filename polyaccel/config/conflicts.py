@@ -59,9 +59,16 @@ def _zero(config: Config) -> list[Problem]:
 
 
 def _offload(config: Config) -> list[Problem]:
-    offload = config.zero_optimization.offload_optimizer
-    if offload.device != "nvme" or offload.nvme_path:
-        return []
-    expected = 'is needed for offload_optimizer.device = "nvme"'
-    cure = "name a directory on a fast local disk"
-    return [Problem("zero_optimization.offload_optimizer.nvme_path", offload.nvme_path, expected, cure)]
+    problems = []
+    zero = config.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section.device == "nvme" and not section.nvme_path:
+            expected, cure = f'is needed for {name}.device = "nvme"', "name a directory on a fast local disk"
+            problems.append(Problem(f"zero_optimization.{name}.nvme_path", section.nvme_path, expected, cure))
+    device = zero.offload_param.device
+    if device != "none" and zero.stage != 3:
+        expected = f"is for sharded parameters; at stage {zero.stage} every rank computes with all of them in place"
+        problems.append(
+            Problem("zero_optimization.offload_param.device", device, expected, 'use "stage": 3, or "none"')
+        )
+    return problems

@@ -6,28 +6,36 @@ from typing import Literal
 
 from polyaccel.config.section import CountInt, Fraction, Int, PositiveInt, Section
 
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
 
 class OffloadParamConfig(Section):
-    """Where parameters wait that nobody computes with (stage 3)."""
+    """Where sharded parameters rest while nobody computes with them (stage 3).
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """`none` keeps them on the device, `cpu` in host memory, `nvme` in files."""
+    Parameters that are their own master weights (fp32) rest with these where both leave the device: in memory if
+    `offload_optimizer` keeps those there, in files if both are in files. What small parameters stay gathered
+    (`stage3_param_persistence_threshold`) stays on the device.
+    """
+
+    device: OffloadDevice = "none"
+    """`none` keeps them on the device, `cpu` in host memory, `nvme` in files, from where they are gathered. The master
+    weights are where `offload_optimizer` says."""
     nvme_path: str | None = None
-    """Directory for the files of `nvme`."""
+    """Directory for the files of `nvme`, on a disk of this host. Each job makes a folder of its own in it."""
     buffer_count: PositiveInt = 5
-    """Host buffers between device and files."""
+    """Under `nvme`, host buffers between files and a device whose memory is not the host's: so many are read ahead."""
     buffer_size: PositiveInt = 100_000_000
-    """Elements of each host buffer."""
+    """Elements of each of those buffers at most. A larger shard passes through them in pieces."""
     max_in_cpu: CountInt = 1_000_000_000
-    """Elements that stay in host memory under `nvme`."""
+    """Elements that each rank keeps in host memory under `nvme`, in whole buckets, the first ones first."""
     pin_memory: bool = True
-    """Use page-locked host memory."""
+    """Use page-locked host memory, where the device has any use for it."""
 
 
 class OffloadOptimizerConfig(Section):
     """Where optimizer states and master weights live."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
+    device: OffloadDevice = "none"
     """`none` keeps them on the device, `cpu` in host memory, `nvme` in files. The host updates what lives there."""
     nvme_path: str | None = None
     """Directory for the files of `nvme`, on a disk of this host. Each job makes a folder of its own in it."""

@@ -50,7 +50,6 @@ GAPS: tuple[Gap, ...] = (
     Gap(_ZERO + "legacy_stage1", "the older stage 1", 'use "stage": 1'),
     Gap(_ZERO + "load_from_fp32_weights", "loading master weights from 16-bit ones"),
     Gap(_ZERO + "elastic_checkpoint", "DeepSpeed's elastic checkpoint format"),
-    Gap(_ZERO + "offload_param.device", "parameter offload", 'use "none"'),
     Gap(_ZERO + "offload_optimizer.super_offload", "SuperOffload"),
     Gap(_ZERO + "zenflow", "ZenFlow"),
     Gap(_ZERO + "sub_group_size", "updating in tiles (stage 3)"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from logging import getLogger
 from pathlib import Path
 from typing import ClassVar
@@ -41,6 +42,8 @@ class NvmeTier(Tier):
         self._buffers: dict[str, FileBuffer] = {}
         self._free: dict[DType, list[Buffer]] = {}
         """Host buffers between walks."""
+        self._rooms: dict[tuple[DType, int], list[Buffer]] = {}
+        """Host buffers on the way to the device."""
         self._largest_nbytes: dict[DType, int] = {}
         """Bytes of the largest file of each type, in whole blocks: what a host buffer for it has."""
         self._threads: ThreadPoolExecutor
@@ -79,6 +82,38 @@ class NvmeTier(Tier):
     def stage(self, numel: int, dtype: DType) -> Buffer:
         return self._opened.allocate(numel, dtype)
 
+    def read(self, source: Buffer, target: Buffer) -> None:
+        file = _file_buffer(source).file
+        if self._opened.is_the_devices:
+            file.read_into(target, 0)
+        else:
+            self._read_in_pieces(file, target)
+        target.mark_written()
+
+    def _read_in_pieces(self, file: StateFile, target: Buffer) -> None:
+        """Read a file to the device's memory: as many pieces ahead as there are host buffers, while one is copied."""
+        dtype = target.dtype
+        step = min(self._options.piece_numel, self._largest_nbytes[dtype] // dtype.itemsize)
+        starts = deque(range(0, target.numel, step))
+        rooms = self._rooms.setdefault((dtype, step), [])
+        while len(rooms) < min(self._options.buffer_count, len(starts)):
+            rooms.append(self.stage(step, dtype))
+        under_way: deque[tuple[int, Buffer, Buffer, Future[None]]] = deque()
+        try:
+            while starts or under_way:
+                while starts and rooms:
+                    start, room = starts.popleft(), rooms.pop()
+                    piece = room.view(0, min(step, target.numel - start))
+                    reading = self._threads.submit(file.read_into, piece, start * dtype.itemsize)
+                    under_way.append((start, room, piece, reading))
+                start, room, piece, reading = under_way.popleft()
+                rooms.append(room)
+                reading.result()
+                target.view(start, piece.numel).copy_from(piece)
+        finally:
+            wait([reading for *_, reading in under_way])
+            rooms += [room for _, room, *_ in under_way]
+
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:
             raise InvariantError("the nvme tier was asked to lend while it lends")
@@ -104,6 +139,7 @@ class NvmeTier(Tier):
         self._shut()
         self._buffers.clear()
         self._free.clear()
+        self._rooms.clear()
         self._memory = None
 
     def _take(self, dtype: DType) -> Buffer:

@@ -67,12 +67,16 @@ class StateFile:
         else:
             self._access(os.O_WRONLY, "written", lambda file: _write_all(file, view, offset))
 
+    def read_into(self, target: Buffer, offset: int) -> None:
+        """Fill `target`, which is in host memory, with the bytes from `offset` on."""
+        if self._unwritten is not None:
+            memory_of(target)[:] = memory_of(self._unwritten)[offset : offset + target.nbytes]
+        else:
+            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memory_of(target), offset))
+
     def load(self, target: Buffer) -> None:
         """Read all of the file into `target`, which has `padded(nbytes)` bytes."""
-        if self._unwritten is not None:
-            memory_of(target)[:] = memory_of(self._unwritten)
-        else:
-            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memory_of(target), 0))
+        self.read_into(target, 0)
 
     def save(self, source: Buffer) -> None:
         """Write all of the file from `source`, as long as that of `load`. Raises OffloadError; then call `keep`."""

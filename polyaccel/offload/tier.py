@@ -29,7 +29,8 @@ class TierOptions:
     `run_id` is the same on all ranks of a job and on no other job, `path` a directory for files. `pin_memory` asks for
     host memory that the device copies from and to without the processor. `buffer_count` is how many host buffers may
     stand between kernels and files, `pipeline_read` and `pipeline_write` whether the next group is read, and the last
-    one written, while one is in use.
+    one written, while one is in use. `piece_numel` bounds what a host buffer holds where contents only pass through it
+    to the device (`Tier.read`).
     """
 
     run_id: str = "0"
@@ -39,6 +40,7 @@ class TierOptions:
     buffer_count: int = 4
     pipeline_read: bool = False
     pipeline_write: bool = False
+    piece_numel: int = 100_000_000
 
 
 class Tier(ABC):
@@ -73,6 +75,13 @@ class Tier(ABC):
     def stage(self, numel: int, dtype: DType) -> Buffer:
         """Memory of `compute` through which gradients and parameters pass between its kernels and the device."""
         return self.compute.allocate(numel, dtype)
+
+    def read(self, source: Buffer, target: Buffer) -> None:
+        """Copy a whole buffer that `allocate` gave to `target` on the device, of equal type and length.
+
+        Raises OffloadError when the contents cannot be read.
+        """
+        target.copy_from(source)
 
     @abstractmethod
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:

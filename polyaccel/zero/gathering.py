@@ -10,7 +10,7 @@ not ahead. Every rank sees the same holds in the same order, so every rank decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
@@ -19,6 +19,7 @@ from math import inf
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator, DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.offload.tier import Tier
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.pool import BufferPool
 
@@ -43,7 +44,7 @@ class GatherPolicy:
 class UseOrder:
     """The order in which buckets were held in the last step, and where the present step stands in it."""
 
-    def __init__(self, numels: Sequence[int], *, warn: bool) -> None:
+    def __init__(self, numels: Mapping[int, int], *, warn: bool) -> None:
         self._numels = numels
         self._warn = warn
         self._learned: list[int] = []
@@ -89,18 +90,22 @@ class UseOrder:
 
 
 class ShardedBucket:
-    """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed."""
+    """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed.
 
-    def __init__(self, bucket: Bucket, own: Buffer) -> None:
+    `source` is the tier that `own` rests in, off the device; None for one on the device, which is used as it is.
+    """
+
+    def __init__(self, bucket: Bucket, own: Buffer, source: Tier | None) -> None:
         self.bucket = bucket
         self.own = own
+        self.source = source
         self.full: Buffer | None = None
         self.work: Work | None = None
         self.holds = 0
 
 
 class Gathering:
-    """Makes sharded buckets whole and frees them again. `own` are the ranks' slices by bucket index.
+    """Makes sharded `buckets` whole and frees them again.
 
     `on_bound(bucket, full)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
     nowhere now. `waiting` is entered around waits for other ranks.
@@ -108,22 +113,21 @@ class Gathering:
 
     def __init__(
         self,
-        own: dict[int, tuple[Bucket, Buffer]],
+        buckets: Sequence[ShardedBucket],
         policy: GatherPolicy,
         communicator: Communicator,
         on_bound: Callable[[Bucket, Buffer], None],
         on_freed: Callable[[Bucket], None],
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._buckets = {index: ShardedBucket(bucket, shard) for index, (bucket, shard) in own.items()}
+        self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicator = communicator
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
         self._pool = BufferPool(communicator, policy.max_live_numel)
-        last = max(own, default=-1)
-        numels = [own[index][0].numel if index in own else 0 for index in range(last + 1)]
+        numels = {index: place.bucket.numel for index, place in self._buckets.items()}
         self._order = UseOrder(numels, warn=policy.warn_of_deviations)
         self.live_numel = 0
         """Elements gathered at present, those under way included."""
@@ -189,7 +193,7 @@ class Gathering:
         if place.holds == 0:
             self._free(place)
         elif not self._is_own(place):
-            self._communicator.all_gather(place.full, place.own, info=CallInfo("parameters", index))
+            self._start_gather(place, place.full, async_op=False)
 
     def free_idle(self) -> None:
         """Free everything that nobody holds, prefetched buckets too: parameters are about to change, or a step
@@ -270,8 +274,18 @@ class Gathering:
             place.full, place.work = place.own, DoneWork()
             return
         place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        place.work = self._start_gather(place, place.full, async_op=True)
+
+    def _start_gather(self, place: ShardedBucket, full: Buffer, *, async_op: bool) -> Work:
+        """Gather into `full`. A slice off the device is read to its place in `full` and gathered from there, so that
+        it needs no other memory."""
+        own = place.own
+        if place.source is not None:
+            low, high = place.bucket.shard_bounds(self._communicator.rank)
+            own = full.view(low, high - low)
+            place.source.read(place.own, own)
         info = CallInfo("parameters", place.bucket.index)
-        place.work = self._communicator.all_gather(place.full, place.own, async_op=True, info=info)
+        return self._communicator.all_gather(full, own, async_op=async_op, info=info)
 
     def _settle(self, place: ShardedBucket) -> None:
         """Finish the gather under way and let the frontend see the parameters."""
@@ -293,5 +307,6 @@ class Gathering:
 
     @staticmethod
     def _is_own(place: ShardedBucket) -> bool:
-        """Whether the own slice is the bucket: on a single rank nothing is gathered nor copied."""
-        return place.own.numel == place.bucket.numel
+        """Whether the own slice is the bucket: on a single rank nothing is gathered, nor copied if it is on the
+        device."""
+        return place.source is None and place.own.numel == place.bucket.numel

@@ -9,8 +9,9 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator, Work
 from polyaccel.errors import ShardingError
+from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
-from polyaccel.zero.gathering import Gathering, GatherPolicy
+from polyaccel.zero.gathering import Gathering, GatherPolicy, ShardedBucket
 from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
@@ -30,9 +31,10 @@ class BucketParams:
     """One bucket's parameters on this rank, and their master weights.
 
     `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
-    exists only while `Gathering` makes it. `master` covers what this rank updates: its own shard, or everything under a
-    replicated optimizer. It is a view of the parameters when those are of the master type already and it stays on the
-    device, so that the update needs no copy and no extra byte; else it is in the bucket's tier.
+    exists only while `Gathering` makes it, and `own` rests in `tier`. `master` covers what this rank updates: its own
+    shard, or everything under a replicated optimizer. It is a view of the parameters when those are of the master type
+    already and rest as it would (`StatePlacement.are_one`), so that the update needs no copy and no extra byte; else it
+    is in the tier of the bucket's states.
     """
 
     def __init__(
@@ -42,23 +44,24 @@ class BucketParams:
         master_dtype: DType,
         placement: StatePlacement,
         communicator: Communicator,
-        accelerator: Accelerator,
     ) -> None:
         self.bucket = bucket
         self.is_sharded = policy.params is Placement.SHARDED and not bucket.kind.persistent
         low, high = bucket.shard_bounds(communicator.rank)
+        dtype, is_trained = bucket.kind.dtype, bucket.kind.trainable
+        self.master_is_view = not is_trained or (dtype is master_dtype and placement.are_one(bucket))
+        is_master = is_trained and self.master_is_view
+        self.tier = placement.tier_of(bucket) if is_master else placement.params_tier_of(bucket)
         self.full: Buffer | None = None
         if self.is_sharded:
-            self.own = accelerator.allocate(high - low, bucket.kind.dtype)
+            self.own = self.tier.allocate(f"bucket{bucket.index}.params", high - low, dtype)
         else:
-            self.full = communicator.allocate(bucket.numel, bucket.kind.dtype)
+            self.full = communicator.allocate(bucket.numel, dtype)
             self.own = self.full.view(low, high - low)
-        updates_own = self.is_sharded or (policy.optim is Placement.SHARDED and bucket.kind.trainable)
+        updates_own = self.is_sharded or (policy.optim is Placement.SHARDED and is_trained)
         self.origin = low if updates_own else 0
         """The bucket's element where `master` starts."""
         extent = self.own if updates_own or self.full is None else self.full
-        stays = bucket.index not in placement.offloaded
-        self.master_is_view = not bucket.kind.trainable or (stays and bucket.kind.dtype is master_dtype)
         self.master = extent
         if not self.master_is_view:
             tier, key = placement.tier_of(bucket), f"bucket{bucket.index}.master"
@@ -106,7 +109,7 @@ class ParamStore:
         for bucket in layout.buckets:
             self.buckets.append(self._bind(bucket, read_param))
         self.gathering = Gathering(
-            {place.bucket.index: (place.bucket, place.own) for place in self.buckets if place.is_sharded},
+            [ShardedBucket(place.bucket, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
             gather_policy,
             communicator,
             self._show,
@@ -139,7 +142,6 @@ class ParamStore:
             _master_dtype(bucket.kind.dtype),
             self._placement,
             self._communicator,
-            self._accelerator,
         )
         originals = {slot.param.fqn: read_param(slot.param.fqn) for slot in bucket.slots}
         precise = _common_dtype({original.dtype for original in originals.values()})
@@ -160,6 +162,11 @@ class ParamStore:
         else:
             self._hide(bucket)
         return place
+
+    def _source(self, place: BucketParams) -> Tier | None:
+        """The tier that a shard must be read from to be on the device; None where it is there."""
+        is_there = place.tier.is_resident and place.tier.compute is self._accelerator
+        return None if is_there else place.tier
 
     def _extent(self, whole: Buffer, place: BucketParams) -> Buffer:
         """What of a whole bucket this rank keeps."""

@@ -2,10 +2,11 @@
 
 [Note: Updates off the device]
 The kernels that update a shard are those of its tier. Where they do not reach the device's memory, the gradient is
-copied to theirs before the update and the new parameters, in their own type, are copied back after it, through two
-buffers that all shards share. Everything that ranks must agree on (norm, overflow, which parameters had a gradient,
-late gradients) is known only when the last gradient has arrived; so the first update waits for that, also under host
-and nvme, and from then on reading, updating, writing and publishing overlap, bucket by bucket.
+copied to theirs before the update; where they do not reach that of the parameters, the new ones are copied there after
+it, in their own type. Both pass through buffers that the shards of a tier share. Everything that ranks must agree on
+(norm, overflow, which parameters had a gradient, late gradients) is known only when the last gradient has arrived; so
+the first update waits for that, also under host and nvme, and from then on reading, updating, writing and publishing
+overlap, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StateStore:
     ) -> None:
         self._placement = placement
         self._accelerator = accelerator
-        self._staging: dict[tuple[str, DType], Buffer] = {}
+        self._staging: dict[tuple[Tier, str, DType], Buffer] = {}
         self.shards: list[Shard] = []
         self._by_bucket: dict[int, Shard] = {}
         if optimizer is not None:
@@ -76,24 +77,23 @@ class StateStore:
     def _ready(self, shard: Shard, lent: list[Buffer]) -> Shard:
         master, *states = lent
         grad, out = shard.grad, shard.out
-        if shard.tier.compute is not self._accelerator:
-            if grad is not None:
-                device_grad, grad = grad, self._stage(shard, "grad", grad.dtype)
-                grad.copy_from(device_grad)
-            if out is not None:
-                out = self._stage(shard, "out", out.dtype)
+        if shard.tier.compute is not self._accelerator and grad is not None:
+            device_grad, grad = grad, self._stage(shard, "grad", grad.dtype)
+            grad.copy_from(device_grad)
+        if out is not None and not self._placement.is_within_reach(shard.bucket):
+            out = self._stage(shard, "out", out.dtype)
         return replace(shard, master=master, states=dict(zip(shard.states, states, strict=True)), grad=grad, out=out)
 
     def _stage(self, shard: Shard, use: str, dtype: DType) -> Buffer:
-        """As many elements as the shard has, where its kernels reach them; all shards share the memory."""
-        staging = self._staging.get((use, dtype))
+        """As many elements as the shard has, where its kernels reach them; all shards of a tier share the memory."""
+        staging = self._staging.get((shard.tier, use, dtype))
         if staging is None:
             most = max(other.master.numel for other in self.shards)
-            staging = self._staging[use, dtype] = shard.tier.stage(most, dtype)
+            staging = self._staging[shard.tier, use, dtype] = shard.tier.stage(most, dtype)
         return staging.view(0, shard.master.numel)
 
     def hand_over(self, lent: Shard) -> None:
-        """Give the device the new parameters of a shard that `walk` gave."""
+        """Write the new parameters of a shard that `walk` gave to where they rest."""
         target = self._by_bucket[lent.bucket.index].out
         if target is None or lent.out is None or lent.out is target:
             return

@@ -143,9 +143,9 @@ def test_a_deprecated_key_is_mapped_with_a_warning(
     assert all("is deprecated; it was read as" in message for message in caplog.messages)
 
 
-def test_a_deprecated_key_that_asks_for_a_missing_feature_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"offload_param\.device = 'cpu': parameter offload is not available"):
-        load_config({"zero_optimization": {"cpu_offload_param": True}})
+def test_a_deprecated_key_is_checked_like_the_one_that_it_is_read_as() -> None:
+    with pytest.raises(ConfigError, match=r"offload_param\.device = 'cpu': is for sharded parameters; at stage 2"):
+        load_config({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
 
 
 def test_a_config_refuses_to_change() -> None:

@@ -16,7 +16,6 @@ KEYS = {key.dotted: key for key in walk_keys(Config)}
 ASKING: dict[str, Any] = {  # values that ask for the feature, where the default does not show one
     "optimizer.type": "MuAdamW",
     "zero_optimization.stage": 3,
-    "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.zenflow": {},
     "seq_parallel_communication_data_type": "bf16",
     "torch_autocast.lower_precision_safe_modules": ["Linear"],
