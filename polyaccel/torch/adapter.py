@@ -75,17 +75,9 @@ class TorchAdapter(ModelAdapter):
         self._is_ending = False
         self._handles: list[Any] = []
         for fqn, parameter in self._params.items():
-            self._move_in(parameter, fqn)
+            settle(parameter, fqn, self)
         self.gradient_factor = 1.0
         """What gradients of the present pass are multiplied with before they enter their bucket."""
-
-    def _move_in(self, parameter: nn.Parameter, fqn: str) -> None:
-        """Give a parameter its home. Raises ShardingError while another engine holds its values."""
-        if type(parameter) is ShardedParameter:
-            raise ShardingError(
-                f"parameter {fqn!r} is sharded by another engine", cure="call destroy() on that engine first", value=fqn
-            )
-        settle(parameter, fqn, self)
 
     @property
     def names(self) -> dict[nn.Parameter, str]:

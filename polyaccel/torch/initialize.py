@@ -23,9 +23,10 @@ from polyaccel.torch.client_optimizer import ClientOptimizer, check_sliceable
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.deferred import prepare
 from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.leaf_modules import mark_leaf_modules
+from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
+from polyaccel.torch.sharded import require_whole
 from polyaccel.types import DType
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
@@ -71,6 +72,7 @@ def initialize(
     runtime = compose(parsed)
     device = device_of(runtime.accelerator)
     _apply_process_settings(runtime)
+    require_whole(model)
     prepare(model)
     model.to(device)
     data_types = runtime.config.data_types

@@ -105,6 +105,15 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.data = values.view(parameter.shape)
 
 
+def require_whole(module: nn.Module) -> None:
+    """Raise ShardingError if an engine holds parameters of `module` sharded."""
+    for fqn, parameter in module.named_parameters():
+        if type(parameter) is ShardedParameter:
+            raise ShardingError(
+                f"parameter {fqn!r} is sharded by another engine", cure="call destroy() on that engine first", value=fqn
+            )
+
+
 _ORPHANED = ("is lost: its engine is gone", "keep the engine, or call engine.destroy() before letting go of it")
 
 

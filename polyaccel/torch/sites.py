@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.buffer import Buffer
+from polyaccel.torch.hooks import EngineHook
 from polyaccel.torch.saved_views import SavedViews
 from polyaccel.zero.step import ZeroStep
 
@@ -180,8 +181,8 @@ class Sites:
             for index in reversed(call.held):
                 self._gathering.drop(index)
 
-        yield site.module.register_forward_pre_hook(before, with_kwargs=True)
-        yield site.module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        yield site.module.register_forward_pre_hook(EngineHook(before), with_kwargs=True)
+        yield site.module.register_forward_hook(EngineHook(after), with_kwargs=True, always_call=True)
 
     def _hold(self, call: Call, index: int) -> None:
         self._gathering.hold(index, learn=self._learns)

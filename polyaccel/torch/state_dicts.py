@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.torch_memory import wrap_torch
 from polyaccel.errors import ShardingError
 from polyaccel.torch.homes import home_of
+from polyaccel.torch.hooks import EngineHook
 from polyaccel.zero.step import ZeroStep
 
 
@@ -53,8 +54,6 @@ class StateDicts:
             return args[0]
         return None
 
-    # Closures and not methods: a copy of the module takes its hooks along, and must not copy what stands behind them.
-
     def _hook(self, part: nn.Module) -> Iterator[Any]:
         def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             self._depth += 1
@@ -74,10 +73,10 @@ class StateDicts:
                 if home is not None:
                     self._loading.pop(home.fqn, None)
 
-        yield part.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
-        yield part.register_state_dict_post_hook(after_save)  # type: ignore[no-untyped-call]
-        yield part.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
-        yield part.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+        yield part.register_state_dict_pre_hook(EngineHook(before_save))  # type: ignore[no-untyped-call]
+        yield part.register_state_dict_post_hook(EngineHook(after_save))  # type: ignore[no-untyped-call]
+        yield part.register_load_state_dict_pre_hook(EngineHook(before_load))  # type: ignore[no-untyped-call]
+        yield part.register_load_state_dict_post_hook(EngineHook(after_load))  # type: ignore[no-untyped-call]
 
     def _copy_of(self, fqn: str) -> Tensor:
         if fqn not in self._copies:
