@@ -259,7 +259,7 @@ bool may_be_direct(const Call& c) {
 // Everybody's part of the one memory that all ranks have is in its place; they need only know of each other.
 int32_t publish(const Call& c, pa_shm_told* theirs) {
     const int64_t part = c.nbytes / c.world();
-    shm_copy(c.out() + c.rank() * part, c.in(), part, false);
+    if (c.call->told.op == PA_SHM_ALL_GATHER) shm_copy(c.out() + c.rank() * part, c.in(), part, false);
     return first_step(c, theirs);
 }
 
@@ -296,7 +296,7 @@ int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t*
     const pa_shm_told& told = call->told;
     if (told.op < 0 || told.op >= PA_SHM_OP_COUNT || told.type < 0 || told.type >= PA_TYPE_COUNT || told.reduce < 0 ||
         told.reduce >= PA_SHM_REDUCE_COUNT || told.numel < 0 ||
-        (told.is_shared && told.op != PA_SHM_ALL_GATHER))
+        (told.is_shared && told.op != PA_SHM_ALL_GATHER && told.op != PA_SHM_BROADCAST))
         return PA_SHM_BAD_CALL;
     if (group->is_broken) return PA_SHM_BROKEN;
     const int64_t itemsize = itemsize_of(told.type), nbytes = told.numel * itemsize;

@@ -25,7 +25,7 @@ struct alignas(64) ShmSeat {
 };
 
 enum : int64_t {
-    SHM_STAGE = 256 << 10,   // bytes, twice a rank: several ranks' stages fit into the cache that cores share
+    SHM_STAGE = 1 << 20,     // bytes, twice a rank: several ranks' stages fit into the cache that cores share
     SHM_PACKET = 32 << 10,   // bytes of a message at a time
     SHM_PACKETS = 2
 };

@@ -102,7 +102,7 @@ class ShmCommunicator(Communicator):
     def broadcast(self, buffer: Buffer, root: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
         check_root("broadcast", root, self.world_size)
         call = Call("broadcast", buffer.numel, buffer.dtype, f"from {root}", info)
-        return self._start(Op.BROADCAST, call, None, buffer, buffer, async_op, root=root)
+        return self._start(Op.BROADCAST, call, buffer, buffer, buffer, async_op, root=root)
 
     def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
         check_collective("all_to_all", out, source, world_size=1, parts_of="out")

@@ -98,8 +98,14 @@ class ShmGroup:
         place, delta = (
             _NOWHERE if whole is None else self._host.heap.book.find(whole.data_ptr(), whole.nbytes) or _NOWHERE
         )
-        told.is_shared = op is Op.ALL_GATHER and place.base == 0
+        told.is_shared = place.base == 0
         told.base, told.length, told.delta = place.base, place.length, delta
+        if told.is_shared and op not in (Op.ALL_GATHER, Op.BROADCAST):
+            raise ShardingError(
+                f"{op.name.lower()}: the ranks have this buffer in common, there is nothing to combine",
+                cure="reduce buffers from allocate(), of which each rank has its own",
+                value=numel,
+            )
         call.source, call.out = source, out
         call.spins = 0 if patient else self._spins
         status = self._library_call(self._group, call, self._missing, self._theirs)

@@ -69,6 +69,7 @@ class GatheredParameters:
         self._open.append(openings)
         for opening in openings:
             params = opening.adapter.step.params
+            params.settle_shared(opening.buckets)
             for index in opening.buckets:
                 params.hold(index)
             for fqn in (*opening.fqns, *opening.neighbours):

@@ -1,9 +1,19 @@
-"""The life of parameters: where they rest, where frontends see them, how an update becomes visible on every rank."""
+"""The life of parameters: where they rest, where frontends see them, how an update becomes visible on every rank.
+
+[Note: Parameters once a host]
+Where the communicator can share memory and the optimizer is sharded, a bucket is one memory of all ranks, at stage 3
+too: nothing is gathered, and each rank updates its part where everybody reads it. Two meetings make that safe. No rank
+writes before the small all-reduce of `ZeroStep.agree`, which each enters after its backward pass, when it has done
+reading; and none reads before the all-gather that publishes a bucket, which moves nothing there but which each enters
+after its last write. Rank 0 alone writes the initial values. Who changes parameters by hand changes them for all ranks:
+each rank writing the same value is well, each rank multiplying by 0.9 is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
@@ -15,6 +25,8 @@ from polyaccel.zero.gathering import Gathering, GatherPolicy, ShardedBucket
 from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
+
+log = getLogger(__name__)
 
 
 class ParamObserver:
@@ -46,17 +58,21 @@ class BucketParams:
         communicator: Communicator,
     ) -> None:
         self.bucket = bucket
-        self.is_sharded = policy.params is Placement.SHARDED and not bucket.kind.persistent
-        low, high = bucket.shard_bounds(communicator.rank)
         dtype, is_trained = bucket.kind.dtype, bucket.kind.trainable
+        is_on_device = placement.params_tier_of(bucket) is placement.device
+        may_share = policy.optim is Placement.SHARDED and is_on_device
+        self.full: Buffer | None = communicator.allocate_shared(bucket.numel, dtype) if may_share else None
+        self.is_shared = self.full is not None
+        """`full` is one memory of all ranks. See [Note: Parameters once a host]."""
+        self.is_sharded = policy.params is Placement.SHARDED and not bucket.kind.persistent and not self.is_shared
+        low, high = bucket.shard_bounds(communicator.rank)
         self.master_is_view = not is_trained or (dtype is master_dtype and placement.are_one(bucket))
         is_master = is_trained and self.master_is_view
         self.tier = placement.tier_of(bucket) if is_master else placement.params_tier_of(bucket)
-        self.full: Buffer | None = None
         if self.is_sharded:
             self.own = self.tier.allocate(f"bucket{bucket.index}.params", high - low, dtype)
         else:
-            self.full = communicator.allocate(bucket.numel, dtype)
+            self.full = self.full if self.full is not None else communicator.allocate(bucket.numel, dtype)
             self.own = self.full.view(low, high - low)
         updates_own = self.is_sharded or (policy.optim is Placement.SHARDED and is_trained)
         self.origin = low if updates_own else 0
@@ -105,6 +121,7 @@ class ParamStore:
         self._observer = observer
         self._waiting = waiting
         self._publishing: dict[int, Work] = {}
+        self._has_warned = False
         self.buckets: list[BucketParams] = []
         for bucket in layout.buckets:
             self.buckets.append(self._bind(bucket, read_param))
@@ -147,21 +164,54 @@ class ParamStore:
         precise = _common_dtype({original.dtype for original in originals.values()})
         direct = place.full if precise is bucket.kind.dtype else None
         staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
-        for slot in bucket.slots:
+        writes = not place.is_shared or self._communicator.rank == 0
+        for slot in bucket.slots if writes or direct is None else ():
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
         self._communicator.broadcast(staging, 0, info=CallInfo("initial parameters", bucket.index))
-        if direct is None:
+        if direct is None and writes:
             kept = place.own if place.full is None else place.full
             kept.copy_from(self._extent(staging, place))
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
         place.own.mark_written()
+        if place.full is not None and place.is_shared:
+            self._meet(place.full, place.own, bucket)  # what rank 0 wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.full is not None:
             self._show(bucket, place.full)
         else:
             self._hide(bucket)
         return place
+
+    def _meet(self, full: Buffer, own: Buffer, bucket: Bucket) -> None:
+        """Wait until every rank has come here, with what it wrote to a bucket in shared memory."""
+        self._communicator.all_gather(full, own, info=CallInfo("shared parameters", bucket.index))
+
+    def settle_shared(self, indices: Iterable[int]) -> None:
+        """Wait until every rank has come here, if one of these buckets is shared: somebody is about to write to it by
+        hand, and the others must have done reading. Collective."""
+        for index in indices:
+            place = self.buckets[index]
+            if place.full is not None and place.is_shared:
+                self.wait_published(index)
+                self._meet(place.full, place.own, place.bucket)
+
+    @property
+    def is_any_sharded(self) -> bool:
+        """Some bucket is whole only while it is gathered; the same on every rank."""
+        return any(place.is_sharded for place in self.buckets)
+
+    def note_change(self, fqn: str) -> None:
+        """A user changed a parameter by hand. Where it is shared, say once what that means."""
+        place, _ = self.locate(fqn)
+        if place.is_shared and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "parameter %r was changed in place. The ranks of this host have one memory for it: each rank setting "
+                "the same values is fine, but a change like mul_ happens once for each rank that makes it. Make such "
+                "changes inside GatheredParameters(..., modifier_rank=0), or set POLYACCEL_SHM_SYMMETRIC=0",
+                fqn,
+            )
 
     def _source(self, place: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""

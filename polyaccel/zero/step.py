@@ -169,7 +169,7 @@ class ZeroStep:
         if self._reducing and bucket.needs_staging() and self._is_crowded:
             self._finish_oldest()
         bucket.add(index, gradient, reducing=self._reducing)
-        if self._reducing and self.policy.params is Placement.REPLICATED:
+        if self._reducing and not self.params.is_any_sharded:
             self._launch_ready()
 
     def release(self, indices: Iterable[int]) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
-from polyaccel.comm.base import Communicator
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.procs import RankPool
-from polyaccel.types import DType, ReduceOp
 
 WORLD_SIZES = (2, 3, 4)
 
