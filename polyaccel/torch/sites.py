@@ -149,6 +149,7 @@ class Sites:
                 if index not in call.site.buckets:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
                     self.add_buckets(call.site.module, [index])
+                    self._gathering.will_change_order()
                 self._hold(call, index)
             return True
         if self._step.in_pass:

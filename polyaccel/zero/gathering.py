@@ -51,6 +51,7 @@ class UseOrder:
         self._present: list[int] = []
         self._position = 0
         self._has_deviated = False
+        self._is_changing = self._may_deviate = False
 
     def note(self, index: int) -> None:
         """Bucket `index` is used now."""
@@ -61,7 +62,7 @@ class UseOrder:
             expected = self._learned.index(index, self._position)
         except ValueError:
             expected = -1
-        if expected != self._position and not self._has_deviated:
+        if expected != self._position and not self._has_deviated and not self._may_deviate:
             self._has_deviated = True
             level = WARNING if self._warn else INFO
             log.log(level, "buckets are used in another order than in the last step; they are gathered on demand")
@@ -87,6 +88,11 @@ class UseOrder:
             self._learned, self._present = self._present, []
         self._position = 0
         self._has_deviated &= not self._warn
+        self._may_deviate, self._is_changing = self._is_changing, False
+
+    def will_change(self) -> None:
+        """A use was found out in this step, and will come earlier in the next one: no reason to tell anybody."""
+        self._is_changing = True
 
 
 class ShardedBucket:
@@ -203,6 +209,10 @@ class Gathering:
                 if place.work is not None:
                     self._settle(place)
                 self._free(place)
+
+    def will_change_order(self) -> None:
+        """The next step uses buckets in another order than this one, and rightly so."""
+        self._order.will_change()
 
     def suspend(self) -> None:
         """Free everything and gather nothing until `is_suspended` is False again. Raises ShardingError if something is
