@@ -316,6 +316,7 @@ class TorchAdapter(ModelAdapter):
             )
         for parameter, fqn in self._names.items():
             if type(parameter) is not ShardedParameter and has_changed(parameter):
+                self.step.params.note_change(fqn)
                 self.step.params.adopt(fqn)
                 note_version(parameter)
 
