@@ -6,19 +6,20 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from logging import getLogger
 from pathlib import Path
 from typing import ClassVar
 
-from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.folder import RankFolder
+from polyaccel.offload.native_transfers import describe_transfers, open_transfers
 from polyaccel.offload.pinning import HostMemory
-from polyaccel.offload.state_file import StateFile, padded
+from polyaccel.offload.state_file import Access, StateFile, padded
 from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.offload.transfers import Transfers
 from polyaccel.offload.walk import Walk
 from polyaccel.types import DType
 
@@ -46,10 +47,14 @@ class NvmeTier(Tier):
         """Host buffers on the way to the device."""
         self._largest_nbytes: dict[DType, int] = {}
         """Bytes of the largest file of each type, in whole blocks: what a host buffer for it has."""
-        self._threads: ThreadPoolExecutor
+        self._transfers: Transfers
         self._folder: RankFolder
         self._shut: Callable[[], object] = lambda: None
         self._is_lending = False
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(usable=True, reason=f"files, read and written by {describe_transfers()}")
 
     @property
     def compute(self) -> Accelerator:
@@ -65,9 +70,13 @@ class NvmeTier(Tier):
         if options.path is None:
             raise OffloadError("the nvme tier has no directory for its files", cure="set nvme_path")
         self._folder = RankFolder(Path(options.path), options.run_id, options.rank)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"polyaccel-nvme-{options.rank}")
+        try:
+            self._transfers = open_transfers(_THREADS)
+        except OffloadError:
+            self._folder.remove()
+            raise
         self._memory, self._options = HostMemory(accelerator, host, pin=options.pin_memory), options
-        self._shut = weakref.finalize(self, _shut, self._threads, self._folder)
+        self._shut = weakref.finalize(self, _shut, self._transfers, self._folder)
 
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
         if key in self._buffers or not _KEY.fullmatch(key):
@@ -85,7 +94,7 @@ class NvmeTier(Tier):
     def read(self, source: Buffer, target: Buffer) -> None:
         file = _file_buffer(source).file
         if self._opened.is_the_devices:
-            file.read_into(target, 0)
+            file.start_reading(self._transfers, target).finish()
         else:
             self._read_in_pieces(file, target)
         target.mark_written()
@@ -98,21 +107,22 @@ class NvmeTier(Tier):
         rooms = self._rooms.setdefault((dtype, step), [])
         while len(rooms) < min(self._options.buffer_count, len(starts)):
             rooms.append(self.stage(step, dtype))
-        under_way: deque[tuple[int, Buffer, Buffer, Future[None]]] = deque()
+        under_way: deque[tuple[int, Buffer, Buffer, Access]] = deque()
         try:
             while starts or under_way:
                 while starts and rooms:
                     start, room = starts.popleft(), rooms.pop()
                     piece = room.view(0, min(step, target.numel - start))
-                    reading = self._threads.submit(file.read_into, piece, start * dtype.itemsize)
+                    reading = file.start_reading(self._transfers, piece, start * dtype.itemsize)
                     under_way.append((start, room, piece, reading))
                 start, room, piece, reading = under_way.popleft()
                 rooms.append(room)
-                reading.result()
+                reading.finish()
                 target.view(start, piece.numel).copy_from(piece)
         finally:
-            wait([reading for *_, reading in under_way])
-            rooms += [room for _, room, *_ in under_way]
+            for _, room, _, reading in under_way:
+                reading.wait()
+                rooms.append(room)
 
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:
@@ -120,7 +130,7 @@ class NvmeTier(Tier):
         files = [[_file_buffer(buffer) for buffer in group] for group in groups]
         self._is_lending = True
         failures: list[OffloadError] = []
-        walk = Walk(files, self._options, self._threads, self._take, self._give_back, failures)
+        walk = Walk(files, self._options, self._transfers, self._take, self._give_back, failures)
         try:
             yield from walk.run()
         finally:
@@ -162,6 +172,6 @@ def _file_buffer(buffer: Buffer) -> FileBuffer:
     return buffer
 
 
-def _shut(threads: ThreadPoolExecutor, folder: RankFolder) -> None:
-    threads.shutdown(wait=True)
+def _shut(transfers: Transfers, folder: RankFolder) -> None:
+    transfers.close()
     folder.remove()

@@ -1,14 +1,13 @@
 """One file of a buffer whose contents rest on disk, read and written in pieces or whole.
 
 [Note: Page cache]
-Files are read and written through the system's page cache, by plain calls that let other Python threads run. With
+Files are read and written through the system's page cache, by plain calls that let other threads run. With
 memory to spare the cache makes offload nearly as fast as the host tier; under pressure the system writes back and
 forgets, so states may be larger than memory. Direct access would bypass the cache on machines that can spare it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
+from polyaccel.offload.transfers import Transfer, Transfers, memory_of, read_all, write_all
 
 BLOCK_NBYTES = 4096
 """Files and whole transfers are multiples of this, so that no transfer of a whole file reads before it writes."""
@@ -24,6 +24,29 @@ BLOCK_NBYTES = 4096
 def padded(nbytes: int) -> int:
     """`nbytes` rounded up to whole blocks."""
     return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+
+
+class Access:
+    """A read or write of a `StateFile`, under way or done. `conclude` makes of a transfer's error what users see."""
+
+    def __init__(self, transfer: Transfer | None, conclude: Callable[[OSError | None], OffloadError | None]) -> None:
+        self._transfer = transfer
+        self._conclude = conclude
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._transfer is None or self._transfer.is_done
+
+    def wait(self) -> OffloadError | None:
+        """Wait until it is done; the error that ended it, if one did."""
+        return self._conclude(None if self._transfer is None else self._transfer.wait())
+
+    def finish(self) -> None:
+        """`wait`, and raise its error."""
+        error = self.wait()
+        if error is not None:
+            raise error
 
 
 class StateFile:
@@ -56,7 +79,7 @@ class StateFile:
         if self._unwritten is not None:
             data[:] = memory_of(self._unwritten)[offset : offset + nbytes]
         else:
-            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memoryview(data), offset))
+            self._access(os.O_RDONLY, "read", lambda file: read_all(file, memoryview(data), offset))
         return data
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -65,26 +88,35 @@ class StateFile:
         if self._unwritten is not None:
             memory_of(self._unwritten)[offset : offset + view.nbytes] = view
         else:
-            self._access(os.O_WRONLY, "written", lambda file: _write_all(file, view, offset))
+            self._access(os.O_WRONLY, "written", lambda file: write_all(file, view, offset))
 
-    def read_into(self, target: Buffer, offset: int) -> None:
+    def start_reading(self, transfers: Transfers, target: Buffer, offset: int = 0) -> Access:
         """Fill `target`, which is in host memory, with the bytes from `offset` on."""
         if self._unwritten is not None:
             memory_of(target)[:] = memory_of(self._unwritten)[offset : offset + target.nbytes]
-        else:
-            self._access(os.O_RDONLY, "read", lambda file: _read_all(file, memory_of(target), offset))
+            return Access(None, lambda error: None)
+        return self._start(transfers, target, offset, writes=False)
 
-    def load(self, target: Buffer) -> None:
-        """Read all of the file into `target`, which has `padded(nbytes)` bytes."""
-        self.read_into(target, 0)
+    def start_writing(self, transfers: Transfers, source: Buffer) -> Access:
+        """Write all of the file from `source`, which has `padded(nbytes)` bytes. If that fails, call `keep`."""
+        return self._start(transfers, source, 0, writes=True)
 
-    def save(self, source: Buffer) -> None:
-        """Write all of the file from `source`, as long as that of `load`. Raises OffloadError; then call `keep`."""
-        self._access(os.O_WRONLY, "written", lambda file: _write_all(file, memory_of(source), 0))
-        self._unwritten = None
+    def _start(self, transfers: Transfers, memory: Buffer, offset: int, *, writes: bool) -> Access:
+        def conclude(error: OSError | None) -> OffloadError | None:
+            if error is not None:
+                return self._failure("written" if writes else "read", error)
+            if writes:
+                self._unwritten = None
+            return None
+
+        try:
+            return Access(transfers.start(self.path, offset, memory, writes=writes), conclude)
+        except OSError as error:
+            refused = error
+        return Access(None, lambda _: conclude(refused))
 
     def keep(self, source: Buffer) -> None:
-        """Let `source`, which could not be saved, be the contents from now on, until a `save` succeeds."""
+        """Let `source`, which could not be written, be the contents from now on, until it can be."""
         self._unwritten = source
 
     def _access(self, flags: int, verb: str, act: Callable[[int], None]) -> None:
@@ -102,26 +134,6 @@ class StateFile:
             return _full(self.path, self.nbytes, _free_nbytes(self.path.parent))
         cure = "check the disk; go on from a checkpoint if it cannot be repaired"
         return OffloadError(f"{self.path} could not be {verb}: {error}", cure=cure, value=str(self.path))
-
-
-def memory_of(buffer: Buffer) -> memoryview:
-    """The bytes of a buffer, which is in host memory, to read and write. Valid as long as the buffer."""
-    return memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
-
-
-def _read_all(file: int, target: memoryview, offset: int) -> None:
-    done = 0
-    while done < target.nbytes:
-        count = os.preadv(file, [target[done:]], offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, f"it ends after {offset + done} bytes, {target.nbytes - done} more were expected")
-        done += count
-
-
-def _write_all(file: int, source: memoryview, offset: int) -> None:
-    done = 0
-    while done < source.nbytes:
-        done += os.pwritev(file, [source[done:]], offset + done)
 
 
 def _reserve(file: int, nbytes: int) -> None:

@@ -3,80 +3,70 @@
 [Note: Lending from files]
 A group's files are read side by side into host buffers, lent, and written back. With `pipeline_read` the groups that
 come next are read while one is in use, as far ahead as there are host buffers; with `pipeline_write` a group is written
-while later ones are in use. All of it runs on a pool of threads, which Python lets run while it waits for the disk. A
-host buffer is used again only when what it held has been written. A write that fails does not stop the walk, for a step
-that is half done on one rank would be lost on all: its buffer becomes the contents, the walk goes on, and its end
-raises.
+while later ones are in use. All of it runs on threads of its own (`Transfers`). A host buffer is used again only when
+what it held has been written. A write that fails does not stop the walk, for a step that is half done on one rank would
+be lost on all: its buffer becomes the contents, the walk goes on, and its end raises.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
-from polyaccel.offload.state_file import StateFile, padded
+from polyaccel.offload.state_file import padded
 from polyaccel.offload.tier import TierOptions
+from polyaccel.offload.transfers import Transfers
 from polyaccel.types import DType
 
 
 class Loan:
     """One group under way: its files, and the host buffers that they are read into and written from."""
 
-    def __init__(
-        self, group: Sequence[FileBuffer], threads: ThreadPoolExecutor, take: Callable[[DType], Buffer]
-    ) -> None:
+    def __init__(self, group: Sequence[FileBuffer], transfers: Transfers, take: Callable[[DType], Buffer]) -> None:
         self.group = group
-        self._threads = threads
+        self._transfers = transfers
         self.held = [take(buffer.dtype) for buffer in group]
-        self._under_way: list[Future[None]] = self._submit(lambda file, memory: file.load(memory))
+        self._under_way = [buffer.file.start_reading(transfers, blocks) for buffer, blocks in self._blocks()]
 
-    def _submit(self, transfer: Callable[[StateFile, Buffer], None]) -> list[Future[None]]:
+    def _blocks(self) -> list[tuple[FileBuffer, Buffer]]:
+        """Each file with whole blocks of memory for it."""
         return [
-            self._threads.submit(transfer, buffer.file, self._blocks(buffer, held))
+            (buffer, held.view(0, padded(buffer.nbytes) // buffer.dtype.itemsize))
             for buffer, held in zip(self.group, self.held, strict=True)
         ]
 
-    @staticmethod
-    def _blocks(buffer: FileBuffer, held: Buffer) -> Buffer:
-        return held.view(0, padded(buffer.nbytes) // buffer.dtype.itemsize)
-
     def buffers(self) -> list[Buffer]:
         """What to lend, once it has been read. Raises OffloadError."""
-        wait(self._under_way)
-        for future in self._under_way:
-            future.result()
+        for access in self._under_way:
+            access.finish()
         return [held.view(0, buffer.numel) for buffer, held in zip(self.group, self.held, strict=True)]
 
     def start_writing(self) -> None:
         for buffer in self.group:
             buffer.mark_written()
-        self._under_way = self._submit(lambda file, memory: file.save(memory))
+        self._under_way = [buffer.file.start_writing(self._transfers, blocks) for buffer, blocks in self._blocks()]
 
     @property
     def is_done(self) -> bool:
-        return all(future.done() for future in self._under_way)
+        return all(access.is_done for access in self._under_way)
 
     def settle(self, give_back: Callable[[Buffer], None], failures: list[OffloadError]) -> None:
         """Wait until nothing is under way, and give the host buffers back, but for those of failed writes."""
-        wait(self._under_way)
-        for buffer, held, future in zip(self.group, self.held, self._under_way, strict=True):
-            error = future.exception()
+        for (buffer, blocks), held, access in zip(self._blocks(), self.held, self._under_way, strict=True):
+            error = access.wait()
             if error is None:
                 give_back(held)
-            elif isinstance(error, OffloadError):
-                buffer.file.keep(self._blocks(buffer, held))
-                failures.append(error)
             else:
-                raise error
+                buffer.file.keep(blocks)
+                failures.append(error)
 
     def drop(self, give_back: Callable[[Buffer], None]) -> None:
         """Wait until nothing is under way, and give the host buffers back; nobody used what was read."""
-        wait(self._under_way)
-        for held in self.held:
+        for held, access in zip(self.held, self._under_way, strict=True):
+            access.wait()
             give_back(held)
 
 
@@ -90,14 +80,14 @@ class Walk:
         self,
         groups: Sequence[Sequence[FileBuffer]],
         options: TierOptions,
-        threads: ThreadPoolExecutor,
+        transfers: Transfers,
         take: Callable[[DType], Buffer],
         give_back: Callable[[Buffer], None],
         failures: list[OffloadError],
     ) -> None:
         self._waiting = deque(groups)
         self._options = options
-        self._threads = threads
+        self._transfers = transfers
         self._take, self._give_back = take, give_back
         self._failures = failures
         self._read: deque[Loan] = deque()
@@ -143,7 +133,7 @@ class Walk:
         return sum(len(loan.held) for loan in loans) + len(self._waiting[0]) <= self._limit
 
     def _read_next(self) -> None:
-        self._read.append(Loan(self._waiting.popleft(), self._threads, self._take))
+        self._read.append(Loan(self._waiting.popleft(), self._transfers, self._take))
 
     def _write_back(self) -> None:
         assert self._lent is not None  # called for a group that is lent

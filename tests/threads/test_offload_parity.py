@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ConfigError, OffloadError
+from polyaccel.offload.state_file import StateFile
 from polyaccel.ops import torch_kernels
 from polyaccel.ops.base import KernelTable
 from polyaccel.testkit.threads import run_threads
@@ -280,12 +279,13 @@ def test_a_torch_optimizer_on_the_host_serves_a_device(tmp_path, far, precision)
 
 def test_a_full_disk_is_told_after_the_update_and_loses_nothing(tmp_path, monkeypatch):
     settings = config(2, offloaded("nvme", tmp_path / "nvme"))
-    write = os.pwritev
+    write = StateFile.start_writing
 
-    def refuse(file: int, *rest: Any) -> int:
-        if "/bucket1." in os.readlink(f"/proc/self/fd/{file}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, *rest)
+    def write_elsewhere(file: StateFile, *rest: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if file.path.name.startswith("bucket1."):
+                patch.setattr(file, "path", Path("/dev/full"))
+            return write(file, *rest)
 
     def fill_up(communicator: Any, model: Any) -> None:
         engine, *_ = polyaccel.initialize(model=model, config=settings)
@@ -293,7 +293,7 @@ def test_a_full_disk_is_told_after_the_update_and_loses_nothing(tmp_path, monkey
         engine.step()
         engine.backward(engine(*batch(1, 0, communicator.rank)))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", refuse)
+            patch.setattr(StateFile, "start_writing", write_elsewhere)
             with pytest.raises(OffloadError, match=r"3 buffers could not be written and stay in memory.*disk is full"):
                 engine.step()
         engine.save_checkpoint(str(tmp_path / "saved"))

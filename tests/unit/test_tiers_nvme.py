@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, active_count
 from typing import Any
 
 import numpy as np
@@ -16,21 +14,33 @@ import pytest
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
+from polyaccel.offload import native_transfers
 from polyaccel.offload.folder import remove_stale
 from polyaccel.offload.nvme import NvmeTier
+from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import TierOptions
+from polyaccel.offload.transfers import Transfer, Transfers
+from polyaccel.ops.native_library import Native, native
 from polyaccel.types import DType
 
 F32 = DType.FLOAT32
 HOST = CpuAccelerator("numpy")
 NUMEL = 1500  # not a whole number of blocks
-PATIENCE_S = 20.0
 
 
 def open_tier(path: Path, **options: Any) -> NvmeTier:
     tier = NvmeTier()
     tier.open(HOST, HOST, TierOptions(**{"path": str(path), **options}))
     return tier
+
+
+@pytest.fixture(autouse=True, params=["csrc", "python"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the threads of csrc/ and with Python's."""
+    if request.param == "python":
+        monkeypatch.setattr(native_transfers, "native", lambda: Native(None, "not wanted"))
+    elif native().library is None:
+        pytest.skip(native().reason)
 
 
 @pytest.fixture
@@ -57,74 +67,78 @@ def file_of(buffer: Buffer) -> Path:
 # Overlap.
 
 
-class Gate:
-    """Replaces a function of `os`; calls for the file of `held` wait until `open` is set."""
+class Noted(Transfer):
+    def __init__(self, real: Transfer, name: str, waited: list[str]) -> None:
+        self._real, self._name, self._waited = real, name, waited
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, held: Buffer) -> None:
-        self.entered, self.open = Event(), Event()
-        original, inode = getattr(os, name), file_of(held).stat().st_ino
+    @property
+    def is_done(self) -> bool:
+        return False  # a slow disk
 
-        def gated(file: int, *rest: Any) -> int:
-            if os.fstat(file).st_ino == inode:
-                self.entered.set()
-                assert self.open.wait(PATIENCE_S)
-            return original(file, *rest)
-
-        monkeypatch.setattr(os, name, gated)
+    def wait(self) -> OSError | None:
+        self._waited.append(self._name)
+        return self._real.wait()
 
 
-def test_the_next_group_is_read_while_one_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowDisk(Transfers):
+    """Takes the place of a tier's transfers, and notes what was asked for and what was waited for."""
+
+    def __init__(self, tier: NvmeTier) -> None:
+        self._real = tier._transfers
+        self.started: list[str] = []
+        self.waited: list[str] = []
+        tier._transfers = self
+
+    def start(self, path: Path, offset: int, memory: Buffer, *, writes: bool) -> Transfer:
+        self.started.append(f"{'write' if writes else 'read'} {path.name}")
+        return Noted(self._real.start(path, offset, memory, writes=writes), self.started[-1], self.waited)
+
+    def close(self) -> None:
+        self._real.close()
+
+
+def test_the_next_group_is_read_while_one_is_in_use(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_read=True)
-    groups = three_groups(tier)
-    gate = Gate(monkeypatch, "preadv", groups[1][0])
+    groups, disk = three_groups(tier), SlowDisk(tier)
     walk = tier.lend(groups)
-    next(walk)  # returns although the second group cannot be read
-    assert gate.entered.wait(PATIENCE_S)
-    gate.open.set()
+    next(walk)
+    assert disk.started == ["read a0", "read b0", "read a1", "read b1"]
+    assert disk.waited == ["read a0", "read b0"]
     assert len(list(walk)) == 2
     tier.close()
 
 
-def test_groups_are_read_further_ahead_with_more_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for buffer_count, is_read in ((4, False), (6, True)):
-        tier = open_tier(tmp_path, pipeline_read=True, buffer_count=buffer_count)
-        groups = three_groups(tier)
-        gate = Gate(monkeypatch, "preadv", groups[2][0])
-        gate.open.set()
-        walk = tier.lend(groups)
-        next(walk)
-        if is_read:
-            assert gate.entered.wait(PATIENCE_S)
-        else:
-            tier._threads.submit(lambda: None).result(PATIENCE_S)  # behind all that was asked for
-            assert not gate.entered.is_set()
-        walk.close()
-        tier.close()
-
-
-def test_nothing_is_read_ahead_unless_asked(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = three_groups(tier)
-    gate = Gate(monkeypatch, "preadv", groups[1][0])
-    gate.open.set()
+@pytest.mark.parametrize(("buffer_count", "is_read"), [(4, False), (6, True)])
+def test_groups_are_read_further_ahead_with_more_buffers(tmp_path: Path, buffer_count: int, is_read: bool) -> None:
+    tier = open_tier(tmp_path, pipeline_read=True, buffer_count=buffer_count)
+    groups, disk = three_groups(tier), SlowDisk(tier)
     walk = tier.lend(groups)
     next(walk)
-    tier._threads.submit(lambda: None).result(PATIENCE_S)
-    assert not gate.entered.is_set()
+    assert ("read b2" in disk.started) is is_read
+    walk.close()
+    tier.close()
+
+
+def test_nothing_is_read_ahead_unless_asked(tier: NvmeTier) -> None:
+    groups, disk = three_groups(tier), SlowDisk(tier)
+    walk = tier.lend(groups)
     next(walk)
-    assert gate.entered.is_set()
+    assert disk.started == ["read a0", "read b0"]
+    next(walk)
+    assert disk.started[4:] == ["read a1", "read b1"]
     walk.close()
 
 
-def test_a_group_is_written_while_the_next_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_written_while_the_next_is_in_use(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_write=True)
-    groups = three_groups(tier)
-    gate = Gate(monkeypatch, "pwritev", groups[0][0])
+    groups, disk = three_groups(tier), SlowDisk(tier)
     walk = tier.lend(groups)
     next(walk)[0].fill(5.0)
-    next(walk)  # returns although the first group cannot be written
-    assert gate.entered.wait(PATIENCE_S)
-    gate.open.set()
+    next(walk)
+    assert disk.started[2:4] == ["write a0", "write b0"]
+    assert not {"write a0", "write b0"} & set(disk.waited)
     assert len(list(walk)) == 1
+    assert {"write a0", "write b0"} < set(disk.waited)
     assert values(groups[0][0]) == {5.0}
     tier.close()
 
@@ -141,11 +155,11 @@ def test_a_group_is_written_before_the_next_is_lent_unless_asked(tier: NvmeTier)
 def test_many_walks_take_no_more_file_handles_threads_or_buffers(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_read=True, pipeline_write=True)
     groups = three_groups(tier)
-    handles, threads = set(), active_count()
+    handles, threads = set(), len(os.listdir("/proc/self/task"))
     for _ in range(30):
         assert len(list(tier.lend(groups))) == 3
         handles.add(len(os.listdir("/proc/self/fd")))
-        assert active_count() <= threads + 4
+        assert len(os.listdir("/proc/self/task")) <= threads + 4
         assert sum(map(len, tier._free.values())) <= 6
     assert len(handles) == 1
     tier.close()
@@ -194,15 +208,16 @@ def test_a_full_disk_in_the_middle_of_a_walk_loses_nothing(
 ) -> None:
     tier = open_tier(tmp_path, pipeline_read=pipelined, pipeline_write=pipelined)
     groups = three_groups(tier)
-    broken = {file_of(buffer).stat().st_ino for buffer in (groups[1][0], groups[2][1])}
-    write = os.pwritev
+    broken = {file_of(buffer) for buffer in (groups[1][0], groups[2][1])}
+    write = StateFile.start_writing
 
-    def refuse(file: int, *rest: Any) -> int:
-        if os.fstat(file).st_ino in broken:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, *rest)
+    def write_elsewhere(file: StateFile, *rest: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if file.path in broken:
+                patch.setattr(file, "path", Path("/dev/full"))
+            return write(file, *rest)
 
-    monkeypatch.setattr(os, "pwritev", refuse)
+    monkeypatch.setattr(StateFile, "start_writing", write_elsewhere)
     walk = tier.lend(groups)
     for index in range(3):
         for buffer in next(walk):

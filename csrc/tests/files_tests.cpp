@@ -1,0 +1,57 @@
+// Many transfers at once, asked for and waited for by several threads: for the sanitizers (make sanitize).
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../files.h"
+
+static void check(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "files_tests: %s\n", what);
+    exit(1);
+}
+
+static void use(pa_files* files, const std::string& path, int64_t base) {
+    enum { COUNT = 64, NBYTES = 1000 };
+    std::vector<std::vector<char>> sent(COUNT), found(COUNT, std::vector<char>(NBYTES));
+    std::vector<int64_t> handles(COUNT);
+    for (int i = 0; i < COUNT; i++) {
+        sent[i].assign(NBYTES, (char)(base + i));
+        handles[i] = pa_files_start(files, 1, path.c_str(), (base + i) * NBYTES, sent[i].data(), NBYTES);
+    }
+    for (int64_t handle : handles) check(pa_files_wait(files, handle) == NBYTES, "a write was not done");
+    for (int i = 0; i < COUNT; i++)
+        handles[i] = pa_files_start(files, 0, path.c_str(), (base + i) * NBYTES, found[i].data(), NBYTES);
+    for (int i = COUNT - 1; i >= 0; i--) {
+        check(pa_files_wait(files, handles[i]) == NBYTES, "a read was not done");
+        check(pa_files_is_done(files, handles[i]) == 1, "a handle that was waited for is not done");
+    }
+    check(found == sent, "other bytes were read than were written");
+}
+
+int main() {
+    char path[] = "/tmp/polyaccel-files-XXXXXX";
+    const int file = mkstemp(path);
+    check(file >= 0, "no file");
+    close(file);
+    pa_files* const files = pa_files_open(3);
+    check(files != nullptr, "no threads");
+    std::vector<std::thread> users;
+    for (int64_t i = 0; i < 4; i++) users.emplace_back(use, files, path, i * 64);
+    for (std::thread& user : users) user.join();
+    std::vector<char> room(10);
+    check(pa_files_wait(files, pa_files_start(files, 0, path, 256 * 1000 - 4, room.data(), 10)) == 4, "no short read");
+    check(pa_files_wait(files, pa_files_start(files, 0, "/none/such", 0, room.data(), 10)) == -ENOENT, "no error");
+    check(pa_files_wait(files, 12345) == -EINVAL, "an unknown handle was waited for");
+    for (int i = 0; i < 8; i++) check(pa_files_start(files, 1, path, i, room.data(), 10) != 0, "refused");
+    pa_files_close(files);  // with transfers that nobody waited for
+    unlink(path);
+    check(pa_files_open(0) == nullptr, "files without threads");
+    puts("files_tests: ok");
+    return 0;
+}
