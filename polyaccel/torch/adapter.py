@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -334,9 +335,12 @@ class TorchAdapter(ModelAdapter):
         self._ensure_pass()
 
     def _make_hook(self, fqn: str) -> Callable[[nn.Parameter], None]:
+        adapter = ref(self)  # Python's garbage collector does not see the references of a parameter's hooks
+
         def take(parameter: nn.Parameter) -> None:
+            self = adapter()
             gradient = parameter.grad
-            if gradient is None or self._step is None:
+            if gradient is None or self is None or self._step is None:
                 return
             parameter.grad = None
             if gradient.is_sparse:

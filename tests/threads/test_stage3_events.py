@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -394,5 +395,18 @@ def test_a_parameter_whose_engine_is_gone_says_so():
         gc.collect()
         with pytest.raises(ShardingError, match="its engine is gone"):
             scale.item()
+
+    run_threads(1, work)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_that_nobody_holds_is_freed(stage):
+    def work(communicator):
+        engine = engine_of(gpt(), stage)
+        train(engine, range(1), 0)
+        witness = weakref.ref(engine.zero)
+        del engine
+        gc.collect()
+        assert witness() is None
 
     run_threads(1, work)
