@@ -1,12 +1,12 @@
-"""`python -m bench`: step times; `python -m bench imports`, `python -m bench kernels` and `python -m bench memory`."""
+"""`python -m bench`: step times; `python -m bench comm`, `imports`, `kernels` and `memory`."""
 
 from __future__ import annotations
 
 import sys
 
-from bench import imports, kernels, memory, steps
+from bench import comm, imports, kernels, memory, steps
 
-_COMMANDS = {"imports": imports.main, "kernels": kernels.main, "memory": memory.main}
+_COMMANDS = {"comm": comm.main, "imports": imports.main, "kernels": kernels.main, "memory": memory.main}
 
 
 def main(argv: list[str]) -> int:

@@ -45,7 +45,7 @@ typedef struct {
     const void* in;
     void* out;
     int64_t timeout_ns;
-    int32_t spins;  // how often to look before giving the processor away
+    int64_t spin_ns;  // how long to look before sleeping
 } pa_shm_call;
 
 typedef struct pa_shm_group pa_shm_group;

@@ -5,7 +5,6 @@
 #include <limits.h>
 #include <linux/falloc.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +22,7 @@
 namespace {
 
 enum : int64_t { SHORTEST_SLEEP_NS = 1000000, LONGEST_SLEEP_NS = 50000000 };
-enum { YIELDS = 16, MOST_MAPPINGS = 1024 };
+enum { LOOKS = 64, MOST_MAPPINGS = 1024 };
 
 int64_t now_ns() {
     timespec time;
@@ -83,7 +82,7 @@ int32_t find_missing(const pa_shm_group* group, uint32_t target, const ShmPatien
 }  // namespace
 
 ShmPatience shm_patience(const pa_shm_call* call, uint8_t* missing) {
-    return {now_ns() + call->timeout_ns, call->spins, missing};
+    return {now_ns() + call->timeout_ns, call->spin_ns, missing};
 }
 
 void shm_count(ShmWord& word, uint32_t to) {
@@ -94,14 +93,12 @@ void shm_count(ShmWord& word, uint32_t to) {
 
 int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, const ShmPatience& patience, int32_t peer,
                  bool is_step) {
-    for (int32_t i = 0; i < patience.spins; i++) {
-        if (has_reached(word, target)) return PA_SHM_OK;
-        relax();
-    }
-    for (int32_t i = 0; i < YIELDS && patience.spins; i++) {
-        if (has_reached(word, target)) return PA_SHM_OK;
-        sched_yield();
-    }
+    if (has_reached(word, target)) return PA_SHM_OK;
+    for (const int64_t until = now_ns() + patience.spin_ns; patience.spin_ns && now_ns() < until;)
+        for (int32_t i = 0; i < LOOKS; i++) {
+            if (has_reached(word, target)) return PA_SHM_OK;
+            relax();
+        }
     for (int64_t nap = SHORTEST_SLEEP_NS; !has_reached(word, target); nap = nap * 2) {
         if (nap > LONGEST_SLEEP_NS) nap = LONGEST_SLEEP_NS;
         const int64_t left_ns = patience.deadline_ns - now_ns();
@@ -125,22 +122,20 @@ int32_t shm_step(pa_shm_group* group, const ShmPatience& patience) {
     return PA_SHM_OK;
 }
 
-void pa_shm_group::forget_mappings() {
-    for (int32_t i = 0; i < world; i++) {
-        for (const auto& entry : peers[i].mapped) munmap(entry.second, peers[i].lengths[entry.first]);
-        peers[i].mapped.clear();
-        peers[i].lengths.clear();
-    }
+void ShmPeer::forget() {
+    for (const auto& entry : mapped) munmap(entry.second.address, entry.second.length);
+    mapped.clear();
 }
 
 char* pa_shm_group::memory(int32_t of, const pa_shm_told& told) {
     ShmPeer& peer = peers[of];
     const auto known = peer.mapped.find(told.base);
-    if (known != peer.mapped.end()) return known->second + told.delta;
+    if (known != peer.mapped.end()) return known->second.address + told.delta;
+    // Most are of buffers that are gone; and of this peer no other is in use.
+    if (peer.mapped.size() >= MOST_MAPPINGS) peer.forget();
     void* const address = pa_shm_map(peer.heap, told.base, told.length);
     if (!address) return nullptr;
-    peer.mapped[told.base] = static_cast<char*>(address);
-    peer.lengths[told.base] = told.length;
+    peer.mapped[told.base] = {static_cast<char*>(address), told.length};
     return static_cast<char*>(address) + told.delta;
 }
 
@@ -171,7 +166,7 @@ void pa_shm_leave(pa_shm_group* group) {
 }
 
 void pa_shm_free(pa_shm_group* group) {
-    group->forget_mappings();
+    for (int32_t i = 0; i < group->world; i++) group->peers[i].forget();
     delete[] group->peers;
     delete group;
 }

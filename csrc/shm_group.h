@@ -49,11 +49,17 @@ struct ShmBlock {
     ShmChannel* channels;
 };
 
+struct ShmMapping {
+    char* address;
+    int64_t length;
+};
+
 struct ShmPeer {
     int32_t pid, heap;
     uint64_t start;
-    std::unordered_map<int64_t, char*> mapped;  // by the allocation's place in the heap file
-    std::unordered_map<int64_t, int64_t> lengths;
+    std::unordered_map<int64_t, ShmMapping> mapped;  // by the allocation's place in the heap file
+
+    void forget();
 };
 
 struct pa_shm_group {
@@ -65,7 +71,6 @@ struct pa_shm_group {
 
     char* stage(int32_t of, uint32_t at) const { return block.stages + (2 * of + (at & 1)) * SHM_STAGE; }
     ShmChannel& channel(int32_t from, int32_t to) const { return block.channels[from * world + to]; }
-    void forget_mappings();
     // Where `told` by `of` lies in this process; nullptr when it cannot be mapped.
     char* memory(int32_t of, const pa_shm_told& told);
 };
@@ -73,7 +78,7 @@ struct pa_shm_group {
 // How long a call may wait, and what it found.
 struct ShmPatience {
     int64_t deadline_ns;
-    int32_t spins;
+    int64_t spin_ns;
     uint8_t* missing;
 };
 

@@ -16,8 +16,9 @@ from polyaccel.comm.shm_memory import Bytes, Heap, Member, PeerFile, Place
 from polyaccel.errors import CommError, CommTimeout, ShardingError
 from polyaccel.types import DType, ReduceOp
 
-_SPINS = 2000  # about 20 microseconds: most calls of ranks in step end within
-_SPINS_OF_MANY = 20  # with more ranks than cores, the one that is waited for needs this core
+# Longer than a sleeper takes to wake: else two ranks in step, once one has slept, keep putting each other to sleep.
+_SPIN_NS = 100_000
+_SPIN_NS_OF_MANY = 2_000  # with more ranks than cores, the one that is waited for needs this core
 _NOWHERE = (Place(-1, 0, 0), 0)
 
 
@@ -66,12 +67,12 @@ class ShmGroup:
         self._missing = (c_uint8 * world)()
         self._theirs = Told()
         self._timeout_ns = int(timeout_s * 1e9)
-        self._spins = _SPINS if len(host.members) <= (os.cpu_count() or 1) else _SPINS_OF_MANY
+        self._spin_ns = _SPIN_NS if len(host.members) <= (os.cpu_count() or 1) else _SPIN_NS_OF_MANY
         self._call = self._new_call()
         self._library_call = self._library.pa_shm_collective
 
     def _new_call(self) -> CCall:
-        return CCall(told=Told(), timeout_ns=self._timeout_ns, spins=self._spins)
+        return CCall(told=Told(), timeout_ns=self._timeout_ns, spin_ns=self._spin_ns)
 
     def collective(
         self,
@@ -107,7 +108,7 @@ class ShmGroup:
                 value=numel,
             )
         call.source, call.out = source, out
-        call.spins = 0 if patient else self._spins
+        call.spin_ns = 0 if patient else self._spin_ns
         status = self._library_call(self._group, call, self._missing, self._theirs)
         if status:
             raise self._failure(status, self._missing, self._theirs)
@@ -117,7 +118,7 @@ class ShmGroup:
         call, missing, theirs = self._new_call(), (c_uint8 * len(self._missing))(), Told()
         call.told.type, call.told.numel = DTYPE_CODES[buffer.dtype], buffer.numel
         call.source = call.out = buffer.data_ptr()
-        call.spins = 0 if patient else self._spins
+        call.spin_ns = 0 if patient else self._spin_ns
         if sends:
             status = self._library.pa_shm_send(self._group, peer, call, missing)
         else:

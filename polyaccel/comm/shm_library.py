@@ -81,7 +81,7 @@ class CCall(ctypes.Structure):
         ("source", c_void_p),
         ("out", c_void_p),
         ("timeout_ns", c_int64),
-        ("spins", c_int32),
+        ("spin_ns", c_int64),
     )
 
 
