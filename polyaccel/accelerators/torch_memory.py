@@ -104,10 +104,15 @@ def host_memory(nbytes: int) -> torch.Tensor:
 
     From malloc they would leave holes: under glibc an aligned request does not fit into the hole of an equal one, so
     buckets that come and go while the engine is built would stay resident, each at a place of its own.
+    Raises MemoryError.
     """
     if nbytes < _PAGED_NBYTES:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, nbytes, **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes of host memory cannot be allocated: {error}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:

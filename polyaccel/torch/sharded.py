@@ -91,6 +91,7 @@ def hide(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> N
     if home.placeholder is None:
         home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
         home.placeholder.untyped_storage().resize_(0)
+        parameter.data = home.placeholder  # which makes a parameter of one that was made inside zero.Init
         home.kind = type(parameter)
     parameter.data = home.placeholder
     parameter.__class__ = ShardedParameter
