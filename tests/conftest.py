@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from polyaccel.testkit.procs import RankPool
+
+# What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
+os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
 
 @pytest.fixture(scope="session")

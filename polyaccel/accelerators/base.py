@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError
 from polyaccel.ops.base import KernelTable
+from polyaccel.ops.matrix_choice import MatrixChoice
 from polyaccel.types import DeviceId, DType
 from polyaccel.types import Probe as Probe  # every kind of plugin answers a probe
 
@@ -168,6 +169,14 @@ class Accelerator(ABC):
         """A buffer over the bytes of a writable numpy array of uint8, which it keeps alive: memory that another library
         or process has made. Raises PluginContractError where the device cannot work on host memory."""
         raise PluginContractError(f"accelerator {self.name!r} does not work on host memory", value=dtype)
+
+    def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
+        """Those of `MATRIX_OPS` that are to be used for float32 in place of the framework's own; often none.
+
+        "on": all there are. "auto": what is at least `LEAST_SPEEDUP` times as fast on this machine, which may be
+        measured first, in less than half a second. "off": none.
+        """
+        return KernelTable(self.name, {})
 
     def supported_dtypes(self) -> frozenset[DType]:
         return self.capabilities().dtypes

@@ -17,6 +17,7 @@ from polyaccel.accelerators.base import Accelerator, Capabilities, MemoryStats, 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
+from polyaccel.ops.matrix_choice import MatrixChoice
 from polyaccel.ops.native import native_kernels
 from polyaccel.ops.native_library import host_threads
 from polyaccel.types import DeviceId, DType
@@ -74,6 +75,14 @@ class CpuAccelerator(Accelerator):
 
     def kernels(self) -> KernelTable:
         return _kernels(self.memory, self._native)
+
+    def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
+        """oneDNN's, which come with torch. torch itself asks MKL for float32, which is slow on some processors."""
+        if choice == "off" or self.memory != "torch":
+            return KernelTable(self.name, {})
+        from polyaccel.ops.torch_linear import faster_kernels, onednn_kernels
+
+        return onednn_kernels() if choice == "on" else faster_kernels()
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         if self.memory == "torch":

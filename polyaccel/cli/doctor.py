@@ -216,6 +216,7 @@ def _machine() -> dict[str, str]:
         "cores": _cores,
         "memory": _memory,
         "kernels": _kernels,
+        "matrix kernels": _matrix_kernels,
     }
     return {name: _guarded(fact) for name, fact in facts.items()}
 
@@ -257,6 +258,11 @@ def _memory() -> str:
 def _kernels() -> str:
     """The compiled kernels of the host, or why there are none."""
     return str(importlib.import_module("polyaccel.ops.native_library").describe_native())
+
+
+def _matrix_kernels() -> str:
+    """What matrix products on the host were found to gain, as far as it was measured."""
+    return str(importlib.import_module("polyaccel.ops.matrix_choice").describe_matrix_kernels())
 
 
 def _version(package: str) -> str | None:

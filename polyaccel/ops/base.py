@@ -8,13 +8,18 @@ meaning of each op in numpy, and the testkit compares every registered kernel wi
 A kernel's result for an element must not depend on where the buffer starts or ends (masked tails, the same use of
 fused multiply-add everywhere), for then stages that cut parameters differently stay bitwise equal.
 
+[Note: Matrix products]
+They are part of the model's graph, whose memory its framework manages. Hence they take and return arrays of the
+framework (torch tensors, numpy arrays), and no accelerator need have them: the framework's own are the fallback. A
+table of them comes from `Accelerator.matrix_kernels` and holds what is worth to be used.
+
 Conventions: every buffer of a call lies on one device; `numel` is equal unless said otherwise; kernels are queued on
 the accelerator's current stream and may return before they have run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -175,6 +180,22 @@ class DequantizeFn(Protocol):
         """`out[i] = codes[i] * scales[i // block_numel]` in `out`'s type, for what `QuantizeFn` wrote."""
 
 
+class LinearFn(Protocol):
+    def __call__(self, x: Any, weight: Any, bias: Any | None) -> Any:
+        """A new array (rows, outputs): `x @ weight.T + bias` for x (rows, inputs), weight (outputs, inputs), bias
+        (outputs)."""
+
+
+class LinearInputGradFn(Protocol):
+    def __call__(self, grad: Any, weight: Any) -> Any:
+        """A new array (rows, inputs): `grad @ weight` for grad (rows, outputs), weight (outputs, inputs)."""
+
+
+class LinearWeightGradFn(Protocol):
+    def __call__(self, grad: Any, x: Any) -> Any:
+        """A new array (outputs, inputs): `grad.T @ x` for grad (rows, outputs), x (rows, inputs)."""
+
+
 COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces, accumulated in float64")
@@ -192,6 +213,14 @@ ALL_OPS: tuple[Op[Any], ...] = (
     *(ADAM, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY),
     *(QUANTIZE, DEQUANTIZE),
 )
+"""What every accelerator has."""
+
+LINEAR: Op[LinearFn] = Op("linear", "a linear layer's output")
+LINEAR_INPUT_GRAD: Op[LinearInputGradFn] = Op("linear_input_grad", "gradient of a linear layer's input")
+LINEAR_WEIGHT_GRAD: Op[LinearWeightGradFn] = Op("linear_weight_grad", "gradient of a linear layer's weight")
+
+MATRIX_OPS: tuple[Op[Any], ...] = (LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD)
+"""What an accelerator may have. See [Note: Matrix products]."""
 
 
 class KernelTable:
@@ -223,6 +252,12 @@ class KernelTable:
         """This table with `kernels` from `provider` in place of its own."""
         table = KernelTable("", {**self._kernels, **kernels})
         table._providers = {**self._providers, **dict.fromkeys(kernels, provider)}
+        return table
+
+    def only(self, ops: Collection[Op[Any]]) -> KernelTable:
+        """This table with nothing but `ops` in it."""
+        table = KernelTable("", {op: kernel for op, kernel in self._kernels.items() if op in ops})
+        table._providers = {op: self._providers[op] for op in table}
         return table
 
     def provider(self, op: Op[Any]) -> str:

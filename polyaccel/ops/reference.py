@@ -1,7 +1,7 @@
 """The meaning of every op, in float64 numpy, written to be read and not to be fast.
 
-Each function takes float64 arrays of shape (numel,) and returns new ones; nothing is modified. A kernel may differ from
-these values only by the rounding of its element type, which is what `polyaccel.testkit.kernels` checks.
+Each function takes float64 arrays of shape (numel,), or matrices, and returns new ones; nothing is modified. A kernel
+may differ from these values only by the rounding of its element type, which is what `polyaccel.testkit.kernels` checks.
 """
 
 from __future__ import annotations
@@ -138,3 +138,18 @@ def quantize(source: Float64s, block_numel: int, bits: int) -> tuple[Float64s, F
 
 def dequantize(codes: Float64s, scales: Float64s, block_numel: int) -> Float64s:
     return codes * np.repeat(scales, block_numel)[: codes.size]
+
+
+def linear(x: Float64s, weight: Float64s, bias: Float64s | None) -> Float64s:
+    result: Float64s = x @ weight.T
+    return result if bias is None else result + bias
+
+
+def linear_input_grad(grad: Float64s, weight: Float64s) -> Float64s:
+    result: Float64s = grad @ weight
+    return result
+
+
+def linear_weight_grad(grad: Float64s, x: Float64s) -> Float64s:
+    result: Float64s = grad.T @ x
+    return result

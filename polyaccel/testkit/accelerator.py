@@ -18,10 +18,17 @@ import numpy as np
 from polyaccel.accelerators.base import API_VERSION, Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError
-from polyaccel.ops.base import ALL_OPS, COMBINE, SCALE
+from polyaccel.ops.base import ALL_OPS, COMBINE, MATRIX_OPS, SCALE
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.kernel_cases import kernel_cases
-from polyaccel.testkit.kernels import check_meaning, check_quantization, check_slices, check_square_sums, encode
+from polyaccel.testkit.kernels import (
+    check_matrix_products,
+    check_meaning,
+    check_quantization,
+    check_slices,
+    check_square_sums,
+    encode,
+)
 from polyaccel.types import DType, ReduceOp
 
 _ALIGNMENT_NBYTES = 64
@@ -215,6 +222,14 @@ class AcceleratorContract(ABC):
                 for bits in (8, 4):
                     for numel, block_numel in ((0, 2), (1, 2), (37, 8), (5003, 64), (5003, 3000)):
                         check_quantization(accelerator, dtype, numel, block_numel, bits)
+
+    def test_matrix_products_mean_what_the_reference_says(self) -> None:
+        accelerator = self.make()
+        assert not set(accelerator.matrix_kernels("off"))
+        table = accelerator.matrix_kernels("on")
+        assert set(table) <= set(MATRIX_OPS)
+        for rows, inputs, outputs in ((1, 1, 1), (3, 17, 5), (64, 33, 130), (257, 300, 65)):
+            check_matrix_products(accelerator, table, rows, inputs, outputs)
 
 
 def _contents(buffer: Buffer) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -1,20 +1,31 @@
 """The contract of kernels: every op of a table against its float64 meaning, and its independence of slices.
 
 `check_meaning` runs one case of `polyaccel.testkit.kernel_cases` on random, empty, odd or non-finite data;
-`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums` and
-`check_quantization` are for the ops that are not elementwise. A failed check is an AssertionError that names the case.
+`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums`,
+`check_quantization` and `check_matrix_products` are for the ops that are not elementwise. A failed check is an
+AssertionError that names the case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.ops import reference
-from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, SQUARE_SUMS
+from polyaccel.ops.base import (
+    DEQUANTIZE,
+    LINEAR,
+    LINEAR_INPUT_GRAD,
+    LINEAR_WEIGHT_GRAD,
+    QUANTIZE,
+    SQUARE_SUMS,
+    KernelTable,
+    Op,
+)
 from polyaccel.ops.reference import Float64s
 from polyaccel.testkit.kernel_cases import KernelCase
 from polyaccel.types import DType
@@ -129,6 +140,40 @@ def check_quantization(accelerator: Accelerator, dtype: DType, numel: int, block
     assert np.count_nonzero(stored != expected) <= numel // 1000, what
     meant = reference.dequantize(stored, _contents(scales), block_numel)
     np.testing.assert_allclose(_contents(back), meant, rtol=2 * _EPSILON[dtype], atol=_SMALLEST, err_msg=what)
+
+
+def check_matrix_products(
+    accelerator: Accelerator, table: KernelTable, rows: int, inputs: int, outputs: int, *, seed: int = 0
+) -> None:
+    """The matrix products of `table`, as far as it has them, are the reference's, and a NaN spoils what it should."""
+    draw = np.random.default_rng(seed)
+    shapes = {"x": (rows, inputs), "weight": (outputs, inputs), "bias": (outputs,), "grad": (rows, outputs)}
+    arrays, exact = {}, {}
+    for name, shape in shapes.items():
+        values = draw.standard_normal(shape)
+        if name in ("x", "grad"):
+            values[-1, -1] = np.nan
+        buffer = accelerator.allocate(values.size, DType.FLOAT32)
+        buffer.from_bytes(encode(values.reshape(-1), DType.FLOAT32))
+        arrays[name], exact[name] = buffer.raw.reshape(shape), _contents(buffer).reshape(shape)
+    calls: tuple[tuple[Op[Any], Any, tuple[str, ...]], ...] = (
+        (LINEAR, reference.linear, ("x", "weight", "bias")),
+        (LINEAR, lambda x, weight: reference.linear(x, weight, None), ("x", "weight")),
+        (LINEAR_INPUT_GRAD, reference.linear_input_grad, ("grad", "weight")),
+        (LINEAR_WEIGHT_GRAD, reference.linear_weight_grad, ("grad", "x")),
+    )
+    for op, meaning, names in calls:
+        if op in table:
+            given = [arrays[name] for name in names]
+            found = table[op](*given, *([None] if op is LINEAR and "bias" not in names else []))
+            expected = meaning(*(exact[name] for name in names))
+            # How far rounding may be off grows with what is summed, not with a sum that cancels.
+            room = _ROUNDINGS * _EPSILON[DType.FLOAT32] * meaning(*(np.abs(exact[name]) for name in names))
+            what = f"{op.name}, {rows=}, {inputs=}, {outputs=}"
+            assert tuple(found.shape) == expected.shape, what
+            off = np.abs(_contents(accelerator.wrap(found)).reshape(expected.shape) - expected)
+            assert np.array_equal(np.isnan(off), np.isnan(expected)), f"{what}: NaN in the wrong places"
+            assert not np.any(off > room), f"{what}: off by {np.nanmax(off / room):.1f} times what rounding explains"
 
 
 def encode(values: Float64s, dtype: DType) -> bytes:

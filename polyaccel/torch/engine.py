@@ -24,6 +24,7 @@ from polyaccel.torch.checkpoint import load_engine, save_engine
 from polyaccel.torch.client_optimizer import ClientOptimizer
 from polyaccel.torch.consolidate import save_consolidated
 from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
+from polyaccel.torch.linears import Linears
 from polyaccel.torch.moving import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -108,6 +109,7 @@ class TorchEngine(nn.Module, Engine):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update)
         self.adapter.broadcast_buffers(self.communicator)
+        self._linears = Linears(module, self.accelerator, self.communicator, self.config.matrix_kernels)
         self._recorder.begin()
 
     # Running the module.
@@ -481,6 +483,7 @@ class TorchEngine(nn.Module, Engine):
         if self.adapter.away:
             self.reload_states()
         self.zero.params.fence()
+        self._linears.release()
         self.adapter.release()
         self.zero.close()
 

@@ -1,0 +1,156 @@
+"""Which matrix products of the framework are replaced on this machine: what the user says, and what was measured.
+
+A measurement holds for a processor, a version of torch and a number of threads. It is kept in the user's cache folder,
+one small file each, so that a job measures once a machine and `polyaccel doctor` can show it without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from logging import getLogger
+from pathlib import Path
+from typing import Literal, get_args
+
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.ops.base import MATRIX_OPS
+
+MatrixChoice = Literal["auto", "on", "off"]
+VARIABLE = "POLYACCEL_MATRIX_KERNELS"
+"""Environment variable that goes before the config's `matrix_kernels`; only here "on" uses them without measuring."""
+LEAST_SPEEDUP = 1.2
+"""How many times as fast a product has to be to be used: less would not be worth other rounding."""
+
+_FORMAT = 1
+_IDENTITY = ("model name", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found for `threads` threads of `processor`: how many times as fast as torch's own, by the op's name."""
+
+    processor: str
+    torch: str
+    threads: int
+    speedups: Mapping[str, float]
+
+    @property
+    def faster(self) -> frozenset[str]:
+        """The names of the ops worth using."""
+        return frozenset(name for name, speedup in self.speedups.items() if speedup >= LEAST_SPEEDUP)
+
+
+def matrix_choice(configured: MatrixChoice) -> MatrixChoice:
+    """The user's choice: the environment's, else `configured`. Raises ConfigError for a value that is none."""
+    stated = os.environ.get(VARIABLE, "")
+    for choice in get_args(MatrixChoice):
+        if stated == choice:
+            return choice  # type: ignore[no-any-return]
+    if stated:
+        expected = f"should be one of {', '.join(get_args(MatrixChoice))}"
+        raise ConfigError([Problem(VARIABLE, stated, expected, "unset it")], source="environment")
+    return configured
+
+
+def processor_identity() -> str:
+    """This machine's processor in a line: its name, and what tells it from others of the same name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return f"{platform.processor()} {platform.machine()}"
+    first = dict(line.split(":", 1) for line in text.partition("\n\n")[0].splitlines() if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in first.items()}
+    told = json.dumps([facts.get(name, "") for name in _IDENTITY])
+    return f"{facts.get('model name', platform.machine())} {hashlib.sha256(told.encode()).hexdigest()[:8]}"
+
+
+def load_measured(threads: int) -> Measured | None:
+    """What was measured for this machine and `threads`; None if nothing was, or if the file is not in order."""
+    found = _read(_file(threads))
+    wanted = (processor_identity(), _torch_version(), threads)
+    return found if found is not None and (found.processor, found.torch, found.threads) == wanted else None
+
+
+def save_measured(threads: int, speedups: Mapping[str, float]) -> None:
+    """Keep a measurement. A cache that cannot be written is none: the next process measures again."""
+    measured = Measured(processor_identity(), _torch_version(), threads, dict(speedups))
+    file = _file(threads)
+    temporary = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump({"format": _FORMAT, **asdict(measured)}, stream)
+        os.replace(temporary, file)
+    except OSError as error:
+        log.debug("the measurement of matrix products was not kept: %s", error)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def describe_matrix_kernels() -> str:
+    """One line for reports: what holds on this machine, as far as it has been measured."""
+    choice = matrix_choice("auto")
+    if choice != "auto":
+        return f"{choice} ({VARIABLE})"
+    identity, version = processor_identity(), _torch_version()
+    lines = [
+        f"{found.threads} thread{'s' * (found.threads != 1)}: {_summary(found)}"
+        for found in sorted(_all_measured(), key=lambda found: found.threads)
+        if (found.processor, found.torch) == (identity, version)
+    ]
+    return "; ".join(lines) or "not measured yet; the first engine on this machine does that"
+
+
+def _summary(measured: Measured) -> str:
+    parts = (
+        f"{name} {speedup:.2f}x {'oneDNN' if name in measured.faster else 'torch'}"
+        for name, speedup in measured.speedups.items()
+    )
+    return ", ".join(parts)
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "polyaccel"
+
+
+def _file(threads: int) -> Path:
+    key = json.dumps([processor_identity(), _torch_version(), threads])
+    return _folder() / f"matrix-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _all_measured() -> Iterator[Measured]:
+    for file in sorted(_folder().glob("matrix-*.json")):
+        found = _read(file)
+        if found is not None:
+            yield found
+
+
+def _read(file: Path) -> Measured | None:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        if tree.pop("format") != _FORMAT:
+            return None
+        found = Measured(**tree)
+        known = {name: float(found.speedups[name]) for name in (op.name for op in MATRIX_OPS)}
+        return Measured(str(found.processor), str(found.torch), int(found.threads), known)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,197 @@
+"""The model's linear layers over the accelerator's own matrix products, where it has faster ones than torch.
+
+[Note: What stays as it is]
+A layer keeps its class, its parameters and its state dict; it has a `forward` of its own among its attributes, which
+goes with no copy or pickle of it. Whatever is not a plain float32 product on this device goes the ordinary way: other
+types, autocast, tensor subclasses, compiling and tracing, functorch's transforms, forward-mode differentiation, a
+precision below "highest", oneDNN switched off. The path depends on nothing that differs between ranks or stages.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.comm.base import Communicator
+from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MATRIX_OPS, KernelTable
+from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
+from polyaccel.torch.sharded import ShardedParameter
+
+LEAST_WORK = 1 << 22
+"""Multiplications below which a product is left to torch under "auto". A layer's three calls take about 0.15 ms longer
+than torch's, and twice as fast a product saves that at about this size."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The three products of a linear layer on matrices, for products of at least `least_work` multiplications."""
+
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    input_grad: Callable[[Tensor, Tensor], Tensor]
+    weight_grad: Callable[[Tensor, Tensor], Tensor]
+    device_type: str
+    least_work: int
+
+    @classmethod
+    def of(cls, table: KernelTable, device_type: str, least_work: int) -> Products:
+        """Those of `table`, torch's own for what it lacks."""
+        full = _TORCHS.replaced("", {op: table[op] for op in table})
+        return cls(full[LINEAR], full[LINEAR_INPUT_GRAD], full[LINEAR_WEIGHT_GRAD], device_type, least_work)
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`functional.linear(x, weight, bias)`."""
+        if not self._suits(x, weight, bias):
+            return functional.linear(x, weight, bias)
+        if torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            return _Linear.apply(self, x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+        return self.output(x, weight, bias)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, without a graph."""
+        out = self.forward(_matrix(x), weight.contiguous(), bias)
+        # Not a view of `out`, or autograd would refuse that a later layer changes it in place.
+        return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+
+    def _suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """See [Note: What stays as it is]."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return False
+        for each in (x, weight, bias):
+            if each is not None and not (
+                type(each) in _PLAIN
+                and each.dtype is torch.float32
+                and each.device.type == self.device_type
+                and each.layout is torch.strided
+            ):
+                return False
+        if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:  # torch says what is wrong
+            return False
+        work = x.numel() * weight.shape[0]
+        return (
+            work >= self.least_work
+            and work > 0
+            and not torch.is_autocast_enabled(self.device_type)
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+            and torch.get_float32_matmul_precision() == "highest"
+            and torch._C._get_mkldnn_enabled()
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer with gradients by `Products`; gradients of gradients by torch's own operations."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _, input_grad, weight_grad, _ = ctx.needs_input_grad
+        ctx.products, ctx.x_shape = products, x.shape
+        ctx.save_for_backward(x if weight_grad else None, weight if input_grad else None)
+        return products.output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        products = _DIFFERENTIABLE if torch.is_grad_enabled() else ctx.products
+        grad = _matrix(grad)
+        of_x = of_weight = of_bias = None
+        if weight is not None:
+            of_x = products.input_grad(grad, weight.contiguous()).reshape(ctx.x_shape)
+        if x is not None:
+            of_weight = products.weight_grad(grad, _matrix(x))
+        if ctx.needs_input_grad[3]:
+            of_bias = grad.sum(0)
+        return None, of_x, of_weight, of_bias
+
+
+class _Forward:
+    """`forward` of one layer. A copy of the layer gets the ordinary one, and so does what is unpickled."""
+
+    def __init__(self, layer: nn.Linear, products: Products) -> None:
+        self.layer = layer
+        self.products = products
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Linear's has
+        layer = self.layer
+        weight, bias = layer.weight, layer.bias
+        for parameter in (weight, bias):
+            if type(parameter) is ShardedParameter:
+                parameter.detach()  # gathers it, after which it is an ordinary one
+        return self.products.apply(input, weight, bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self.layer))
+        return self if copy is None else types.MethodType(nn.Linear.forward, copy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.layer, "forward")  # whose attributes are not there yet when this is called
+
+
+class Linears:
+    """The linear layers of `module` over the matrix products that every rank chooses. Collective to make.
+
+    `configured` is what the config says. `release` gives the layers back their own forward.
+    """
+
+    def __init__(
+        self, module: nn.Module, accelerator: Accelerator, communicator: Communicator, configured: MatrixChoice
+    ) -> None:
+        self._layers: list[nn.Linear] = []
+        choice = matrix_choice(configured)
+        table = agreed_kernels(accelerator, communicator, choice)
+        if not set(table):
+            return
+        device_type = accelerator.torch_device_type
+        assert device_type is not None  # what this frontend's accelerators have
+        products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and _is_ordinary(layer):
+                layer.__dict__["forward"] = _Forward(layer, products)
+                self._layers.append(layer)
+
+    def release(self) -> None:
+        """Take it all back."""
+        for layer in self._layers:
+            if isinstance(layer.__dict__.get("forward"), _Forward):
+                del layer.__dict__["forward"]
+        self._layers.clear()
+
+
+def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice: MatrixChoice) -> KernelTable:
+    """What every rank has chosen, because ranks that computed differently would round differently. Collective."""
+    table = accelerator.matrix_kernels(choice)
+    every = communicator.all_gather_object((choice, [op.name for op in table]))
+    if len({stated for stated, _ in every}) > 1:
+        return table.only(())
+    return table.only([op for op in MATRIX_OPS if all(op.name in names for _, names in every)])
+
+
+def _is_ordinary(layer: nn.Linear) -> bool:
+    """Whether its forward is that of `nn.Linear`, and nobody has exchanged it."""
+    return getattr(layer.forward, "__func__", None) is nn.Linear.forward
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """All rows of `tensor`, contiguous."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.t() @ x
+
+
+_TORCHS = KernelTable(
+    "torch", {LINEAR: functional.linear, LINEAR_INPUT_GRAD: torch.mm, LINEAR_WEIGHT_GRAD: _weight_grad}
+)
+_DIFFERENTIABLE = Products.of(_TORCHS, "", 0)
