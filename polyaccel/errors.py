@@ -80,6 +80,10 @@ class CommTimeout(CommError, TimeoutError):
         self.missing_ranks = tuple(missing_ranks)
 
 
+class RanksApart(CommError):
+    """A backend cannot reach all of these ranks, and every one of them has found that out; another backend may."""
+
+
 class LossScaleError(PolyaccelError, ArithmeticError):
     """fp16 gradients still overflow at the smallest loss scale. Names the first parameter that is not finite."""
 

@@ -20,7 +20,7 @@ from polyaccel.comm.default import (
 from polyaccel.comm.discovery import DEFAULT_PORT, discover
 from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.torch_pg import initialized_world
-from polyaccel.errors import CommError
+from polyaccel.errors import CommError, RanksApart
 from polyaccel.registry import PluginGroup, load_plugin
 
 _log = logging.getLogger(__name__)
@@ -94,8 +94,21 @@ def connect(
     """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
     would use gloo and can do without, else the accelerator's own."""
     name = backend or _own_backend(rendezvous, accelerator)
-    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
-    return RecordingCommunicator(plugin().connect(rendezvous, accelerator, timeout_s=timeout_s), debug=debug)
+
+    def join(name: str) -> Communicator:
+        plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
+        return plugin().connect(rendezvous, accelerator, timeout_s=timeout_s)
+
+    try:
+        communicator = join(name)
+    except RanksApart as error:
+        own = accelerator.capabilities().default_comm
+        if backend is not None or name == own:
+            raise
+        # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
+        _log.info("%s; using %s", error.message, own)
+        communicator = join(own)
+    return RecordingCommunicator(communicator, debug=debug)
 
 
 def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:

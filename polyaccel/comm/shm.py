@@ -17,7 +17,7 @@ from polyaccel.comm.shm_library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.shm_memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_pg import GlooBackend, exchange_notes, join_default_group
-from polyaccel.errors import CommError
+from polyaccel.errors import CommError, RanksApart
 
 SYMMETRIC_VARIABLE = "POLYACCEL_SHM_SYMMETRIC"
 """Environment variable: "0" keeps all buffers private, so that everything goes through stages (to compare)."""
@@ -98,7 +98,7 @@ class ShmBackend(CommBackend):
 def _check_one_host(members: tuple[Member, ...]) -> None:
     elsewhere = [rank for rank, member in enumerate(members) if member.host != members[0].host]
     if elsewhere:
-        raise CommError(
+        raise RanksApart(
             f"ranks {elsewhere} are not on the host (or not in the container) of rank 0",
             cure="choose a backend that crosses hosts: POLYACCEL_COMM=gloo",
             value=tuple(elsewhere),

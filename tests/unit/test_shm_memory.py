@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm import setup
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.shm import ShmBackend
+from polyaccel.comm.shm import ShmBackend, _check_one_host
 from polyaccel.comm.shm_board import NOTE_NBYTES, ShmBoard
-from polyaccel.comm.shm_memory import AddressBook, Heap, Place, map_file, new_file, start_of
-from polyaccel.errors import CommError
+from polyaccel.comm.shm_memory import AddressBook, Heap, Member, Place, map_file, new_file, start_of
+from polyaccel.comm.single import SingleCommunicator
+from polyaccel.comm.torch_pg import GlooBackend
+from polyaccel.errors import CommError, RanksApart
 from polyaccel.ops.native_library import native
 from polyaccel.types import DType, Probe
 
@@ -167,3 +170,23 @@ def test_buffers_lie_over_the_memory_given(memory) -> None:
     assert buffer.numel == 100
     assert buffer.data_ptr() == bytes_.ctypes.data
     assert np.array_equal(bytes_.view(np.float32), np.ones(100, np.float32))
+
+
+def test_ranks_that_turn_out_to_be_apart_talk_by_gloo_unless_shm_was_asked_for(monkeypatch, caplog) -> None:
+    def apart(self, rendezvous, accelerator, *, timeout_s):
+        raise RanksApart("ranks [1] are not on the host of rank 0")
+
+    joined = SingleCommunicator(CpuAccelerator("torch"), timeout_s=1.0, backend="gloo")
+    monkeypatch.setattr(ShmBackend, "connect", apart)
+    monkeypatch.setattr(GlooBackend, "connect", lambda self, *args, **kwargs: joined)
+    with caplog.at_level(logging.INFO, "polyaccel"):
+        assert setup.connect(meeting(2, 2), CpuAccelerator("torch")).inner is joined
+    assert "ranks [1] are not on the host of rank 0; using gloo" in caplog.messages
+    with pytest.raises(RanksApart):
+        setup.connect(meeting(2, 2), CpuAccelerator("torch"), backend="shm")
+
+
+def test_ranks_on_two_hosts_are_told_apart() -> None:
+    here = Member(1, 2, 3, "token", "host a")
+    with pytest.raises(RanksApart, match=r"ranks \[1\] are not on the host"):
+        _check_one_host((here, replace(here, host="host b"), here))
