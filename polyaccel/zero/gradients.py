@@ -12,8 +12,9 @@ order of events gives wrong numbers; a strange one costs time.
 [Note: Where gradients accumulate]
 With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
 sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
-from a pool only while the bucket is under way. Passes that must not reduce (`no_sync`) accumulate in a full buffer of
-their own, which the next reducing pass takes along.
+from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
+will update it (`tier`): it leaves the device when its reduction has settled. Passes that must not reduce (`no_sync`)
+accumulate in a full buffer of their own, which the next reducing pass takes along.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator, Work
 from polyaccel.errors import ShardingError
+from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import COMBINE, SCALE
 from polyaccel.types import DType, ReduceOp
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
 from polyaccel.zero.precision import Precision
+from polyaccel.zero.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class GradientBucket:
         communicator: Communicator,
         accelerator: Accelerator,
         pool: BufferPool,
+        tier: Tier,
+        staging: Staging,
     ) -> None:
         self.bucket = bucket
         self._policy = policy
@@ -84,6 +89,9 @@ class GradientBucket:
         self._communicator = communicator
         self._kernels = accelerator.kernels()
         self._pool = pool
+        self._tier = tier
+        self._staging = staging
+        self._is_off_device = tier.compute is not accelerator
         precision = Precision(reduce=reduction.reduce_dtype, accumulate=reduction.accumulate_dtype)
         self._reduce_dtype = precision.reduce_of(bucket.kind.dtype)
         self._accumulate_dtype = precision.gradient_of(bucket.kind.dtype, accumulates=reduction.accumulates)
@@ -117,7 +125,8 @@ class GradientBucket:
         if self._keeps_full:
             self._full = communicator.allocate(bucket.numel, self._accumulate_dtype)
         else:
-            self._own = accelerator.allocate(bucket.shard_numel, self._accumulate_dtype)
+            allocate = tier.stage if self._is_off_device else accelerator.allocate
+            self._own = allocate(bucket.shard_numel, self._accumulate_dtype)
 
     @property
     def _keeps_full(self) -> bool:
@@ -245,6 +254,11 @@ class GradientBucket:
         return result.view(low, high - low)
 
     @property
+    def compute(self) -> Accelerator:
+        """Whose kernels reach `result`."""
+        return self._tier.compute
+
+    @property
     def holds_result(self) -> bool:
         return self._settled
 
@@ -313,9 +327,11 @@ class GradientBucket:
 
     def _landing(self, staged: Buffer) -> Buffer:
         """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
-        same type, which saves a copy here and the communicator a buffer for a peer's part; else in place."""
-        if self._own is not None and not self._settled and self._own.dtype is staged.dtype:
-            return self._own
+        same type, on the device, which saves a copy here and the communicator a buffer for a peer's part; else in
+        place."""
+        own = self._own
+        if own is not None and not self._settled and not self._is_off_device and own.dtype is staged.dtype:
+            return own
         low, high = self._own_bounds()
         return staged.view(low, high - low)
 
@@ -333,7 +349,11 @@ class GradientBucket:
 
     def _settle(self, reduced: Buffer) -> None:
         target = self.result()
-        if self._settled:  # an earlier micro-batch, or what was not late
+        if self._settled and self._is_off_device:
+            near = self._staging.borrow(self._tier, "grad", reduced.numel, reduced.dtype)
+            near.copy_from(reduced)
+            self._tier.compute.kernels()[COMBINE](target, near, ReduceOp.SUM)
+        elif self._settled:  # an earlier micro-batch, or what was not late
             self._kernels[COMBINE](target, reduced, ReduceOp.SUM)
         elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place
             target.copy_from(reduced)

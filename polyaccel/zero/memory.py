@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from polyaccel.errors import ShardingError
 from polyaccel.types import DType
@@ -51,7 +52,8 @@ class Offload:
     """Which buckets' master weights and states stand where, the others on the device, and what that needs beside them.
 
     `file_buffers` is how many host buffers, each as long as the largest file, stand between files and kernels.
-    `is_remote`: the host's kernels do not reach the device's memory, so a gradient and new parameters are staged.
+    `is_remote`: the host's kernels do not reach the device's memory, so sharded gradients rest in the host's, and other
+    gradients and new parameters are staged there.
     """
 
     places: Mapping[int, Place] = field(default_factory=dict)
@@ -116,7 +118,9 @@ def estimate_layout(
     nbytes: Counter[tuple[Place, Purpose]] = Counter()
     for bucket in layout.buckets:
         place = offload.places.get(bucket.index, Place.DEVICE)
-        nbytes.update(_model_states(policy, _Extent.of(bucket), precision, state_count, accumulates, place))
+        leaves = place is not Place.DEVICE and offload.is_remote and policy.grads is Placement.SHARDED
+        places = _Places(place, Place.HOST if leaves else Place.DEVICE)
+        nbytes.update(_model_states(policy, _Extent.of(bucket), precision, state_count, accumulates, places))
     device = Place.DEVICE
     nbytes[device, Purpose.GRADS_IN_FLIGHT] = in_flight_nbytes(
         policy, layout, precision, micro_batches=micro_batches, most_in_use=buckets_in_flight
@@ -146,7 +150,7 @@ def estimate(
     if param_numel < 0 or world_size < 1:
         raise ShardingError(f"{param_numel=} must not be negative and {world_size=} must be at least 1")
     extent = _Extent(param_numel, -(-param_numel // world_size), dtype, trainable=True, persistent=False)
-    return _estimate(_model_states(policy, extent, precision, state_count, micro_batches > 1, Place.DEVICE))
+    return _estimate(_model_states(policy, extent, precision, state_count, micro_batches > 1, _Places()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,13 @@ class _Extent:
         return self.shard_numel if placement is Placement.SHARDED else self.numel
 
 
+class _Places(NamedTuple):
+    """Where a bucket's master weights and states are, and where its gradients rest."""
+
+    states: Place = Place.DEVICE
+    grads: Place = Place.DEVICE
+
+
 def _estimate(nbytes: Mapping[tuple[Place, Purpose], int]) -> MemoryEstimate:
     return MemoryEstimate(
         tuple(
@@ -180,7 +191,7 @@ def _estimate(nbytes: Mapping[tuple[Place, Purpose], int]) -> MemoryEstimate:
 
 
 def _model_states(
-    policy: ZeroPolicy, extent: _Extent, precision: Precision, state_count: int, accumulates: bool, place: Place
+    policy: ZeroPolicy, extent: _Extent, precision: Precision, state_count: int, accumulates: bool, places: _Places
 ) -> Counter[tuple[Place, Purpose]]:
     device = Place.DEVICE
     params = Placement.REPLICATED if extent.persistent else policy.params
@@ -189,11 +200,11 @@ def _model_states(
         master = precision.master_of(extent.dtype)
         updated = extent.held(policy.optim)
         # With equal types the optimizer works on a view of the bucket, if it works where the bucket is.
-        is_view = master is extent.dtype and place is device
-        nbytes[place, Purpose.MASTER] = 0 if is_view else updated * master.itemsize
-        nbytes[place, Purpose.OPTIM] = state_count * updated * precision.states.itemsize
+        is_view = master is extent.dtype and places.states is device
+        nbytes[places.states, Purpose.MASTER] = 0 if is_view else updated * master.itemsize
+        nbytes[places.states, Purpose.OPTIM] = state_count * updated * precision.states.itemsize
         gradient = precision.gradient_of(extent.dtype, accumulates=accumulates)
-        nbytes[device, Purpose.GRADS] = extent.held(policy.grads) * gradient.itemsize
+        nbytes[places.grads, Purpose.GRADS] = extent.held(policy.grads) * gradient.itemsize
     return nbytes
 
 
@@ -211,7 +222,10 @@ def _staging_nbytes(
     nbytes = offload.file_buffers * largest * precision.master.itemsize
     if offload.is_remote:
         dtypes = {bucket.kind.dtype for bucket in moved}
-        gradients = {precision.gradient_of(dtype, accumulates=accumulates) for dtype in dtypes}
+        if policy.grads is Placement.REPLICATED:
+            gradients = {precision.gradient_of(dtype, accumulates=accumulates) for dtype in dtypes}
+        else:  # what is added to a gradient that rests there already
+            gradients = {precision.reduce_of(dtype) for dtype in dtypes if accumulates}
         nbytes += most * sum(dtype.itemsize for dtype in (*gradients, *dtypes))
     return nbytes
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite, sqrt
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
 from polyaccel.zero.layout import ShardLayout
 
@@ -34,6 +36,24 @@ def sums_in(accelerator: Accelerator, count: int) -> Buffer:
 
 def _sum_dtype(accelerator: Accelerator) -> DType:
     return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
+
+
+def square_sums(
+    pieces: Sequence[tuple[Accelerator, int, Buffer]], sums: Buffer, accelerator: Accelerator
+) -> array[float]:
+    """`sums`, on the device, plus the squared norm of each piece at its index, on the host.
+
+    A piece says whose kernels reach it: those of the device, or the host's for a gradient that rests there.
+    """
+    near = [(index, piece) for compute, index, piece in pieces if compute is accelerator]
+    accelerator.kernels()[SQUARE_SUMS](sums, near)
+    values = read_sums(sums)
+    for host in dict.fromkeys(compute for compute, *_ in pieces if compute is not accelerator):
+        own = sums_in(host, len(values))
+        host.kernels()[SQUARE_SUMS](own, [(index, piece) for compute, index, piece in pieces if compute is host])
+        for index, value in enumerate(read_sums(own)):
+            values[index] += value
+    return values
 
 
 def read_sums(sums: Buffer) -> array[float]:

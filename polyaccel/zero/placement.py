@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from polyaccel.errors import ShardingError
 from polyaccel.zero.layout import Bucket, ShardLayout
+from polyaccel.zero.policy import Placement, ZeroPolicy
 
 if TYPE_CHECKING:
     from polyaccel.offload.tier import Tier
@@ -31,6 +32,10 @@ class StatePlacement:
     def tier_of(self, bucket: Bucket) -> Tier:
         """Where the states are."""
         return self.tier if bucket.index in self.offloaded else self.device
+
+    def gradients_tier_of(self, bucket: Bucket, policy: ZeroPolicy) -> Tier:
+        """Where this rank's reduced gradient rests: with the states, unless it is a part of a whole bucket's."""
+        return self.tier_of(bucket) if policy.grads is Placement.SHARDED else self.device
 
     def params_tier_of(self, bucket: Bucket) -> Tier:
         """Where this rank's part of the parameters is."""

@@ -1,9 +1,10 @@
 """Master weights and optimizer states on one rank: what an update walks over, wherever it rests.
 
 [Note: Updates off the device]
-The kernels that update a shard are those of its tier. Where they do not reach the device's memory, the gradient is
-copied to theirs before the update; where they do not reach that of the parameters, the new ones are copied there after
-it, in their own type. Both pass through buffers that the shards of a tier share. Everything that ranks must agree on
+The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
+rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
+copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
+own type. Copies pass through buffers that the shards of a tier share. Everything that ranks must agree on
 (norm, overflow, which parameters had a gradient, late gradients) is known only when the last gradient has arrived; so
 the first update waits for that, also under host and nvme, and from then on reading, updating, writing and publishing
 overlap, bucket by bucket.
@@ -15,13 +16,14 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.params import BucketParams
 from polyaccel.zero.placement import StatePlacement
+from polyaccel.zero.policy import ZeroPolicy
+from polyaccel.zero.staging import Staging
 
 
 class StateStore:
@@ -33,11 +35,12 @@ class StateStore:
         placement: StatePlacement,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
-        accelerator: Accelerator,
+        policy: ZeroPolicy,
+        staging: Staging,
     ) -> None:
         self._placement = placement
-        self._accelerator = accelerator
-        self._staging: dict[tuple[Tier, str, DType], Buffer] = {}
+        self._policy = policy
+        self._staging = staging
         self.shards: list[Shard] = []
         self._by_bucket: dict[int, Shard] = {}
         if optimizer is not None:
@@ -77,7 +80,8 @@ class StateStore:
     def _ready(self, shard: Shard, lent: list[Buffer]) -> Shard:
         master, *states = lent
         grad, out = shard.grad, shard.out
-        if shard.tier.compute is not self._accelerator and grad is not None:
+        at_rest = self._placement.gradients_tier_of(shard.bucket, self._policy)
+        if shard.tier.compute is not at_rest.compute and grad is not None:
             device_grad, grad = grad, self._stage(shard, "grad", grad.dtype)
             grad.copy_from(device_grad)
         if out is not None and not self._placement.is_within_reach(shard.bucket):
@@ -86,11 +90,7 @@ class StateStore:
 
     def _stage(self, shard: Shard, use: str, dtype: DType) -> Buffer:
         """As many elements as the shard has, where its kernels reach them; all shards of a tier share the memory."""
-        staging = self._staging.get((shard.tier, use, dtype))
-        if staging is None:
-            most = max(other.master.numel for other in self.shards)
-            staging = self._staging[shard.tier, use, dtype] = shard.tier.stage(most, dtype)
-        return staging.view(0, shard.master.numel)
+        return self._staging.borrow(shard.tier, use, shard.master.numel, dtype)
 
     def hand_over(self, lent: Shard) -> None:
         """Write the new parameters of a shard that `walk` gave to where they rest."""
@@ -110,7 +110,6 @@ class StateStore:
         """Let go of all states, and close their tiers."""
         self.shards.clear()
         self._by_bucket.clear()
-        self._staging.clear()
         self._placement.close()
 
 

@@ -23,16 +23,16 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, Slot
-from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, write_sums
+from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, square_sums, write_sums
 from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
 from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
+from polyaccel.zero.staging import Staging
 from polyaccel.zero.states import StateStore, find_runs
 
 WaitingPhase = Literal["reduce", "publish"]
@@ -118,10 +118,22 @@ class ZeroStep:
             observer or ParamObserver(),
             lambda: self._timed("publish"),
         )
+        trainable = [bucket for bucket in layout.buckets if bucket.kind.trainable]
+        updates_shards = policy.optim is Placement.SHARDED
+        lengths = (bucket.shard_numel if updates_shards else bucket.numel for bucket in trainable)
+        self._staging = Staging(max(lengths, default=0))
         self._gradients = [
-            GradientBucket(bucket, policy, step_policy.reduction, communicator, accelerator, self._pool)
-            for bucket in layout.buckets
-            if bucket.kind.trainable
+            GradientBucket(
+                bucket,
+                policy,
+                step_policy.reduction,
+                communicator,
+                accelerator,
+                self._pool,
+                placement.gradients_tier_of(bucket, policy),
+                self._staging,
+            )
+            for bucket in trainable
         ]
         self._positions = {gradients.bucket.index: at for at, gradients in enumerate(self._gradients)}
         self._by_fqn = {
@@ -129,7 +141,7 @@ class ZeroStep:
             for position, gradients in enumerate(self._gradients)
             for index, slot in enumerate(gradients.bucket.slots)
         }
-        self._states = StateStore(self.params, placement, optimizer, groups, accelerator)
+        self._states = StateStore(self.params, placement, optimizer, groups, policy, self._staging)
         self._in_pass = False
         self._reducing = False
         self._has_unreduced = False
@@ -306,21 +318,21 @@ class ZeroStep:
     def _sum_up(self, loss_scale: float) -> GradientReport:
         count = len(self.layout.params)
         sums = allocate_sums(self.accelerator, self.communicator, 2 * count + len(self._gradients))
-        pieces: list[tuple[int, Buffer]] = []
+        pieces: list[tuple[Accelerator, int, Buffer]] = []
         rank = self.communicator.rank
         for gradients in self._gradients:
             if gradients.holds_result and self._measures:
                 own = gradients.own_part(gradients.result())
                 for piece in gradients.bucket.slices(rank):
-                    pieces.append((self.layout.position[piece.fqn], own.view(piece.shard_offset, piece.length)))
-        self.accelerator.kernels()[SQUARE_SUMS](sums, pieces)
-        values = read_sums(sums)
+                    values = own.view(piece.shard_offset, piece.length)
+                    pieces.append((gradients.compute, self.layout.position[piece.fqn], values))
+        found = square_sums(pieces, sums, self.accelerator)
         for gradients in self._gradients:
             for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
-                values[count + self.layout.position[slot.param.fqn]] = float(touched)
+                found[count + self.layout.position[slot.param.fqn]] = float(touched)
         for index, gradients in enumerate(self._gradients):
-            values[2 * count + index] = float(gradients.has_late)
-        write_sums(sums, values)
+            found[2 * count + index] = float(gradients.has_late)
+        write_sums(sums, found)
         self.communicator.all_reduce(sums, info=CallInfo("norms and flags"))
         return interpret_sums(read_sums(sums), self.layout, loss_scale)
 
@@ -363,6 +375,7 @@ class ZeroStep:
         self.finish_reductions()
         self.params.close()
         self._gradients.clear()
+        self._staging.clear()
         self._states.close()
 
 

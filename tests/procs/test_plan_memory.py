@@ -118,11 +118,14 @@ def measure(communicator: Any, config: dict[str, Any], width: int) -> Found:
     places = list(zero.params)
     masters = [place.master for place in places if not place.master_is_view]
     states = [shard.states for shard in zero.shards]
+    tiers = {shard.tier for shard in zero.shards}
     held = {
         Purpose.PARAMS: held_nbytes([place.own if place.full is None else place.full for place in places]),
         Purpose.MASTER: held_nbytes(masters),
         Purpose.OPTIM: held_nbytes(states),
-        Purpose.GRADS: held_nbytes(list(zero.gradient_buckets()), without=(*outside, zero._pool)),
+        Purpose.GRADS: held_nbytes(
+            list(zero.gradient_buckets()), without=(*outside, zero._pool, zero._staging, *tiers)
+        ),
         Purpose.GRADS_IN_FLIGHT: held_nbytes(zero._pool, without=outside),
         Purpose.GATHERED: held_nbytes(zero.params.gathering, without=(*outside, *(place.own for place in places))),
     }

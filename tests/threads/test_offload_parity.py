@@ -25,7 +25,6 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ConfigError, OffloadError
 from polyaccel.offload.state_file import StateFile
-from polyaccel.ops import torch_kernels
 from polyaccel.ops.base import KernelTable
 from polyaccel.testkit.threads import run_threads
 from polyaccel.types import DType
@@ -203,15 +202,16 @@ def test_a_torch_optimizer_is_refused_with_files(tmp_path):
 
 
 class Far(CpuAccelerator):
-    """A device that is not the host: it knows its own memory, and counts what it pinned."""
+    """A device that is not the host: it knows whose memory is whose, and counts what it pinned."""
 
     name = "far"
 
     def __init__(self) -> None:
         super().__init__("torch")
         self.pinned = 0
-        self._own: list[Buffer] = []  # for good, so that no address is used again
-        self._kernels = super().kernels()
+        self._own: list[Buffer] = []  # both for good, so that no address is used again
+        self._hosts: list[Buffer] = []
+        self._kernels = refusing(self.is_the_hosts, super().kernels())
 
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset(DType), "local", host_pinning=True)
@@ -221,36 +221,69 @@ class Far(CpuAccelerator):
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         buffer = super().allocate(numel, dtype)
-        if pinned:
-            self.pinned += 1
-        else:
-            self._own.append(buffer)
+        self.pinned += pinned
+        (self._hosts if pinned else self._own).append(buffer)
+        return buffer
+
+    def note_hosts(self, buffer: Buffer) -> Buffer:
+        self._hosts.append(buffer)
         return buffer
 
     def owns(self, buffer: Buffer) -> bool:
-        return any(own.data_ptr() <= buffer.data_ptr() < own.data_ptr() + own.nbytes for own in self._own)
+        return any(_is_within(buffer, own) for own in self._own)
+
+    def is_the_hosts(self, buffer: Buffer) -> bool:
+        return any(_is_within(buffer, one) for one in self._hosts)
 
 
-@pytest.fixture
-def far(monkeypatch):
-    """A `Far` whose memory the host's kernels refuse."""
-    device = Far()
+def _is_within(buffer: Buffer, whole: Buffer) -> bool:
+    return bool(buffer.numel) and 0 <= buffer.data_ptr() - whole.data_ptr() < whole.nbytes
+
+
+def refusing(is_foreign: Any, table: KernelTable) -> KernelTable:
+    """The kernels of `table`, which cannot reach foreign memory."""
 
     def guarded(kernel: Any) -> Any:
         def run(*args: Any) -> None:
-            assert not any(device.owns(buffer) for buffer in args if isinstance(buffer, Buffer))
+            pieces = (piece for arg in args if isinstance(arg, list) for _, piece in arg)
+            assert not any(isinstance(one, Buffer) and is_foreign(one) for one in (*args, *pieces))
             kernel(*args)
 
         return run
 
-    for name in ("adam", "lamb_direction", "lamb_apply", "scale"):
-        monkeypatch.setattr(torch_kernels, name, guarded(getattr(torch_kernels, name)))
+    return table.replaced("guarded", {op: guarded(table[op]) for op in table})
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A `Far` whose memory the host's kernels refuse, and whose kernels refuse the host's memory."""
+    device = Far()
+    allocate, kernels = CpuAccelerator.allocate, CpuAccelerator.kernels
+
+    def noted(self: CpuAccelerator, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+        buffer = allocate(self, numel, dtype, pinned=pinned)
+        return buffer if isinstance(self, Far) else device.note_hosts(buffer)
+
+    monkeypatch.setattr(CpuAccelerator, "allocate", noted)
+    monkeypatch.setattr(CpuAccelerator, "kernels", lambda self: refusing(device.owns, kernels(self)))
     return device
 
 
 def on_far_device(fn: Any, device: Far, settings: dict[str, Any]) -> Any:
     models = [parity_model() for _ in range(2)]
-    return run_threads(2, lambda comm: fn(comm, models[comm.rank], settings), accelerator=device)[0]
+
+    def run(communicator: Any) -> Any:
+        reduce_scatter = communicator.reduce_scatter
+
+        def guarded(out: Buffer, source: Buffer, *args: Any, **kwargs: Any) -> Any:
+            assert device.owns(out)
+            assert device.owns(source)
+            return reduce_scatter(out, source, *args, **kwargs)
+
+        communicator.reduce_scatter = guarded
+        return fn(communicator, models[communicator.rank], settings)
+
+    return run_threads(2, run, accelerator=device)[0]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +298,44 @@ def test_gradients_and_parameters_pass_between_device_and_host(tmp_path, far, bu
         found = on_far_device(go_on, far, config(2, {**offloaded(name, tmp_path), **sizes}, **changes))
         assert_bitwise(found, wanted)
         assert far.pinned > pinned
+
+
+def accumulate(communicator: Any, model: Any, settings: dict[str, Any], look: Any = None) -> Any:
+    """Two updates of three micro-batches; `look` looks at gradients in the middle."""
+    engine, *_ = polyaccel.initialize(model=model, config=settings)
+    norms = []
+    for step in range(2):
+        for micro in range(3):
+            engine.backward(engine(*batch(step, micro, communicator.rank)))
+            engine.step()
+            if look is not None and micro == 1:
+                look(engine.zero)
+        norms.append(engine.get_global_grad_norm())
+    params = snapshot(engine.module)
+    engine.destroy()
+    return params, norms
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_gradients_rest_with_offloaded_states_and_add_up_there(tmp_path, far, stage, precision):
+    def check(zero: Any) -> None:
+        zero.finish_reductions()
+        for shard, gradients in zip(zero.shards, zero.gradient_buckets(), strict=True):
+            is_away = stage >= 2 and shard.tier.name != "device"
+            assert far.is_the_hosts(gradients.result()) is is_away
+            assert far.owns(gradients.result()) is not is_away
+            seen.add(is_away)
+
+    changes = {"accumulation": 3, "gradient_clipping": 0.5, **precision}
+    wanted = on_threads(2, accumulate, parity_model, config(stage, {}, **changes))[0]
+    for name in ("half", "nvme"):
+        seen: set[bool] = set()
+        settings = config(stage, offloaded(name, tmp_path), **changes)
+        found = on_far_device(lambda *args: accumulate(*args, check), far, settings)
+        assert found[1] == wanted[1]
+        assert_bitwise(found[0], wanted[0])
+        assert seen == ({False} if stage == 0 else {True} if name == "nvme" else {False, True})
 
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])

@@ -171,17 +171,27 @@ def test_offloaded_master_weights_are_never_the_parameters() -> None:
     assert found.nbytes(Purpose.MASTER) == found.peak_nbytes(Place.HOST) - 2 * 4 * 32 == 4 * 32
 
 
-@pytest.mark.parametrize(("micro_batches", "grad"), [(1, 2), (2, 4)])
-def test_kernels_that_do_not_reach_the_device_need_copies(micro_batches: int, grad: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "staged", "rests"), [(1, 1, 2, 0), (1, 2, 4, 0), (2, 1, 0, 2), (2, 2, 2, 4)]
+)
+@pytest.mark.parametrize("place", [Place.HOST, Place.NVME])
+def test_kernels_that_do_not_reach_the_device_need_copies_or_gradients_of_their_own(
+    place: Place, stage: int, micro_batches: int, staged: int, rests: int
+) -> None:
     near, far = (
         estimate_layout(
-            ZeroPolicy.of_stage(2), LAYOUT, micro_batches=micro_batches, offload=Offload({1: Place.HOST}, is_remote=far)
+            ZeroPolicy.of_stage(stage), LAYOUT, micro_batches=micro_batches, offload=Offload({1: place}, is_remote=far)
         )
         for far in (False, True)
     )
     assert near.nbytes(Purpose.STAGING) == 0
-    assert far.nbytes(Purpose.STAGING) == (grad + 2) * 640 // 2  # as long as the largest shard, offloaded or not
-    assert far.peak_nbytes(Place.DEVICE) == near.peak_nbytes(Place.DEVICE)
+    assert far.nbytes(Purpose.STAGING) == (staged + 2) * 640 // 2  # as long as the largest shard, offloaded or not
+    moved = rests * 384 // 2
+    assert [row.nbytes for row in far.rows if (row.purpose, row.place) == (Purpose.GRADS, Place.HOST)] == [moved][
+        : bool(moved)
+    ]
+    assert far.nbytes(Purpose.GRADS) == near.nbytes(Purpose.GRADS)
+    assert far.peak_nbytes(Place.DEVICE) == near.peak_nbytes(Place.DEVICE) - moved
 
 
 def test_persistent_parameters_stay_whole() -> None:
