@@ -102,7 +102,7 @@ class NvmeTier(Tier):
     def _read_in_pieces(self, file: StateFile, target: Buffer) -> None:
         """Read a file to the device's memory: as many pieces ahead as there are host buffers, while one is copied."""
         dtype = target.dtype
-        step = min(self._options.piece_numel, self._largest_nbytes[dtype] // dtype.itemsize)
+        step = max(1, min(self._options.piece_numel, self._largest_nbytes[dtype] // dtype.itemsize))
         starts = deque(range(0, target.numel, step))
         rooms = self._rooms.setdefault((dtype, step), [])
         while len(rooms) < min(self._options.buffer_count, len(starts)):

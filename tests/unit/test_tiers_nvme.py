@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
@@ -58,6 +60,35 @@ def values(buffer: Buffer) -> set[float]:
 
 def three_groups(tier: NvmeTier) -> list[list[Buffer]]:
     return [[tier.allocate(f"{name}{index}", NUMEL, F32) for name in "ab"] for index in range(3)]
+
+
+@pytest.mark.parametrize(("numel", "piece_numel"), [(NUMEL, 10**8), (NUMEL, 100), (NUMEL, 7), (0, 7)])
+def test_a_device_that_is_not_the_host_gets_contents_in_pieces(tmp_path: Path, numel: int, piece_numel: int) -> None:
+    class Far(CpuAccelerator):
+        """Notes how many elements host memory has that it copies from."""
+
+        def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+            if pinned:
+                rooms.append(numel)
+            return super().allocate(numel, dtype)
+
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities(), host_pinning=True)
+
+    rooms: list[int] = []
+    device = Far("numpy")
+    tier = NvmeTier()
+    options = TierOptions(path=str(tmp_path), piece_numel=piece_numel, buffer_count=3)
+    tier.open(device, HOST, options)
+    source, target = tier.allocate("a", numel, F32), device.allocate(numel, F32)
+    source.from_bytes(np.arange(numel, dtype=np.float32).tobytes())
+    for _ in range(2):
+        target.fill(-1.0)
+        tier.read(source, target)
+        assert target.raw.tolist() == list(range(numel))
+    assert len(rooms) <= min(3, -(-numel // piece_numel))  # for good
+    assert all(0 < room <= max(piece_numel, numel + 1023) for room in rooms)
+    tier.close()
 
 
 def file_of(buffer: Buffer) -> Path:

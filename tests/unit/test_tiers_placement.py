@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyaccel.errors import ShardingError
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import ShardLayout, plan_layout
-from polyaccel.zero.placement import offloaded_buckets
+from polyaccel.zero.placement import first_shards, offloaded_buckets
 
 
 @st.composite
@@ -18,7 +18,13 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
         ParamSpec(f"p{index}", (draw(st.integers(1, 500)),), DType.FLOAT32, trainable=draw(st.booleans()))
         for index in range(draw(st.integers(1, 12)))
     ]
-    return plan_layout(params, world_size=draw(st.integers(1, 3)), max_bucket_numel=draw(st.integers(1, 800)))
+    persistent = {param.fqn for param in params if draw(st.booleans())}
+    return plan_layout(
+        params,
+        world_size=draw(st.integers(1, 3)),
+        max_bucket_numel=draw(st.integers(1, 800)),
+        persistent=persistent,
+    )
 
 
 @given(layouts(), st.floats(0.0, 1.0))
@@ -40,6 +46,18 @@ def test_all_or_nothing(layout: ShardLayout) -> None:
     trainable = {bucket.index for bucket in layout.buckets if bucket.kind.trainable}
     assert offloaded_buckets(layout, 0.0) == frozenset()
     assert offloaded_buckets(layout, 1.0) == trainable
+
+
+@given(layouts(), st.integers(0, 3000))
+def test_the_first_shards_that_fit_are_kept(layout: ShardLayout, room: int) -> None:
+    sharded = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
+    kept = first_shards(layout, room)
+    first, rest = sharded[: len(kept)], sharded[len(kept) :]
+    assert kept == {bucket.index for bucket in first}
+    used = sum(bucket.shard_numel for bucket in first)
+    assert used <= room
+    if rest:
+        assert used + rest[0].shard_numel > room
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
