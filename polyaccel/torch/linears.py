@@ -23,6 +23,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MATRIX_OPS, KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
+from polyaccel.torch.published import ArrivingParameter
 from polyaccel.torch.sharded import ShardedParameter
 
 LEAST_WORK = 1 << 22
@@ -30,6 +31,7 @@ LEAST_WORK = 1 << 22
 than torch's, and twice as fast a product saves that at about this size."""
 
 _PLAIN = (Tensor, nn.Parameter)
+_ABSENT = (ShardedParameter, ArrivingParameter)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ class _Forward:
         layer = self.layer
         weight, bias = layer.weight, layer.bias
         for parameter in (weight, bias):
-            if type(parameter) is ShardedParameter:
-                parameter.detach()  # gathers it, after which it is an ordinary one
+            if type(parameter) in _ABSENT:
+                parameter.detach()  # has its values brought here, after which it is an ordinary one
         return self.products.apply(input, weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
