@@ -13,7 +13,14 @@ from typing import Literal
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.planning.model import ModelShape
-from polyaccel.runtime import NATIVE_OPTIMIZERS, gather_policy_for, offloaded_by, plan_for, step_policy_of
+from polyaccel.runtime import (
+    NATIVE_OPTIMIZERS,
+    gather_policy_for,
+    offloaded_by,
+    params_offloaded_by,
+    plan_for,
+    step_policy_of,
+)
 from polyaccel.zero.layout import ShardLayout
 from polyaccel.zero.memory import MemoryEstimate, Offload, Place, estimate_layout
 from polyaccel.zero.policy import ZeroPolicy
@@ -140,10 +147,11 @@ def state_count(config: ResolvedConfig) -> int:
 def _offload(config: ResolvedConfig, layout: ShardLayout, is_remote: bool) -> Offload:
     section = config.zero_optimization.offload_optimizer
     place = _PLACES[section.device]
+    params = {index: _PLACES[device] for index, device in params_offloaded_by(config, layout).items()}
     places = dict.fromkeys(offloaded_by(config, layout), place)
     if place is not Place.NVME:
-        return Offload(places, is_remote=is_remote)
+        return Offload(places, is_remote=is_remote, params=params)
     group = 1 + state_count(config)  # the files of a bucket
     at_once = 1 + section.pipeline_read + section.pipeline_write
     loans = max(section.buffer_count, at_once * group) // group if at_once > 1 else 1
-    return Offload(places, min(loans, len(places)) * group, is_remote)
+    return Offload(places, min(loans, len(places)) * group, is_remote, params)

@@ -53,12 +53,25 @@ class Offload:
 
     `file_buffers` is how many host buffers, each as long as the largest file, stand between files and kernels.
     `is_remote`: the host's kernels do not reach the device's memory, so sharded gradients rest in the host's, and other
-    gradients and new parameters are staged there.
+    gradients and new parameters are staged there. `params` says where the shards of sharded buckets rest, the others
+    on the device.
     """
 
     places: Mapping[int, Place] = field(default_factory=dict)
     file_buffers: int = 0
     is_remote: bool = True
+    params: Mapping[int, Place] = field(default_factory=dict)
+
+    def are_one(self, index: int) -> bool:
+        """As `StatePlacement.are_one`."""
+        params, states = self.params.get(index, Place.DEVICE), self.places.get(index, Place.DEVICE)
+        if Place.DEVICE in (params, states):
+            return params is states
+        return states is Place.HOST or params is Place.NVME
+
+    def is_device_memory(self, place: Place) -> bool:
+        """Whether the device computes with what rests there."""
+        return place is Place.DEVICE or (place is Place.HOST and not self.is_remote)
 
 
 NO_OFFLOAD = Offload()
@@ -119,7 +132,8 @@ def estimate_layout(
     for bucket in layout.buckets:
         place = offload.places.get(bucket.index, Place.DEVICE)
         leaves = place is not Place.DEVICE and offload.is_remote and policy.grads is Placement.SHARDED
-        places = _Places(place, Place.HOST if leaves else Place.DEVICE)
+        params = offload.params.get(bucket.index, Place.DEVICE)
+        places = _Places(place, Place.HOST if leaves else Place.DEVICE, params, offload.are_one(bucket.index))
         nbytes.update(_model_states(policy, _Extent.of(bucket), precision, state_count, accumulates, places))
     device = Place.DEVICE
     nbytes[device, Purpose.GRADS_IN_FLIGHT] = in_flight_nbytes(
@@ -127,8 +141,9 @@ def estimate_layout(
     )
     outside = (param.nbytes for param in layout.params if param.trainable)
     nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
-    nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel)
+    nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel, offload)
     nbytes[Place.HOST, Purpose.STAGING] = _staging_nbytes(policy, layout, precision, accumulates, offload)
+    nbytes.update(_outgoing(policy, layout, precision, offload))
     return _estimate(nbytes)
 
 
@@ -173,10 +188,13 @@ class _Extent:
 
 
 class _Places(NamedTuple):
-    """Where a bucket's master weights and states are, and where its gradients rest."""
+    """Where a bucket's master weights and states are, where its gradients and parameters rest, and whether master
+    weights of the parameters' own type are the parameters."""
 
     states: Place = Place.DEVICE
     grads: Place = Place.DEVICE
+    params: Place = Place.DEVICE
+    are_one: bool = True
 
 
 def _estimate(nbytes: Mapping[tuple[Place, Purpose], int]) -> MemoryEstimate:
@@ -193,14 +211,14 @@ def _estimate(nbytes: Mapping[tuple[Place, Purpose], int]) -> MemoryEstimate:
 def _model_states(
     policy: ZeroPolicy, extent: _Extent, precision: Precision, state_count: int, accumulates: bool, places: _Places
 ) -> Counter[tuple[Place, Purpose]]:
-    device = Place.DEVICE
     params = Placement.REPLICATED if extent.persistent else policy.params
-    nbytes = Counter({(device, Purpose.PARAMS): extent.held(params) * extent.dtype.itemsize})
+    master = precision.master_of(extent.dtype)
+    # With equal types the optimizer works on a view of the bucket, if it works where the bucket is.
+    is_view = extent.trainable and master is extent.dtype and places.are_one
+    place = places.states if is_view else places.params
+    nbytes = Counter({(place, Purpose.PARAMS): extent.held(params) * extent.dtype.itemsize})
     if extent.trainable:
-        master = precision.master_of(extent.dtype)
         updated = extent.held(policy.optim)
-        # With equal types the optimizer works on a view of the bucket, if it works where the bucket is.
-        is_view = master is extent.dtype and places.states is device
         nbytes[places.states, Purpose.MASTER] = 0 if is_view else updated * master.itemsize
         nbytes[places.states, Purpose.OPTIM] = state_count * updated * precision.states.itemsize
         gradient = precision.gradient_of(extent.dtype, accumulates=accumulates)
@@ -211,7 +229,7 @@ def _model_states(
 def _staging_nbytes(
     policy: ZeroPolicy, layout: ShardLayout, precision: Precision, accumulates: bool, offload: Offload
 ) -> int:
-    """Host memory through which offloaded states, gradients and new parameters pass; see `StateStore`."""
+    """Host memory through which offloaded states and gradients pass; see `StateStore`."""
     moved = [bucket for bucket in layout.buckets if bucket.index in offload.places]
     if not moved:
         return 0
@@ -226,13 +244,34 @@ def _staging_nbytes(
             gradients = {precision.gradient_of(dtype, accumulates=accumulates) for dtype in dtypes}
         else:  # what is added to a gradient that rests there already
             gradients = {precision.reduce_of(dtype) for dtype in dtypes if accumulates}
-        nbytes += most * sum(dtype.itemsize for dtype in (*gradients, *dtypes))
+        nbytes += most * sum(dtype.itemsize for dtype in gradients)
     return nbytes
 
 
-def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None) -> int:
+def _outgoing(
+    policy: ZeroPolicy, layout: ShardLayout, precision: Precision, offload: Offload
+) -> Counter[tuple[Place, Purpose]]:
+    """Memory through which new parameters pass that rest where the kernels that update them do not write."""
+    trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
+    staged: set[tuple[Place, DType]] = set()
+    for bucket in trained:
+        dtype = bucket.kind.dtype
+        params, states = (where.get(bucket.index, Place.DEVICE) for where in (offload.params, offload.places))
+        is_view = precision.master_of(dtype) is dtype and offload.are_one(bucket.index)
+        is_apart = offload.is_remote and (params is Place.DEVICE) is not (states is Place.DEVICE)
+        if not is_view and (is_apart or params is Place.NVME):
+            staged.add((Place.DEVICE if states is Place.DEVICE else Place.HOST, dtype))
+    most = max((_Extent.of(bucket).held(policy.optim) for bucket in trained), default=0)
+    nbytes: Counter[tuple[Place, Purpose]] = Counter()
+    for place, dtype in staged:
+        nbytes[place, Purpose.STAGING] += most * dtype.itemsize
+    return nbytes
+
+
+def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None, offload: Offload) -> int:
     """The most bytes of parameters that are unsharded at once; more micro-batches change nothing about it."""
-    if layout.world_size == 1 or policy.params is not Placement.SHARDED:
+    is_there = all(offload.is_device_memory(place) for place in offload.params.values())
+    if policy.params is not Placement.SHARDED or (layout.world_size == 1 and is_there):
         return 0  # the only shard is the bucket
     gathered = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
     if max_numel is not None:

@@ -117,6 +117,7 @@ def measure(communicator: Any, config: dict[str, Any], width: int) -> Found:
     outside = (zero.communicator, zero.accelerator, engine.adapter)
     places = list(zero.params)
     masters = [place.master for place in places if not place.master_is_view]
+    shards = [place.own for place in places if place.is_sharded]
     states = [shard.states for shard in zero.shards]
     tiers = {shard.tier for shard in zero.shards}
     held = {
@@ -130,7 +131,7 @@ def measure(communicator: Any, config: dict[str, Any], width: int) -> Found:
         Purpose.GATHERED: held_nbytes(zero.params.gathering, without=(*outside, *(place.own for place in places))),
     }
     found = Found(
-        held, held_nbytes(zero, without=outside), file_nbytes([masters, states]), planned, layout == zero.layout
+        held, held_nbytes(zero, without=outside), file_nbytes([masters, states, shards]), planned, layout == zero.layout
     )
     zero.close()
     return found
@@ -196,6 +197,23 @@ def test_states_in_files_pass_through_the_planned_buffers(rank_pool: Pools, pipe
             assert most / 3 <= staging <= most + padding
         else:
             assert most <= staging <= most + padding
+
+
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16-accumulated"])
+@pytest.mark.parametrize("states", ["none", "cpu"])
+def test_parameters_in_files_are_planned(
+    rank_pool: Pools, tmp_path: Path, states: str, changes: dict[str, Any]
+) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    zero = {"offload_param": place, "offload_optimizer": {"device": states}}
+    for found in rank_pool(2).run(measure, config_of(3, NARROW, zero, **changes), NARROW):
+        planned, held = found.planned, found.held
+        assert found.files == planned.peak_nbytes(Place.NVME) > 0
+        gathered = held.pop(Purpose.GATHERED)
+        assert 0 < gathered <= planned.nbytes(Purpose.GATHERED)
+        assert found.total == sum(held.values()) + gathered + planned.nbytes(Purpose.STAGING)
+        held[Purpose.PARAMS] += found.files
+        assert held == {purpose: planned.nbytes(purpose) for purpose in held}
 
 
 def test_one_rank_is_planned_too(rank_pool: Pools) -> None:
