@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parity_models import SMALL_BUCKET, make_config, parity_model, train_on_threads, train_plainly
-from stage3_models import CASES, assert_same_run
+from stage3_models import CASES, Gpt, assert_same_run, seeded, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -141,6 +141,25 @@ def test_stages_stay_bitwise_equal(case, world, calls):
         counts[stage] = len(calls)
         assert_same_run(runs[stage], runs[0])
     assert counts[0] == counts[1] == counts[2] == counts[3] > 0
+
+
+class Borrower(Gpt):
+    """The root runs a layer of another unit past its hooks, so that nobody has gathered it the first time."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return super().logits(tokens) + self.blocks[0].wide.forward(self.embed(tokens)).mean()
+
+
+def test_parameters_that_are_gathered_on_demand_take_the_same_path(calls):
+    zero = {"stage3_param_persistence_threshold": 0}
+    runs, counts = [], []
+    for stage in (2, 3):
+        calls.clear()
+        config = make_config(stage, zero=zero)
+        runs.append(train_on_threads(2, config, STEPS, build=seeded(Borrower), loss_fn=token_loss))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+    assert_same_run(*runs)
 
 
 def test_parameters_that_are_still_arriving_take_the_same_path(calls):
