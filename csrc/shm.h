@@ -54,7 +54,7 @@ typedef struct pa_shm_group pa_shm_group;
 extern "C" {
 #endif
 
-// Bytes of a control block, and of the part of it for each rank's notes, which starts at pa_shm_notes_offset.
+// Bytes of a control block.
 PA_EXPORT int64_t pa_shm_control_nbytes(int32_t world);
 
 // Join the group of `control`, zeroed memory that all ranks map. `pids`, `starts` and `heaps` are each rank's process
@@ -76,7 +76,7 @@ PA_EXPORT int32_t pa_shm_send(pa_shm_group* group, int32_t peer, const pa_shm_ca
 PA_EXPORT int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing,
                               pa_shm_told* theirs);
 
-// Map bytes of a heap file; NULL when it cannot be. And undo it, giving the pages back when `frees` is set.
+// Map bytes of a file; NULL when that cannot be. And undo it, giving the pages back to the system when `frees` is set.
 PA_EXPORT void* pa_shm_map(int32_t file, int64_t offset, int64_t nbytes);
 PA_EXPORT void pa_shm_unmap(void* address, int32_t file, int64_t offset, int64_t nbytes, int32_t frees);
 

@@ -5,8 +5,8 @@
 #include <limits.h>
 #include <linux/falloc.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -21,8 +21,8 @@
 
 namespace {
 
-enum : int64_t { SHORTEST_SLEEP_NS = 1000000, LONGEST_SLEEP_NS = 50000000 };
-enum { LOOKS = 64, MOST_MAPPINGS = 1024 };
+enum : int64_t { ALONE_NS = 2000, SHORTEST_SLEEP_NS = 1000000, LONGEST_SLEEP_NS = 50000000 };
+enum { LOOKS = 32, MOST_MAPPINGS = 1024 };
 
 int64_t now_ns() {
     timespec time;
@@ -56,7 +56,8 @@ void sleep_on(ShmWord& word, uint32_t target, int64_t nanoseconds) {
 int64_t stages_offset(int32_t world) { return static_cast<int64_t>(sizeof(ShmSeat)) * world; }
 int64_t channels_offset(int32_t world) { return stages_offset(world) + 2 * SHM_STAGE * world; }
 
-// Fill `missing` with the ranks that are waited for and return why they will not come; PA_SHM_OK if they still may.
+// Fill `missing` with the ranks that are waited for and return why they do not come; PA_SHM_OK if they still may.
+// `is_late`: time is up.
 int32_t find_missing(const pa_shm_group* group, uint32_t target, const ShmPatience& patience, int32_t peer,
                      bool is_step, bool is_late) {
     bool late[PA_SHM_MOST_RANKS], dead[PA_SHM_MOST_RANKS], left[PA_SHM_MOST_RANKS];
@@ -94,19 +95,25 @@ void shm_count(ShmWord& word, uint32_t to) {
 int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, const ShmPatience& patience, int32_t peer,
                  bool is_step) {
     if (has_reached(word, target)) return PA_SHM_OK;
-    for (const int64_t until = now_ns() + patience.spin_ns; patience.spin_ns && now_ns() < until;)
+    const int64_t began = now_ns();
+    for (int64_t spent = 0; spent < patience.spin_ns; spent = now_ns() - began) {
         for (int32_t i = 0; i < LOOKS; i++) {
             if (has_reached(word, target)) return PA_SHM_OK;
             relax();
         }
+        // The peer may be waiting for this very core: a wake-up tends to bring ranks together.
+        if (spent > ALONE_NS) sched_yield();
+    }
     for (int64_t nap = SHORTEST_SLEEP_NS; !has_reached(word, target); nap = nap * 2) {
         if (nap > LONGEST_SLEEP_NS) nap = LONGEST_SLEEP_NS;
         const int64_t left_ns = patience.deadline_ns - now_ns();
         if (left_ns > 0) sleep_on(word, target, nap < left_ns ? nap : left_ns);
         if (has_reached(word, target)) break;
         const int32_t status = find_missing(group, target, patience, peer, is_step, left_ns <= 0);
-        // A last look: a rank may have counted and ended since.
-        if (status != PA_SHM_OK) return has_reached(word, target) ? static_cast<int32_t>(PA_SHM_OK) : status;
+        if (status == PA_SHM_OK) continue;
+        if (!has_reached(word, target)) return status;
+        // It came after all; whoever else is missing is found when its turn comes.
+        memset(patience.missing, 0, group->world);
     }
     return PA_SHM_OK;
 }

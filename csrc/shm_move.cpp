@@ -21,26 +21,23 @@ void widen_to(float* to, const char* from, int32_t type, int64_t numel) {
         widen_float16(to, reinterpret_cast<const uint16_t*>(from), numel);
 }
 
-// The reduced block as bytes of its own type, in `total` or `narrow`.
+// The reduced block as bytes of its own type, in `total` or `narrow`. `count` is at least 2.
 const char* reduce_floats(const isa_kernels* isa, int32_t type, int32_t reduce, int64_t numel,
                           const char* const* parts, int32_t count, int64_t offset, float* total, uint16_t* narrow) {
+    const bool is_wide = type == PA_FLOAT32, averages = reduce == PA_SHM_AVG;
+    const pa_array nowhere = {nullptr, PA_FLOAT32}, rounded = is_wide ? nowhere : pa_array{narrow, type};
     widen_to(total, parts[0] + offset, type, numel);
-    const int32_t kind = reduce == PA_SHM_AVG ? PA_SUM : PA_SUM + reduce;
+    const int32_t kind = averages ? PA_SUM : PA_SUM + reduce;
     for (int32_t i = 1; i < count; i++) {
         const pa_array arrays[2] = {{total, PA_FLOAT32}, {const_cast<char*>(parts[i]) + offset, type}};
-        isa->sweep(kind, arrays, pa_array{nullptr, PA_FLOAT32}, nullptr, 0, numel);
+        isa->sweep(kind, arrays, i + 1 == count && !averages ? rounded : nowhere, nullptr, 0, numel);
     }
-    if (reduce == PA_SHM_AVG) {
+    if (averages) {
         const pa_array arrays[1] = {{total, PA_FLOAT32}};
         const float share = static_cast<float>(1.0 / count);
-        isa->sweep(PA_SCALE, arrays, pa_array{nullptr, PA_FLOAT32}, &share, 0, numel);
+        isa->sweep(PA_SCALE, arrays, rounded, &share, 0, numel);
     }
-    if (type == PA_FLOAT32) return reinterpret_cast<char*>(total);
-    if (type == PA_BFLOAT16)
-        narrow_bfloat16(narrow, total, numel);
-    else
-        narrow_float16(narrow, total, numel);
-    return reinterpret_cast<char*>(narrow);
+    return is_wide ? reinterpret_cast<char*>(total) : reinterpret_cast<char*>(narrow);
 }
 
 const char* reduce_others(const isa_kernels* isa, int32_t type, int32_t reduce, int64_t numel,

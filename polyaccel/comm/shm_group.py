@@ -18,7 +18,7 @@ from polyaccel.types import DType, ReduceOp
 
 # Longer than a sleeper takes to wake: else two ranks in step, once one has slept, keep putting each other to sleep.
 _SPIN_NS = 100_000
-_SPIN_NS_OF_MANY = 2_000  # with more ranks than cores, the one that is waited for needs this core
+_SPIN_NS_OF_MANY = 20_000  # with more ranks than cores, the one that is waited for needs this core
 _NOWHERE = (Place(-1, 0, 0), 0)
 
 
