@@ -65,6 +65,11 @@ class Buffer(ABC):
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         """Overwrite with what `to_bytes` gave. Raises ShardingError when `data` is not exactly `nbytes` long."""
 
+    def references(self) -> int:
+        """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
+        since the memory was lent, the borrower's views are still in somebody's hands."""
+        return 0
+
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.raw.__dlpack__(**kwargs)
 

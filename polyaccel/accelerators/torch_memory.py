@@ -67,6 +67,9 @@ class TorchBuffer(CountedBuffer):
     def data_ptr(self) -> int:
         return self._tensor.data_ptr()
 
+    def references(self) -> int:
+        return int(torch._C._storage_Use_Count(self._tensor.untyped_storage()._cdata))
+
     def to_bytes(self) -> bytes:
         return self._tensor.view(torch.uint8).cpu().numpy().tobytes()
 

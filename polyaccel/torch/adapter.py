@@ -122,14 +122,12 @@ class TorchAdapter(ModelAdapter):
         """Let each parameter have its values in memory of its own. Collective where they are sharded."""
         if self._step is None:
             return
-        params = self._step.params
-        for place in params:
-            index = place.bucket.index
-            full = params.hold(index)
-            own = {slot.param.fqn: full.view(slot.offset, slot.param.numel).raw.clone() for slot in place.bucket.slots}
-            params.drop(index)
-            for fqn, values in own.items():
-                show(self._params[fqn], values)
+        self._step.params.gathering.close()
+        for place in self._step.params:
+            with self._step.params.peek(place.bucket.index) as full:
+                for slot in place.bucket.slots:
+                    values = full.view(slot.offset, slot.param.numel).raw.clone()
+                    show(self._params[slot.param.fqn], values)
 
     # Sharded parameters.
 

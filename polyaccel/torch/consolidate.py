@@ -27,12 +27,10 @@ def consolidated_state_dict(engine: TorchEngine, *, exclude_frozen_parameters: b
     params = engine.zero.params
     for place in params:
         index = place.bucket.index
-        full = params.hold(index)
-        if is_writer:
-            for slot in place.bucket.slots:
+        with params.peek(index) as full:
+            for slot in place.bucket.slots if is_writer else ():
                 flat = full.view(slot.offset, slot.param.numel).raw
                 values[slot.param.fqn] = flat.detach().to("cpu", copy=True).view(slot.param.shape)
-        params.drop(index)
     if not is_writer:
         return {}
     names = engine.adapter.names

@@ -5,9 +5,9 @@ A *site* is a module and the buckets that it needs: a unit with all its paramete
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
 
 [Note: Backward]
-The gradient of a site's output means that its backward begins: the buckets are held, and every site that this one does
-not lie in is over. For autograd runs later operations first, hence nothing of an earlier begun site is left when
-another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the order
+The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
+around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+when another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the order
 of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of its
 buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd asks
 for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
@@ -212,7 +212,7 @@ class Sites:
         self._begin()
         site = call.site
         for other in self._in_backward[::-1]:
-            if other is not site and not other.is_around(site):
+            if other is not site and not other.is_around(site) and not site.is_around(other):
                 self._leave(other)
         if not call.has_entered:
             call.has_entered = True

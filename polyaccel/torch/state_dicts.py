@@ -10,12 +10,14 @@ values, master weights in full precision, and torch's own `copy_` into the place
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_memory import wrap_torch
+from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.torch.homes import home_of
 from polyaccel.torch.hooks import EngineHook
@@ -30,7 +32,10 @@ class StateDicts:
         self._depth = 0
         self._copies: dict[str, Tensor] = {}
         """What the state dict under construction has already, so that tied entries stay tied."""
-        self._held: int | None = None
+        self._index: int | None = None
+        self._whole: Buffer | None = None
+        """Bucket `_index`, whole until `_look` is closed."""
+        self._look = ExitStack()
         self._loading: dict[str, bool] = {}
         """Parameters whose module is loading, and whether their values were taken already."""
         self._handles = [handle for part in module.modules() for handle in self._hook(part)]
@@ -61,7 +66,7 @@ class StateDicts:
         def after_save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
             self._depth -= 1
             if self._depth == 0:
-                self._hold(None)
+                self._turn_to(None)
                 self._copies.clear()
 
         def before_load(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any) -> None:
@@ -81,19 +86,18 @@ class StateDicts:
     def _copy_of(self, fqn: str) -> Tensor:
         if fqn not in self._copies:
             place, slot = self._params.locate(fqn)
-            self._hold(place.bucket.index)
-            values = self._params.full(place.bucket.index).view(slot.offset, slot.param.numel)
-            self._copies[fqn] = values.raw.clone().view(slot.param.shape)
+            whole = self._turn_to(place.bucket.index)
+            assert whole is not None  # for a bucket
+            self._copies[fqn] = whole.view(slot.offset, slot.param.numel).raw.clone().view(slot.param.shape)
         return self._copies[fqn]
 
-    def _hold(self, index: int | None) -> None:
-        """Keep that bucket whole, and no other."""
-        if index != self._held:
-            if self._held is not None:
-                self._params.drop(self._held)
-            self._held = index
-            if index is not None:
-                self._params.hold(index)
+    def _turn_to(self, index: int | None) -> Buffer | None:
+        """Make that bucket whole, and no other."""
+        if index != self._index:
+            self._look.close()
+            self._index = index
+            self._whole = None if index is None else self._look.enter_context(self._params.peek(index))
+        return self._whole
 
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:
         for name, parameter in module.named_parameters(recurse=False):

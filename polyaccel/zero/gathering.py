@@ -1,5 +1,10 @@
 """Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
 
+[Note: Views that outlive their bucket]
+Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
+`GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is recognised by the number
+of references to it, and left to its holder instead.
+
 [Note: Holds]
 Whoever needs a bucket whole holds it (`hold`) and drops it afterwards; holds nest. A bucket that nobody holds is idle:
 it is freed at once, or kept while its next use is near. What "near" means follows from the order in which the last step
@@ -11,7 +16,7 @@ not ahead. Every rank sees the same holds in the same order, so every rank decid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from math import inf
@@ -108,6 +113,10 @@ class ShardedBucket:
         self.full: Buffer | None = None
         self.work: Work | None = None
         self.holds = 0
+        self.is_ahead = False
+        """Gathered before anybody needed it."""
+        self.references = 0
+        """To the memory of `full` when it was lent."""
 
 
 class Gathering:
@@ -167,8 +176,7 @@ class Gathering:
         """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
         step. Raises ShardingError while gathering is suspended."""
         place = self._buckets[index]
-        if self.is_suspended:
-            raise ShardingError("parameters are offloaded", cure="call engine.reload_states() first", value=index)
+        self._require_active(index)
         if place.holds == 0 and learn:
             self._order.note(index)
         place.holds += 1
@@ -200,6 +208,25 @@ class Gathering:
             self._free(place)
         elif not self._is_own(place):
             self._start_gather(place, place.full, async_op=False)
+
+    @contextmanager
+    def peek(self, index: int) -> Iterator[Buffer]:
+        """The whole bucket, to be read at once, while the frontend sees its parameters where they are. Collective,
+        unless it is whole already."""
+        place = self._buckets[index]
+        self._require_active(index)
+        if (whole := self.whole_or_none(index)) is not None or self._is_own(place):
+            yield place.own if whole is None else whole
+            return
+        self._make_room(place.bucket.numel)
+        self._count_live(place.bucket.numel)
+        full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        try:
+            self._start_gather(place, full, async_op=False)
+            yield full
+        finally:
+            self._count_live(-place.bucket.numel)
+            self._pool.release(full)
 
     def free_idle(self) -> None:
         """Free everything that nobody holds, prefetched buckets too: parameters are about to change, or a step
@@ -276,14 +303,23 @@ class Gathering:
                 return
             self._launch(place)
             self._ahead_numel += numel
+            place.is_ahead = True
+
+    def _require_active(self, index: int) -> None:
+        if self.is_suspended:
+            raise ShardingError("parameters are offloaded", cure="call engine.reload_states() first", value=index)
+
+    def _count_live(self, numel: int) -> None:
+        self.live_numel += numel
+        self.peak_numel = max(self.peak_numel, self.live_numel)
 
     def _launch(self, place: ShardedBucket) -> None:
-        self.live_numel += place.bucket.numel
-        self.peak_numel = max(self.peak_numel, self.live_numel)
+        self._count_live(place.bucket.numel)
         if self._is_own(place):
             place.full, place.work = place.own, DoneWork()
             return
         place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        place.references = place.full.references()
         place.work = self._start_gather(place, place.full, async_op=True)
 
     def _start_gather(self, place: ShardedBucket, full: Buffer, *, async_op: bool) -> Work:
@@ -304,16 +340,18 @@ class Gathering:
         with self._waiting():
             place.work.wait()
         place.work = None
-        self._ahead_numel = max(0, self._ahead_numel - place.bucket.numel)
+        self._ahead_numel -= place.bucket.numel * place.is_ahead
+        place.is_ahead = False
         self._on_bound(place.bucket, place.full)
 
     def _free(self, place: ShardedBucket) -> None:
         assert place.full is not None  # the callers' condition
         self._on_freed(place.bucket)
         if not self._is_own(place):
-            self._pool.release(place.full)
+            is_kept = place.full.references() > place.references
+            (self._pool.forget if is_kept else self._pool.release)(place.full)
         place.full = None
-        self.live_numel -= place.bucket.numel
+        self._count_live(-place.bucket.numel)
 
     @staticmethod
     def _is_own(place: ShardedBucket) -> bool:

@@ -12,7 +12,7 @@ each rank writing the same value is well, each rank multiplying by 0.9 is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
@@ -283,6 +283,15 @@ class ParamStore:
         if index in self.gathering:
             self.gathering.hold(index, learn=False)
         return self.full(index)
+
+    @contextmanager
+    def peek(self, index: int) -> Iterator[Buffer]:
+        """The whole bucket, to be read at once; no parameter is bound to it. Collective where it is sharded."""
+        if index in self.gathering:
+            with self.gathering.peek(index) as whole:
+                yield whole
+        else:
+            yield self.full(index)
 
     def drop(self, index: int) -> None:
         """Undo one `hold`. A sharded bucket that nobody holds is freed, whatever somebody may have written there."""

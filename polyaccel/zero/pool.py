@@ -59,6 +59,10 @@ class BufferPool:
         """Let go of everything that nobody borrows."""
         self._free.clear()
 
+    def forget(self, buffer: Buffer) -> None:
+        """Never lend again what `acquire` gave: somebody keeps it."""
+        del self._lent[buffer.data_ptr()]
+
     def release(self, buffer: Buffer) -> None:
         """Take back what `acquire` gave."""
         whole = self._lent.pop(buffer.data_ptr())

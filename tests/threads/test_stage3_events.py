@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from parity_models import assert_bitwise, batch, make_config, on_threads, snapshot
-from stage3_models import WIDTH, Block, Gpt, Wandering, seeded, token_loss
+from stage3_models import CASES, WIDTH, Block, Gpt, Wandering, seeded, token_loss
 from torch import nn
 
 import polyaccel
@@ -137,6 +137,46 @@ def test_saved_tensors_hooks_of_the_user_around_and_inside():
             engine.step()
 
     both_stages(work, seeded(Saving))
+
+
+def test_a_view_that_a_layer_keeps_for_its_backward():
+    """Kept beside autograd, where nobody can see it: its memory must not serve another bucket."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            ctx.transposed = weight.t()
+            ctx.save_for_backward(hidden)
+            return hidden @ ctx.transposed
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (hidden,) = ctx.saved_tensors
+            return gradient @ ctx.transposed.t(), gradient.flatten(0, 1).t() @ hidden.flatten(0, 1)
+
+    class Keeping(Block):
+        def forward(self, hidden):
+            return hidden + Product.apply(torch.tanh(Product.apply(hidden, self.wide.weight)), self.narrow.weight)
+
+    def work(engine, rank):
+        train(engine, range(3), rank)
+
+    both_stages(work, seeded(lambda: Gpt(make_block=Keeping)))
+
+
+@pytest.mark.parametrize("case", ["gpt", "recomputed", "reentrant", "experts"])
+def test_training_keeps_no_gathered_memory(case):
+    """Nothing that a step leaves behind refers to it, so it serves the next bucket."""
+
+    def work(communicator, model):
+        engine = engine_of(model)
+        pool = engine.zero.params.gathering._pool
+        forgotten = []
+        pool.forget = forgotten.append
+        train(engine, range(2), communicator.rank)
+        assert forgotten == []
+
+    on_threads(2, work, CASES[case].build)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -65,6 +65,28 @@ def test_a_state_dict_is_whole_and_loads_into_a_plain_model(stage):
     assert_equal(plain.state_dict(), state)
 
 
+def test_values_keep_when_their_bucket_goes():
+    """Of many parameters in one bucket, taken by a state dict outside or inside `GatheredParameters`."""
+
+    def work(communicator, model):
+        keys = {"stage3_param_persistence_threshold": 0}
+        engine = polyaccel.initialize(model=model, config=make_config(3, zero=keys))[0]
+        outside = model.state_dict()
+        with zero.GatheredParameters(model.parameters()):
+            inside = model.state_dict()
+            kept = snapshot(model)
+        train(engine, range(1), communicator.rank)  # whose gathers would use the memory again
+        assert_equal(outside, wanted)
+        assert_equal(inside, wanted)
+        assert all(torch.equal(kept[name], wanted[name]) for name in kept)
+        assert (
+            len({value.untyped_storage().data_ptr() for value in outside.values()}) == len(outside) - 1
+        )  # one is tied
+
+    wanted = gpt().state_dict()
+    on_threads(2, work, gpt)
+
+
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loaded_state_dict_trains_on_in_full_precision(stage, precision):
