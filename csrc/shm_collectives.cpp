@@ -13,10 +13,11 @@
 namespace {
 
 enum : int64_t {
-    SMALL = 32 << 10,    // up to here everybody reduces everything, which takes one step instead of two
-    DIRECT = 64 << 10,   // from here a step more is worth not copying to the stages
-    STREAMED = 8 << 20,  // from here results are written past the caches
-    CUT = 64             // pieces start on cache lines
+    SMALL = 32 << 10,            // up to here everybody reduces everything, which takes one step instead of two
+    DIRECT = 64 << 10,           // from here a step more is worth not copying to the stages
+    STREAMED = 8 << 20,          // from here copies are written past the caches, and sums later, for they
+    STREAMED_SUMS = 32 << 20,    // have just read where they write
+    CUT = 64                     // pieces start on cache lines
 };
 
 struct Call {
@@ -300,7 +301,9 @@ int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t*
         return PA_SHM_BAD_CALL;
     if (group->is_broken) return PA_SHM_BROKEN;
     const int64_t itemsize = itemsize_of(told.type), nbytes = told.numel * itemsize;
-    const Call c{group, call, shm_patience(call, missing), itemsize, nbytes, nbytes >= STREAMED};
+    const bool sums = told.op == PA_SHM_ALL_REDUCE || told.op == PA_SHM_REDUCE_SCATTER;
+    const bool streams = nbytes >= (sums ? STREAMED_SUMS : STREAMED);
+    const Call c{group, call, shm_patience(call, missing), itemsize, nbytes, streams};
     const int32_t status = ended(group, run(c, theirs));
     if (c.streams) shm_fence();
     return status;
