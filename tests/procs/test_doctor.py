@@ -120,7 +120,8 @@ def test_the_machine_and_what_matters_of_the_environment_are_shown(site: Path, t
     report = doctor(site, tmp_path, before=before)
     assert {"RANK": "1", "POLYACCEL_COMM": "gloo", "DS_ACCELERATOR": "cpu"}.items() <= report["environment"].items()
     assert "SECRET" not in report["environment"]
-    assert set(report["machine"]) == {"python", "platform", "processor", "cores", "memory", "kernels"}
+    facts = {"python", "platform", "processor", "cores", "memory", "kernels", "matrix kernels"}
+    assert set(report["machine"]) == facts
     assert not any(fact.startswith("unknown") for fact in report["machine"].values())
 
 
