@@ -101,8 +101,8 @@ class ZeroConfig(Section):
     """Stage 3: do not keep gathered weights for the backward. None is ever kept, and `F.linear` is never replaced, so
     both values are met."""
     override_module_apply: bool = True
-    """Stage 3: gather parameters inside `Module.apply`. It is never replaced; a function that needs sharded values is told
-    to use `zero.GatheredParameters`. False is an error."""
+    """Stage 3: gather parameters inside `Module.apply`. It is never replaced; a function that needs sharded values is
+    told to use `zero.GatheredParameters`. False is an error."""
     pipeline_loading_checkpoint: bool = False
     """Stage 3: ranks load a checkpoint one after another."""
     log_trace_cache_warnings: bool = False

@@ -7,10 +7,10 @@ with its own. Before its forward the buckets are held, after it they are dropped
 [Note: Backward]
 The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
 around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
-when another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the order
-of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of its
-buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd asks
-for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
+when another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the
+order of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of
+its buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd
+asks for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
 """
 
 from __future__ import annotations
