@@ -1,4 +1,10 @@
-"""How much a step sends, counted from its schedule. Exact: buckets divide evenly, so (N-1)/N of one is an integer."""
+"""How much a step sends, counted from its schedule. Exact: buckets divide evenly, so (N-1)/N of one is an integer.
+
+Where parameters are sharded, an eager framework's gathers follow events and bounds (`zero.gathering`): a bucket is
+gathered for each use, forward or backward, unless it is kept because its next use is near. So a step gathers everything
+at least once and at most twice a micro-batch; the schedule's figure is what it does when units run once each and what a
+pass ends with is kept for the next, with the root kept throughout. Reductions are as scheduled.
+"""
 
 from __future__ import annotations
 

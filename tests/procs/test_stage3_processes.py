@@ -1,0 +1,72 @@
+"""Stage 3 where ranks are processes: over gloo, and 300 steps that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+import torch
+from parity_models import assert_bitwise, make_config, train, train_on_threads
+from stage3_models import CASES, token_loss
+
+import polyaccel
+from polyaccel import zero
+
+STEPS = 2
+ZERO = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
+
+
+def train_here(communicator, case, config):
+    """One rank's run, inside its process."""
+    build, loss = CASES[case]
+    return train(communicator, build(), config, STEPS, loss)
+
+
+@pytest.mark.parametrize("case", ["gpt", "experts", "recomputed"])
+def test_two_processes_equal_two_threads_bitwise(rank_pool, case):
+    config = make_config(3, accumulation=2, gradient_clipping=0.5, zero=ZERO)
+    build, loss = CASES[case]
+    threads = train_on_threads(2, config, STEPS, build=build, loss_fn=loss)
+    for run in rank_pool(2).run(train_here, case, config):
+        assert_bitwise(run.params, threads.params)
+        assert run.norms == threads.norms
+
+
+def test_three_processes_agree(rank_pool):
+    config = make_config(3, accumulation=2, bf16={"enabled": True}, zero={**ZERO, "stage3_prefetch_bucket_size": 0})
+    runs = rank_pool(3).run(train_here, "gpt", config)
+    for run in runs[1:]:
+        assert_bitwise(run.params, runs[0].params)
+
+
+def soak(communicator, steps):
+    """Resident bytes, open files and threads after a third of the steps and after all of them."""
+    build, _ = CASES["gpt"]
+    engine = polyaccel.initialize(
+        model=build(), config=make_config(3, zero={"stage3_param_persistence_threshold": 10})
+    )[0]
+    process = psutil.Process()
+    figures = []
+    for step in range(steps):
+        engine.backward(token_loss(engine, step, 0, communicator.rank))
+        engine.step()
+        if step % 10 == 0:
+            with torch.no_grad():
+                token_loss(engine, step, 1, communicator.rank)
+            with zero.GatheredParameters(engine.module.scale):
+                pass
+            engine.module_state_dict()
+        if step + 1 in (steps // 3, steps):
+            gc.collect()
+            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            figures.append((process.memory_info().rss, process.num_fds(), process.num_threads(), tensors))
+    engine.destroy()
+    return figures
+
+
+@pytest.mark.slow
+def test_300_steps_leave_nothing_behind(rank_pool):
+    for (rss, *counts), (later_rss, *later_counts) in rank_pool(2).run(soak, 300):
+        assert later_counts == counts
+        assert later_rss - rss < 4 << 20
