@@ -182,8 +182,11 @@ class Sites:
             for index in reversed(call.held):
                 self._gathering.drop(index)
 
-        yield site.module.register_forward_pre_hook(EngineHook(before), with_kwargs=True)
-        yield site.module.register_forward_hook(EngineHook(after), with_kwargs=True, always_call=True)
+        enter, leave = EngineHook(before), EngineHook(after)
+        if site.module._compiled_call_impl is not None:  # `Module.compile` compiles the call with its hooks
+            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+        yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def _hold(self, call: Call, index: int) -> None:
         self._gathering.hold(index, learn=self._learns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import psutil
 import pytest
@@ -38,6 +39,30 @@ def test_three_processes_agree(rank_pool):
     runs = rank_pool(3).run(train_here, "gpt", config)
     for run in runs[1:]:
         assert_bitwise(run.params, runs[0].params)
+
+
+def train_compiled(communicator, how, stage):
+    """One rank's losses and parameters with its blocks compiled."""
+    build, _ = CASES["gpt"]
+    model = build()
+    for index, block in enumerate(model.blocks):
+        if how == "method":
+            block.compile(backend="aot_eager")
+        else:
+            model.blocks[index] = torch.compile(block, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler warns itself, of attributes that it looks at
+        run = train(communicator, model, make_config(stage, zero=ZERO), 3, token_loss)
+    torch.compiler.reset()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["method", "wrapper"])
+def test_compiled_blocks(rank_pool, how):
+    two, three = (rank_pool(2).run(train_compiled, how, stage)[1] for stage in (2, 3))
+    assert_bitwise(three.params, two.params)
+    assert three.losses == two.losses
 
 
 def soak(communicator, steps):

@@ -217,6 +217,27 @@ def test_parameters_used_outside_of_their_modules():
     both_stages(work, seeded(Lending))
 
 
+def test_outputs_that_cannot_be_watched():
+    """No hook says when such a block's backward begins; autograd itself asks for its weights."""
+
+    class Opaque:
+        def __init__(self, hidden):
+            self.hidden = hidden
+
+    class Closed(Block):
+        def forward(self, hidden):
+            return Opaque(super().forward(hidden))
+
+    class Opening(Gpt):
+        def run_block(self, block, hidden):
+            return block(hidden).hidden
+
+    def work(engine, rank):
+        train(engine, range(3), rank)
+
+    both_stages(work, seeded(lambda: Opening(make_block=Closed)))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_declared_parameter_is_gathered_with_its_user(when):
     def work(communicator, model):

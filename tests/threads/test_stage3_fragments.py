@@ -8,7 +8,7 @@ from parity_models import batch, grouped, make_config, on_threads, parity_model,
 from torch import nn
 
 import polyaccel
-from polyaccel import utils
+from polyaccel import utils, zero
 from polyaccel.errors import PolyaccelError, ShardingError
 
 STAGES = (0, 1, 2, 3)
@@ -157,6 +157,20 @@ def test_what_is_set_is_what_trains(stage, precision, local):
     found = on_threads(WORLD, target, parity_model, [states for states, _ in ranks])
     for params in found:
         assert all(torch.equal(params[name], ranks[0][1][name]) for name in params)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_set_is_seen_at_once_by_those_who_look(stage):
+    def work(communicator, model):
+        engine_of(model, stage)
+        weight = model.wide.weight
+        with zero.GatheredParameters(weight):
+            utils.safe_set_full_fp32_param(weight, torch.full((33, 6), 2.0))
+            assert weight.unique().tolist() == [2.0]
+            utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight) + 1.0)
+            assert weight.unique().tolist() == [3.0]
+
+    on_threads(WORLD, work, parity_model)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -132,6 +132,19 @@ def test_room_is_made_by_freeing_what_is_needed_last():
     assert on_two_ranks(work)[0] == ("+0 +1 -1 +2 -2 -0 +1 -1", 2 * NUMEL)
 
 
+def test_what_held_buckets_forced_above_the_bound_is_not_kept():
+    def work(communicator):
+        gathering, recorder = make(communicator, 2, max_live_numel=NUMEL, max_reuse_numel=10**9)
+        use(gathering, 0, 1, 1, 0)
+        gathering.end_step()
+        recorder.take()
+        gathering.hold(0)
+        use(gathering, 1, 1)
+        return recorder.take()
+
+    assert on_two_ranks(work)[0] == "+0 +1 -1 +1 -1"
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_whatever_is_asked_in_whatever_order(data):
