@@ -68,6 +68,7 @@ def measure(stage: int, make: str, world: int) -> list[list[float]]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
+                "POLYACCEL_COMM": "gloo",  # over shm parameters exist once a host, and each rank's pages count them all
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
