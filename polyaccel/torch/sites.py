@@ -184,7 +184,8 @@ class Sites:
 
         enter, leave = EngineHook(before), EngineHook(after)
         if site.module._compiled_call_impl is not None:  # `Module.compile` compiles the call with its hooks
-            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+            disable: Callable[[EngineHook], EngineHook] = torch.compiler.disable
+            enter, leave = disable(enter), disable(leave)
         yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
         yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
