@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-WORLD_SIZE = 2
 SEQUENCE = 128
 """Tokens (bytes of text) in a sequence."""
 
@@ -54,6 +53,7 @@ SHAPES = {
     "tiny": Shape(layers=2, width=128, heads=4),  # 0.5 M parameters: shows that everything works, measures nothing
     "10m": Shape(layers=6, width=384, heads=6),
     "29m": Shape(layers=9, width=512, heads=8),
+    "126m": Shape(layers=10, width=1024, heads=16),
 }
 
 
@@ -64,14 +64,15 @@ class Case:
     size: str
     micro_batch: int
     dtype: str
+    world_size: int = 2
 
     def __str__(self) -> str:
-        return f"{self.size}, micro-batch {self.micro_batch}, {self.dtype}"
+        return f"{self.size}, micro-batch {self.micro_batch}, {self.dtype}, {self.world_size} ranks"
 
     @property
     def tokens_per_step(self) -> int:
         """Over all ranks."""
-        return self.micro_batch * SEQUENCE * WORLD_SIZE
+        return self.micro_batch * SEQUENCE * self.world_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from pydantic import TypeAdapter
 
-from bench.cases import WORLD_SIZE, Job, Run, Variant
+from bench.cases import Job, Run, Variant
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SETUP_LIMIT_S = 120.0
@@ -47,7 +47,8 @@ def run_job(job: Job) -> Run | Failure:
     limit_s = _SETUP_LIMIT_S + _STEP_LIMIT_S * (job.warmup + job.steps)
     with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
         result, log = Path(folder, "run.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "polyaccel", "run", "--nproc", str(WORLD_SIZE), "--module", "bench.worker"]
+        ranks = str(job.case.world_size)
+        command = [sys.executable, "-m", "polyaccel", "run", "--nproc", ranks, "--module", "bench.worker"]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, job.to_json(), str(result)],

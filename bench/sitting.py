@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
         "--dtype", type=listed(one_of(DTYPES)), default=defaults.dtypes, help="fp32, bf16 (default: %(default)s)"
     )
     parser.add_argument(
+        "--ranks",
+        type=listed(positive),
+        default="2",
+        metavar="N,...",
+        help="processes, each of one thread; more than cores share them (default: %(default)s)",
+    )
+    parser.add_argument(
         "--impl",
         type=listed(one_of(VARIANTS)),
         default=defaults.variants,
@@ -91,7 +98,12 @@ def read_arguments(args: argparse.Namespace, console: Console) -> Sitting:
             console.print(f"{name} skipped: {reason}")
     if not present:
         raise SystemExit("nothing to measure: install what was skipped, or name other variants with --impl")
-    cases = tuple(Case(args.size, batch, dtype) for dtype in args.dtype for batch in args.micro_batch)
+    cases = tuple(
+        Case(args.size, batch, dtype, ranks)
+        for ranks in args.ranks
+        for dtype in args.dtype
+        for batch in args.micro_batch
+    )
     return Sitting(cases, tuple(present), args.warmup, args.steps, args.rounds)
 
 
