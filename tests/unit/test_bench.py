@@ -144,7 +144,7 @@ def test_variants_interleave_and_take_turns_at_being_first() -> None:
 def test_what_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.launch.find_spec", lambda name: None)
     args = argparse.Namespace(
-        impl=("ds1", "ddp"), size="tiny", micro_batch=(1, 4), dtype=("fp32",), warmup=1, steps=2, rounds=3
+        impl=("ds1", "ddp"), size="tiny", ranks=(2,), micro_batch=(1, 4), dtype=("fp32",), warmup=1, steps=2, rounds=3
     )
     console = Console(file=StringIO())
     sitting = read_arguments(args, console)
