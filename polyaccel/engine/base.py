@@ -8,6 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyaccel.buffer import Buffer
+from polyaccel.config import ResolvedConfig
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.recording import StepRecorder
 from polyaccel.types import ParamSpec
 from polyaccel.zero.params import ParamObserver
 
@@ -33,7 +38,12 @@ class ModelAdapter(ParamObserver, ABC):
 
 
 class Engine(ABC):
-    """A model in training. Frontends add what their framework's users expect."""
+    """A model in training. Frontends add what their framework's users expect, and set the parts named here."""
+
+    config: ResolvedConfig
+    counters: StepCounters
+    loss_scaler: LossScaler
+    _recorder: StepRecorder
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -64,3 +74,64 @@ class Engine(ABC):
     @abstractmethod
     def destroy(self) -> None:
         """Give back memory, hooks and connections. The model stays usable."""
+
+    # How far the run is.
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps, skipped ones included."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks in those steps."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Finished micro-batches."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite."""
+        return self.counters.skipped_steps
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Figures of the last optimizer step on this rank; None before the first."""
+        return self._recorder.last
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the parameters."""
+        return self.counters.step_applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last of its optimizer step."""
+        return self.counters.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether micro-batches end an accumulation; None counts them again."""
+        self.counters.set_gradient_accumulation_boundary(is_boundary)
+
+    # What the config became.
+
+    def train_batch_size(self) -> int:
+        """Samples of an optimizer step, of all ranks together."""
+        return self.counters.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.counters.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def get_loss_scale(self) -> float:
+        """What losses are multiplied with now."""
+        return self.loss_scaler.loss_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from logging import getLogger
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from polyaccel.engine.base import Engine
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import StepRecorder
-from polyaccel.errors import CheckpointError, InvariantError, PolyaccelError
+from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.runtime import Runtime
 from polyaccel.torch.activations import ActivationOffload
 from polyaccel.torch.adapter import TorchAdapter
@@ -27,8 +25,9 @@ from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.moving import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
+from polyaccel.torch.passes import BackwardPasses
+from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
 from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.policy import Placement
 from polyaccel.zero.step import StepResult, ZeroStep
 
 log = getLogger(__name__)
@@ -58,7 +57,7 @@ class TorchEngine(nn.Module, Engine):
             gradient_accumulation_steps=self.config.gradient_accumulation_steps,
             train_batch_size=self.config.train_batch_size,
         )
-        self.loss_scaler: LossScaler = runtime.loss_scaler()
+        self.loss_scaler = runtime.loss_scaler()
         self.training_dataloader: Any = None
         self.lr_scheduler: Any = None
         self._recorder = StepRecorder(
@@ -73,17 +72,16 @@ class TorchEngine(nn.Module, Engine):
         )
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
-        self._sync = True
-        self._scaled_by_user = False
         self._result: StepResult | None = None
 
+        self._passes = BackwardPasses(self)
         self.adapter = TorchAdapter(
             module,
             [group["params"] for group in groups],
             self.accelerator,
             runtime.param_dtype,
-            self._begin_foreign_pass,
-            self._end_pass,
+            self._passes.begin_foreign,
+            self._passes.end,
             lambda: self.loss_scaler.loss_scale,
         )
         self._offloaded = OffloadedStates(self)
@@ -161,58 +159,17 @@ class TorchEngine(nn.Module, Engine):
             )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         scaled = at_least_float32(loss) * factor if factor != 1.0 else loss
-        with self.timer("backward"):
-            self._begin_pass(1.0)
-            try:
-                root = at_least_float32(scaled) * self.loss_scaler.loss_scale if self._scales else scaled
-                root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except BaseException:
-                self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
-                self.adapter.end_pass()
-                raise
-            self._end_pass()
+        self._passes.run(scaled, retain_graph=retain_graph)
         self._losses.append(loss.detach())
         return scaled.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
-        self._scaled_by_user = True
-        return at_least_float32(loss) * self.loss_scaler.loss_scale
+        return self._passes.scale_by_hand(loss)
 
-    @property
-    def _scales(self) -> bool:
-        return self.loss_scaler.loss_scale != 1.0
-
-    def _begin_pass(self, gradient_factor: float) -> None:
-        self.adapter.gradient_factor = gradient_factor
-        each_pass = self.runtime.policy.grads is Placement.SHARDED
-        self.zero.begin_pass(reduce=self._sync and (each_pass or self.counters.is_boundary))
-
-    def _begin_foreign_pass(self) -> None:
-        """A `loss.backward()` that is not ours began. See [Note: Passes] in the adapter."""
-        if self._scales and not self._scaled_by_user:
-            raise PolyaccelError(
-                "loss.backward() was called on an fp16 loss that is not scaled: small gradients would vanish",
-                cure="call engine.backward(loss), or engine.scale(loss).backward()",
-            )
-        self._begin_pass(1.0 / self.gradient_accumulation_steps())
-
-    def _end_pass(self) -> None:
-        with self.timer("reduce"):
-            self.adapter.end_pass()
-            self.zero.end_pass()
-        self._scaled_by_user = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
-        if not self._sync:
-            raise InvariantError("no_sync is nested in no_sync", cure="use one at a time")
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = True
+        return self._passes.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, accumulated ones too."""
@@ -221,17 +178,9 @@ class TorchEngine(nn.Module, Engine):
 
     # The update.
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last of its optimizer step."""
-        return self.counters.is_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether micro-batches end an accumulation; None counts them again."""
-        self.counters.set_gradient_accumulation_boundary(is_boundary)
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
-        if not self._sync:
+        if not self._passes.reduce:
             raise PolyaccelError("step was called inside no_sync", cure="leave the no_sync block first")
         if self.optimizer is None:
             raise _no_optimizer()
@@ -371,25 +320,14 @@ class TorchEngine(nn.Module, Engine):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
-        module = self.module
-        state = module.state_dict()
-        if exclude_frozen_parameters:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if not self.adapter.is_trained(self.adapter.names[parameter]):
-                    state.pop(name, None)
-        return state
+        return whole_state_dict(self, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
 
         Every rank calls it. Raises torch's RuntimeError for other names or shapes.
         """
-        module = self.module
-        module.load_state_dict(state_dict, strict=strict)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in state_dict:
-                self.adapter.write(self.adapter.names[parameter], state_dict[name])
-        self.adapter.on_update()
+        load_whole_state_dict(self, state_dict, strict=strict)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -424,31 +362,6 @@ class TorchEngine(nn.Module, Engine):
 
     # What users ask.
 
-    @property
-    def global_steps(self) -> int:
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        return self.counters.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        return self.counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.counters.skipped_steps
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Figures of the last optimizer step on this rank; None before the first."""
-        return self._recorder.last
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the parameters."""
-        return self.counters.step_applied
-
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step."""
         return None if self._result is None else self._result.grad_norm
@@ -456,24 +369,6 @@ class TorchEngine(nn.Module, Engine):
     def get_lr(self) -> list[float]:
         """The learning rate of every optimizer group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def get_loss_scale(self) -> float:
-        return self.loss_scaler.loss_scale
-
-    def train_batch_size(self) -> int:
-        return self.counters.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.counters.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
 
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values.
