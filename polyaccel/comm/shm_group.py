@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int32, c_uint8, c_uint64
 from dataclasses import dataclass
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Call
-from polyaccel.comm.shm_board import ShmBoard
+from polyaccel.comm.base import Board
 from polyaccel.comm.shm_library import DTYPE_CODES, DTYPES, REDUCE_CODES, REDUCES, CCall, Op, Status, Told, shm_library
 from polyaccel.comm.shm_memory import Bytes, Heap, Member, PeerFile, Place
 from polyaccel.errors import CommError, CommTimeout, ShardingError
@@ -24,12 +24,12 @@ _NOWHERE = (Place(-1, 0, 0), 0)
 
 @dataclass(frozen=True)
 class Host:
-    """What this process shares with its peers: its heap, every rank's process and heap file, and the board."""
+    """What this process shares with its peers: its heap, every (global) rank's process and heap file, the board."""
 
     heap: Heap
-    members: tuple[Member, ...]
-    files: tuple[PeerFile | None, ...]
-    board: ShmBoard
+    members: Mapping[int, Member]
+    files: Mapping[int, PeerFile | None]
+    board: Board
     symmetric: bool
     """Whether large buffers are allocated where peers can read them."""
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm import setup
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.shm import ShmBackend, _check_one_host
+from polyaccel.comm.shm import ShmBackend
 from polyaccel.comm.shm_board import NOTE_NBYTES, ShmBoard
+from polyaccel.comm.shm_meeting import _check_one_host
 from polyaccel.comm.shm_memory import AddressBook, Heap, Member, Place, map_file, new_file, start_of
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_pg import GlooBackend
@@ -189,4 +190,4 @@ def test_ranks_that_turn_out_to_be_apart_talk_by_gloo_unless_shm_was_asked_for(m
 def test_ranks_on_two_hosts_are_told_apart() -> None:
     here = Member(1, 2, 3, "token", "host a")
     with pytest.raises(RanksApart, match=r"ranks \[1\] are not on the host"):
-        _check_one_host((here, replace(here, host="host b"), here))
+        _check_one_host({0: here, 1: replace(here, host="host b"), 2: here})
