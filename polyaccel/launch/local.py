@@ -13,8 +13,8 @@ from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher, LaunchPlan, RankSpec
 from polyaccel.launch.environment import check_not_nested, rank_environment
 from polyaccel.launch.output import JobOutput
-from polyaccel.launch.port import free_port, is_free
 from polyaccel.launch.supervise import Supervisor
+from polyaccel.port import free_port, is_free
 from polyaccel.types import Probe
 
 _LOOPBACK = "127.0.0.1"  # the number, because some machines cannot look up even "localhost"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel import port
 from polyaccel.errors import LaunchError
-from polyaccel.launch import local, port
+from polyaccel.launch import local
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.local import LocalLauncher, plan_local
-from polyaccel.launch.port import free_port, is_free
 from polyaccel.launch.program import python_command
+from polyaccel.port import free_port, is_free
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """A port for the ranks to meet on.
 
 [Note: A free port]
-The launcher picks the port and rank 0 binds it later, so somebody else may take it in between. Ports that the kernel
+Whoever starts the job picks the port and rank 0 binds it later, so somebody else may take it in between. Ports that the kernel
 hands out by itself, to outgoing connections and to whoever binds port 0, are taken all the time on a busy machine;
 the others only by who asks for that very number. So the pick is a random one of the others that can be bound just now,
-on every address family. Random, because two launchers that start together must not try the same numbers in order.
+on every address family. Random, because two jobs that start together must not try the same numbers in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def free_port(candidates: Sequence[int] | None = None) -> int:
             return port
     raise LaunchError(
         f"none of {len(tried)} ports between {min(tried, default=0)} and {max(tried, default=0)} can be bound",
-        cure="name a port that you may use: --master-port P",
+        cure="name a port that you may use: MASTER_PORT, or --master-port P of `polyaccel run`",
         value=tried,
     )
 
