@@ -13,9 +13,9 @@ from polyaccel.errors import PolyaccelError
 
 if TYPE_CHECKING:
     from polyaccel.cli.plan_tables import Plan
+    from polyaccel.config import ResolvedConfig
     from polyaccel.planning.forecast import Forecast
     from polyaccel.planning.model import ModelShape
-    from polyaccel.types import DType
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -53,10 +53,9 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.cli.plan_tables import Plan, print_plan
     from polyaccel.config import load_resolved
     from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, forecasts
-    from polyaccel.runtime import param_dtype_of
 
     config = load_resolved(args.config, world_size=args.world_size)
-    model = _model_shape(args.model, param_dtype_of(config))
+    model = _model_shape(args.model, config)
     found = forecasts(config, model, args.world_size)
     limits = {"device_nbytes": args.limit_device, "host_nbytes": args.limit_host}
     fitting = cheapest_first(forecast for forecast in found if forecast.fits(**limits))
@@ -77,18 +76,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _model_shape(text: str, param_dtype: DType | None) -> ModelShape:
+def _model_shape(text: str, config: ResolvedConfig) -> ModelShape:
     """What `MODEL` stands for. Only a module or a directory needs torch. Raises PolyaccelError."""
     from polyaccel.planning.model import parse_count, shape_of_count
+    from polyaccel.runtime import param_dtype_of
     from polyaccel.types import DType
 
     if Path(text).is_dir():
         from polyaccel.torch.meta_shapes import shape_of_directory
 
-        return shape_of_directory(Path(text), param_dtype)
+        return shape_of_directory(Path(text), config)
     count = parse_count(text)
     if count is not None:
-        return shape_of_count(count, param_dtype or DType.FLOAT32)
+        return shape_of_count(count, param_dtype_of(config) or DType.FLOAT32)
     if ":" not in text:
         raise PolyaccelError(
             f"{text!r} is no directory, no module:function and no number of parameters",
@@ -97,7 +97,7 @@ def _model_shape(text: str, param_dtype: DType | None) -> ModelShape:
         )
     from polyaccel.torch.meta_shapes import shape_of_function
 
-    return shape_of_function(text, param_dtype)
+    return shape_of_function(text, config)
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class ZeroConfig(Section):
     """`save_16bit_model` gathers the weights at every stage whatever this says, bucket by bucket, so nothing is ever
     silently not saved."""
     module_granularity_threshold: CountInt = Field(0, alias="stage3_module_granularity_threshold")
-    """Stage 3: modules finer than this many elements are gathered with their parent; 0 is off."""
+    """Stage 3: make leaf modules of the outermost modules that are this fine or finer: those with at most so many
+    elements for each module with parameters that they consist of, themselves included. 0 is off."""
     use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
     """Stage 3: gather by an all-reduce of zero-padded slices."""
     allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
@@ -101,8 +102,8 @@ class ZeroConfig(Section):
     """Stage 3: do not keep gathered weights for the backward. None is ever kept, and `F.linear` is never replaced, so
     both values are met."""
     override_module_apply: bool = True
-    """Stage 3: gather parameters inside `Module.apply`. It is never replaced; a function that needs sharded values is
-    told to use `zero.GatheredParameters`. False is an error."""
+    """Let `Module.apply` see whole parameters inside `zero.Init`. They are whole there, so it is never replaced, and
+    both values are met; after `initialize` a function that needs values is told to use `zero.GatheredParameters`."""
     pipeline_loading_checkpoint: bool = False
     """Stage 3: ranks load a checkpoint one after another."""
     log_trace_cache_warnings: bool = False

@@ -23,7 +23,7 @@ from polyaccel.torch.client_optimizer import ClientOptimizer, check_sliceable
 from polyaccel.torch.data import ShardedDataLoader
 from polyaccel.torch.deferred import prepare
 from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.leaf_modules import mark_leaf_modules
+from polyaccel.torch.leaf_config import mark_configured_leaves
 from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.torch.sharded import require_whole
@@ -81,7 +81,7 @@ def initialize(
         convert_buffers(model, dtype, data_types.keep_in_fp32_modules)
 
     if runtime.policy.params is Placement.SHARDED:
-        _mark_leaf_modules(runtime, model)
+        mark_configured_leaves(model, runtime.config.zero_optimization)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = TorchEngine(model, runtime, slice_optimizer, groups)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
@@ -99,22 +99,6 @@ def _apply_process_settings(runtime: Runtime) -> None:
         gc.disable()
     if config.dump_state and runtime.communicator.rank == 0:
         log.info("resolved config:\n%s", config.to_json())
-
-
-def _mark_leaf_modules(runtime: Runtime, model: nn.Module) -> None:
-    """Mark what the config lists as modules that are gathered as one."""
-    section = runtime.config.zero_optimization.leaf_module
-    for key, choices in (
-        ("classes", section.classes),
-        ("names", section.names),
-        ("name_suffixes", section.name_suffixes),
-    ):
-        for choice in choices:
-            found = mark_leaf_modules(model, choice)
-            if not found and key in section.model_fields_set:
-                expected = "no module of the model matches"
-                cure = "give a class's name, a module's full name, or the end of one"
-                raise ConfigError([Problem(f"zero_optimization.leaf_module.{key}", choice, expected, cure)])
 
 
 def _the_config(args: Any, *given: Any) -> Any:

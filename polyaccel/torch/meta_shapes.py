@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyaccel.config import ResolvedConfig
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
+from polyaccel.runtime import param_dtype_of
+from polyaccel.torch.leaf_config import mark_configured_leaves
 from polyaccel.torch.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.units import find_units, units_of_parameters
-from polyaccel.types import DType
 
 
-def shape_of_function(path: str, param_dtype: DType | None) -> ModelShape:
+def shape_of_function(path: str, config: ResolvedConfig) -> ModelShape:
     """The model that `module:function` returns when it is called without arguments on the meta device.
 
     The module is looked for in the working directory too. Raises PolyaccelError when it has no such function, when that
@@ -42,10 +44,10 @@ def shape_of_function(path: str, param_dtype: DType | None) -> ModelShape:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise PolyaccelError(f"{path}() returned a {kind}", cure="return a torch.nn.Module", value=kind)
-    return shape_of_module(model, f"{path}()", param_dtype)
+    return shape_of_module(model, f"{path}()", config)
 
 
-def shape_of_directory(directory: Path, param_dtype: DType | None) -> ModelShape:
+def shape_of_directory(directory: Path, config: ResolvedConfig) -> ModelShape:
     """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model.
 
     Raises PolyaccelError without transformers, and when it does not understand the directory.
@@ -59,25 +61,29 @@ def shape_of_directory(directory: Path, param_dtype: DType | None) -> ModelShape
             value=str(directory),
         ) from error
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        described = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
         architecture = _architecture(directory)
         with torch.device("meta"):
             if architecture is not None and isinstance(kind := getattr(transformers, architecture, None), type):
-                model = kind(config)
+                model = kind(described)
             else:
-                model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+                model = transformers.AutoModel.from_config(described)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise PolyaccelError(
             f"transformers makes no model of {directory}: {type(error).__name__}: {error}",
             cure="pass a directory with the config.json of a model",
             value=str(directory),
         ) from error
-    return shape_of_module(model, f"{type(model).__name__} of {directory}", param_dtype)
+    return shape_of_module(model, f"{type(model).__name__} of {directory}", config)
 
 
-def shape_of_module(model: nn.Module, summary: str, param_dtype: DType | None) -> ModelShape:
-    """What training all parameters of `model` that require a gradient takes; values are not read."""
-    specs = parameter_specs(model, [list(model.parameters())], param_dtype)
+def shape_of_module(model: nn.Module, summary: str, config: ResolvedConfig) -> ModelShape:
+    """What training all parameters of `model` that require a gradient takes under `config`; values are not read.
+
+    Raises ConfigError for leaf modules that the model does not have.
+    """
+    mark_configured_leaves(model, config.zero_optimization)
+    specs = parameter_specs(model, [list(model.parameters())], param_dtype_of(config))
     units = units_of_parameters(model, find_units(model))
     buffer_nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     return ModelShape(summary, in_gradient_order(specs), units, buffer_nbytes)

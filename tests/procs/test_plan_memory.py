@@ -16,7 +16,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.config import load_resolved
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.planning.forecast import memory_of
-from polyaccel.runtime import param_dtype_of, plan_for
+from polyaccel.runtime import plan_for
 from polyaccel.testkit.procs import RankPool
 from polyaccel.torch.meta_shapes import shape_of_module
 from polyaccel.zero.memory import MemoryEstimate, Place, Purpose
@@ -104,7 +104,7 @@ def measure(communicator: Any, config: dict[str, Any], width: int) -> Found:
     torch.manual_seed(0)
     model = PlannedModel(width)
     resolved = load_resolved(config, world_size=communicator.world_size)
-    shape = shape_of_module(model, "", param_dtype_of(resolved))
+    shape = shape_of_module(model, "", resolved)
     layout = plan_for(resolved, shape.specs, lambda: shape.units, communicator.world_size)
     planned = memory_of(resolved, layout, is_remote=False)
 

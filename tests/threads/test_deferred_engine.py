@@ -12,7 +12,7 @@ from torch import nn
 import polyaccel
 from polyaccel import zero
 from polyaccel.comm.base import Communicator
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.torch.deferred import is_deferred
 
 WORLD = 2
@@ -128,3 +128,37 @@ def test_initialize_inside_the_context_is_refused():
             polyaccel.initialize(model=model, config=make_config(3))
 
     on_threads(1, start, lambda: nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("override", [True, False])
+def test_module_apply_sees_whole_parameters_before_initialize_and_never_empty_ones_after(override):
+    """`override_module_apply` is about a patch of DeepSpeed's that is not needed: nothing is sharded inside Init."""
+    config = make_config(3, zero={"stage3_param_persistence_threshold": 0, "override_module_apply": override})
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            assert module.weight.numel() == 2500
+            module.weight.data.fill_(0.5)
+
+    def build_inside() -> nn.Module:
+        with zero.Init(config=config):
+            model = nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 50))
+            return model.apply(fill)
+
+    def work(communicator: Communicator, model: nn.Module) -> None:
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        seen: list[nn.Module] = []
+        gathered = engine.zero.params.gathering.peak_numel
+        engine.module.apply(seen.append)
+        assert len(seen) == 4
+        assert engine.zero.params.gathering.peak_numel == gathered
+        with pytest.raises(ShardingError, match="GatheredParameters"):
+            engine.module.apply(lambda part: part.weight.data.zero_() if isinstance(part, nn.Linear) else None)
+        with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            assert all(bool((layer.weight == 0.5).all()) for layer in (model[0], model[2]))
+            engine.module.apply(lambda part: part.weight.data.fill_(0.25) if isinstance(part, nn.Linear) else None)
+        assert all(
+            bool((value == 0.25).all()) for name, value in engine.module_state_dict().items() if "weight" in name
+        )
+
+    on_threads(WORLD, work, build_inside)

@@ -16,6 +16,7 @@ VARIANTS = {
     "no overlap": {"reduce_bucket_size": SMALL_BUCKET, **EVERYTHING_SHARDED, "overlap_comm": False},
     "small ones persist": {"stage3_param_persistence_threshold": 30, "reduce_bucket_size": SMALL_BUCKET},
     "all persist": {"stage3_param_persistence_threshold": 10**9},
+    "the model is one leaf": {**EVERYTHING_SHARDED, "stage3_module_granularity_threshold": 10**9},
 }
 
 

@@ -99,7 +99,15 @@ class Written(nn.Module):
         self.tables = [torch.ones(2000) / 2, {"inner": torch.rand(40, 40)}]
 
 
-BUILDERS = [layers, copied_layers, initialised_again, parametrized, Written]
+class Applied(nn.Sequential):
+    """Initialises itself, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(40, 41), nn.Sequential(nn.Linear(41, 42)))
+        self.apply(small_normal)
+
+
+BUILDERS = [layers, copied_layers, initialised_again, parametrized, Written, Applied]
 
 
 def small_normal(module: nn.Module) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from polyaccel.config import ResolvedConfig, load_resolved
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import BLOCKS, parse_count, shape_of_count
 from polyaccel.torch.meta_shapes import shape_of_directory, shape_of_function, shape_of_module
 from polyaccel.types import DType
+
+
+def resolved(**changes: Any) -> ResolvedConfig:
+    return load_resolved({"train_micro_batch_size_per_gpu": 1, **changes}, world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ class Tied(nn.Module):
 
 def test_a_module_is_measured_without_values() -> None:
     with torch.device("meta"):
-        shape = shape_of_module(Tied(), "tied", DType.FLOAT16)
+        shape = shape_of_module(Tied(), "tied", resolved(fp16={"enabled": True}))
     assert shape.numel == 40 + 3 * 20 + 8
     assert shape.trained_numel == 3 * 20 + 8
     assert shape.buffer_nbytes == 4 * 4 + 4 * 4 + 8
@@ -91,7 +97,7 @@ def module_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_function_is_called_on_the_meta_device(module_here: str) -> None:
-    shape = shape_of_function(f"{module_here}:build", None)
+    shape = shape_of_function(f"{module_here}:build", resolved())
     assert shape.numel == 100_000 * 1_000_000 + 1_000_000
     assert shape.summary == f"{module_here}:build()"
 
@@ -107,13 +113,13 @@ def test_a_function_is_called_on_the_meta_device(module_here: str) -> None:
 )
 def test_a_function_that_gives_no_model_is_an_error(module_here: str, name: str, message: str) -> None:
     with pytest.raises(PolyaccelError, match=f"{module_here}:{name}.* {message}") as caught:
-        shape_of_function(f"{module_here}:{name}", None)
+        shape_of_function(f"{module_here}:{name}", resolved())
     assert caught.value.cure
 
 
 def test_a_module_that_is_not_there_is_an_error(module_here: str) -> None:
     with pytest.raises(PolyaccelError, match="no_such_module:build cannot be imported"):
-        shape_of_function("no_such_module:build", None)
+        shape_of_function("no_such_module:build", resolved())
 
 
 def test_a_hugging_face_directory_is_read(tmp_path: Path) -> None:
@@ -122,23 +128,23 @@ def test_a_hugging_face_directory_is_read(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
     real = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
-    shape = shape_of_directory(tmp_path, None)
+    shape = shape_of_directory(tmp_path, resolved())
     assert {spec.fqn: spec.shape for spec in shape.specs} == {
         name: tuple(parameter.shape) for name, parameter in real.named_parameters()
     }
     assert shape.summary.startswith("GPT2LMHeadModel")
 
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
-    assert shape_of_directory(tmp_path, None).summary.startswith("GPT2Model")
+    assert shape_of_directory(tmp_path, resolved()).summary.startswith("GPT2Model")
 
 
 def test_another_directory_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(PolyaccelError, match="transformers makes no model"):
-        shape_of_directory(tmp_path, None)
+        shape_of_directory(tmp_path, resolved())
 
 
 def test_without_transformers_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(PolyaccelError, match="needs transformers"):
-        shape_of_directory(tmp_path, None)
+        shape_of_directory(tmp_path, resolved())

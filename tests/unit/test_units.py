@@ -8,8 +8,12 @@ from torch import nn
 
 import polyaccel
 from polyaccel import utils, zero
+from polyaccel.config import load_resolved
 from polyaccel.errors import ConfigError, ShardingError
+from polyaccel.runtime import plan_for
 from polyaccel.testkit.threads import run_threads
+from polyaccel.torch.leaf_config import fine_grained_modules, granularity
+from polyaccel.torch.meta_shapes import shape_of_module
 from polyaccel.torch.units import find_units, units_of_parameters
 
 
@@ -125,10 +129,13 @@ def test_deepspeeds_names():
     assert utils.set_z3_leaf_modules(model, ["Attention"], raise_if_not_found=False) == []
 
 
-def initialize(model: nn.Module, **leaf_module):
-    keys = {"stage": 3, "stage3_param_persistence_threshold": 0, "leaf_module": leaf_module}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": keys}
-    return polyaccel.initialize(model=model, config=config)[0]
+def config_of(**zero):
+    keys = {"stage": 3, "stage3_param_persistence_threshold": 0, **zero}
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": keys}
+
+
+def initialize(model: nn.Module, **zero):
+    return polyaccel.initialize(model=model, config=config_of(**zero))[0]
 
 
 @pytest.mark.parametrize("choice", [{"classes": ["Embedding"]}, {"names": ["embed"]}, {"name_suffixes": ["embed"]}])
@@ -136,7 +143,7 @@ def test_the_config_chooses_leaves(choice):
     def work(communicator):
         model = Model()
         del model.head
-        engine = initialize(model, **choice)
+        engine = initialize(model, leaf_module=choice)
         assert {bucket.kind.unit for bucket in engine.zero.layout.buckets} == {*LAYERS, "embed"}
         with pytest.raises(ShardingError, match=r"'embed\.weight' is sharded already"):
             zero.set_leaf_modules(model, ["head"])
@@ -150,9 +157,87 @@ def test_the_config_chooses_leaves(choice):
 def test_a_choice_of_the_config_that_matches_nothing_is_an_error(key):
     def work(communicator):
         with pytest.raises(ConfigError, match=rf"leaf_module.{key} = 'Missing': no module of the model matches"):
-            initialize(Model(), **{key: ["Missing"]})
+            initialize(Model(), leaf_module={key: ["Missing"]})
 
     run_threads(1, work)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: nn.Linear(2, 2), None),  # is gathered as one anyway
+        (lambda: nn.Sequential(nn.Linear(2, 2)), None),  # a container need not be called
+        (lambda: Block(), 6 // 2),
+        (lambda: Block(experts=3), 24 // 5),  # the list of experts does not count
+    ],
+)
+def test_granularity_is_elements_for_each_module_with_parameters(make, expected):
+    assert granularity(make()) == expected
+
+
+def test_a_module_that_is_too_large_to_be_live_at_once_has_no_granularity():
+    with torch.device("meta"):
+        assert granularity(Model(blocks=1)) is not None
+        large = Model(blocks=1)
+        large.more = nn.Linear(10**5, 10**4)
+    assert granularity(large) is None
+
+
+def test_the_outermost_modules_within_the_threshold_are_leaves():
+    model = Model(experts=3)
+    model.coarse = nn.Module()
+    model.coarse.first, model.coarse.second = nn.Linear(50, 50), nn.Linear(50, 50)
+    finest = granularity(model.encoder.layers[0])
+    assert list(fine_grained_modules(model, finest - 1)) == []
+    assert list(fine_grained_modules(model, finest)) == [model.encoder]  # without parameters of its own
+    assert list(fine_grained_modules(model, granularity(model))) == [model]
+    assert granularity(model) < granularity(model.coarse)
+
+
+def uneven() -> nn.Module:
+    """A fine encoder beside a coarse layer."""
+    model = Model()
+    model.head = nn.Linear(40, 40)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("leaves", "units"),
+    [
+        ({}, {"", *LAYERS}),
+        ({"leaf_module": {"names": ["embed"]}}, {"", "embed", *LAYERS}),
+        ({"leaf_module": {"names": ["encoder"]}}, {"", "encoder"}),
+        ({"stage3_module_granularity_threshold": 5}, {"", "encoder"}),
+        ({"stage3_module_granularity_threshold": 1000}, {""}),
+    ],
+)
+def test_the_plan_has_the_units_and_buckets_of_the_engine(leaves, units):
+    config = config_of(**leaves)
+    resolved = load_resolved(config, world_size=1)
+    with torch.device("meta"):
+        shape = shape_of_module(uneven(), "", resolved)
+    planned = plan_for(resolved, shape.specs, lambda: shape.units, 1)
+    assert {bucket.kind.unit for bucket in planned.buckets} == units
+
+    def work(communicator):
+        assert polyaccel.initialize(model=uneven(), config=config)[0].zero.layout == planned
+
+    run_threads(1, work)
+
+
+def test_a_leaf_that_the_model_lacks_stops_the_plan_too():
+    resolved = load_resolved(config_of(leaf_module={"names": ["Missing"]}), world_size=1)
+    with pytest.raises(ConfigError, match=r"leaf_module.names = 'Missing': no module of the model matches"):
+        shape_of_module(Model(), "", resolved)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(Model, "the finest module has a granularity of 2"), (lambda: nn.Linear(2, 2), "no module is made of modules")],
+)
+def test_a_threshold_that_is_too_low_for_the_model_is_told(make, told, caplog):
+    shape_of_module(make(), "", load_resolved(config_of(stage3_module_granularity_threshold=1), world_size=1))
+    assert told in caplog.text
 
 
 def test_units_are_unsharded_one_at_a_time():
