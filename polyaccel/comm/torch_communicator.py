@@ -22,6 +22,7 @@ from polyaccel.comm.base import (
     Work,
     check_collective,
 )
+from polyaccel.comm.exchange import check_equal_parts
 from polyaccel.comm.objects import gather_objects
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_board import StoreBoard
@@ -260,13 +261,6 @@ def new_group(
             value=ranks,
         ) from error
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def check_equal_parts(out: Buffer, source: Buffer, world_size: int) -> None:
-    """Refuse an all-to-all whose buffers differ or do not divide into a part for every rank."""
-    check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-    part = out.view(0, out.numel // world_size)
-    check_collective("all_to_all", out, part, world_size=world_size, parts_of="out")
 
 
 def is_timeout(error: Exception) -> bool:
