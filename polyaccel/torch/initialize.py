@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from polyaccel import comm
-from polyaccel.accelerators.torch_memory import torch_dtype
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import load_config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
@@ -27,7 +26,6 @@ from polyaccel.torch.leaf_config import mark_configured_leaves
 from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.torch.sharded import require_whole
-from polyaccel.types import DType
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
 
@@ -75,11 +73,7 @@ def initialize(
     require_whole(model)
     prepare(model)
     model.to(device)
-    data_types = runtime.config.data_types
-    if data_types.buffer_dtype is not None:
-        dtype = torch_dtype(DType.parse(data_types.buffer_dtype))
-        convert_buffers(model, dtype, data_types.keep_in_fp32_modules)
-
+    convert_buffers(model, runtime.config.data_types)
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, runtime.config.zero_optimization)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)

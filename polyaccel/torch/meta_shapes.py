@@ -21,6 +21,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
 from polyaccel.runtime import param_dtype_of
 from polyaccel.torch.leaf_config import mark_configured_leaves
+from polyaccel.torch.module_buffers import convert_buffers
 from polyaccel.torch.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.units import find_units, units_of_parameters
 
@@ -82,6 +83,7 @@ def shape_of_module(model: nn.Module, summary: str, config: ResolvedConfig) -> M
 
     Raises ConfigError for leaf modules that the model does not have.
     """
+    convert_buffers(model, config.data_types)
     mark_configured_leaves(model, config.zero_optimization)
     specs = parameter_specs(model, [list(model.parameters())], param_dtype_of(config))
     units = units_of_parameters(model, find_units(model))

@@ -1,22 +1,25 @@
-"""A module's buffers (running statistics and the like): their element type, and one beginning on all ranks."""
+"""A module's buffers, running statistics and the like: their element type."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
-import torch
 from torch import nn
 
+from polyaccel.accelerators.torch_memory import torch_dtype
+from polyaccel.config.precision import DataTypesConfig
+from polyaccel.types import DType
 
-def convert_buffers(module: nn.Module, dtype: torch.dtype, keep_in_fp32: Sequence[str] | Literal["auto"]) -> None:
-    """Give the floating buffers of `module` the type `dtype`, in place.
 
-    Those of modules that `keep_in_fp32` names, by any part of their full name, stay as they are; "auto" takes the names
-    that a Hugging Face model states itself.
+def convert_buffers(module: nn.Module, data_types: DataTypesConfig) -> None:
+    """Give the floating buffers of `module` the type `data_types.buffer_dtype`, in place; None leaves them as they are.
+
+    Those of modules that `keep_in_fp32_modules` names, by any part of their full name, stay as they are; "auto" takes
+    the names that a Hugging Face model states itself.
     """
+    if data_types.buffer_dtype is None:
+        return
+    dtype = torch_dtype(DType.parse(data_types.buffer_dtype))
     stated = getattr(module, "_keep_in_fp32_modules", None) or ()
-    kept = set(stated if keep_in_fp32 == "auto" else keep_in_fp32)
+    kept = set(stated if data_types.keep_in_fp32_modules == "auto" else data_types.keep_in_fp32_modules)
     for name, part in module.named_modules():
         if kept.isdisjoint(name.split(".")):
             for key, buffer in part._buffers.items():

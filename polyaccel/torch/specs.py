@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from polyaccel.accelerators.torch_memory import dtype_of
 from polyaccel.errors import ShardingError
@@ -16,12 +17,28 @@ def parameter_specs(
 ) -> dict[str, ParamSpec]:
     """The specs of all parameters of `module` by full name; tied ones appear once, under their first name.
 
-    Those of `groups` that require a gradient are trained; floating ones are held as `param_dtype` (None: as they are).
+    Those of `groups` that require a gradient are trained; floating ones are held as `param_dtype` (None: as they are),
+    but those of a norm with running statistics in the statistics' type, for torch computes with both together and
+    statistics rounded to 16 bits would stand still.
     Raises ShardingError for a group with parameters that are not the module's, or in another group too.
     """
     params = dict(module.named_parameters())
     group_of = _group_indices(groups, {parameter: fqn for fqn, parameter in params.items()})
-    return {fqn: _spec(fqn, parameter, group_of.get(fqn), param_dtype) for fqn, parameter in params.items()}
+    if param_dtype is None:
+        dtypes: dict[nn.Parameter, DType] = {}
+    else:
+        dtypes = {parameter: param_dtype for parameter in params.values() if parameter.is_floating_point()}
+        dtypes.update(_beside_statistics(module))
+    return {
+        fqn: ParamSpec(
+            fqn,
+            tuple(parameter.shape),
+            dtypes.get(parameter) or dtype_of(parameter.dtype),
+            group_of.get(fqn, 0),
+            parameter.requires_grad and fqn in group_of,
+        )
+        for fqn, parameter in params.items()
+    }
 
 
 def in_gradient_order(specs: Mapping[str, ParamSpec]) -> tuple[ParamSpec, ...]:
@@ -29,11 +46,14 @@ def in_gradient_order(specs: Mapping[str, ParamSpec]) -> tuple[ParamSpec, ...]:
     return tuple(reversed(tuple(specs.values())))
 
 
-def _spec(fqn: str, parameter: nn.Parameter, group: int | None, param_dtype: DType | None) -> ParamSpec:
-    own = dtype_of(parameter.dtype)
-    dtype = param_dtype if param_dtype is not None and own.is_floating else own
-    trainable = parameter.requires_grad and group is not None
-    return ParamSpec(fqn, tuple(parameter.shape), dtype, group or 0, trainable)
+def _beside_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:
+    """The types of parameters that stand beside running statistics."""
+    return {
+        parameter: dtype_of(part.running_mean.dtype)
+        for part in module.modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
+        for parameter in part.parameters(recurse=False)
+    }
 
 
 def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Parameter, str]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from polyaccel.config.precision import DataTypesConfig
 from polyaccel.torch.module_buffers import convert_buffers
 
 
@@ -14,7 +15,7 @@ def _model() -> nn.Sequential:
 
 def test_floating_buffers_change_and_counters_do_not() -> None:
     model = _model()
-    convert_buffers(model, torch.bfloat16, ())
+    convert_buffers(model, DataTypesConfig(buffer_dtype="bf16", keep_in_fp32_modules=()))
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
         "0.running_mean": torch.bfloat16,
         "0.running_var": torch.bfloat16,
@@ -25,9 +26,15 @@ def test_floating_buffers_change_and_counters_do_not() -> None:
     }
 
 
+def test_without_a_type_nothing_changes() -> None:
+    model = _model()
+    convert_buffers(model, DataTypesConfig())
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64}
+
+
 def test_named_modules_and_what_is_in_them_keep_their_type() -> None:
     model = _model()
-    convert_buffers(model, torch.bfloat16, ("1",))
+    convert_buffers(model, DataTypesConfig(buffer_dtype="bf16", keep_in_fp32_modules=("1",)))
     assert model[0].running_mean.dtype is torch.bfloat16
     assert model[1][0].running_mean.dtype is torch.float32
 
@@ -35,6 +42,6 @@ def test_named_modules_and_what_is_in_them_keep_their_type() -> None:
 def test_auto_asks_the_model() -> None:
     model = _model()
     model._keep_in_fp32_modules = ["1"]  # type: ignore[assignment]
-    convert_buffers(model, torch.float16, "auto")
+    convert_buffers(model, DataTypesConfig(buffer_dtype="fp16"))
     assert model[0].running_mean.dtype is torch.float16
     assert model[1][0].running_mean.dtype is torch.float32
