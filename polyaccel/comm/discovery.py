@@ -1,42 +1,69 @@
 """Who this process is among how many: the only reader of rank variables.
 
 A table of sources is asked in order; the first that applies answers. Explicit arguments come first, then the variables
-that torchrun and `polyaccel run` set, then a process group that the script made itself; else the world is one process,
-for which nothing is looked up: no host name, no MPI, no network.
+that torchrun and `polyaccel run` set; then cloud services, whose jobs are MPI's with a meeting place of their own; then
+launchers of MPI, which may have been started by Slurm's; then tasks of Slurm; then a process group that the script made
+itself. Else the world is one process, for which nothing is looked up: no host name, no MPI, no network.
+
+[Note: Left over or nested]
+RANK and WORLD_SIZE may stand in the environment because torchrun or `polyaccel run` was started by mpirun or srun, once
+a host: they and the outer launcher's numbers differ, rightly. Or somebody exported them in a shell before mpirun: then
+every rank would train alone as rank 0. The launchers of our field leave a mark; without one, both must agree.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
-from polyaccel.comm.base import Rendezvous
+from polyaccel.comm import discovery_cloud, discovery_mpi, discovery_slurm, host_address
+from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Rendezvous
+from polyaccel.comm.discovery_request import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    RANK_VARIABLES,
+    VARIABLES,
+    Place,
+    Request,
+    Sighting,
+    check_agreement,
+    check_rank,
+    integer,
+    meeting_port,
+    shown,
+)
 from polyaccel.comm.torch_pg import initialized_world
 from polyaccel.errors import CommError
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-DEFAULT_PORT = 29500
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the caller said (None: nothing) and the environment to look in."""
-
-    rank: int | None
-    world_size: int | None
-    init_method: str | None
-    port: int
-    environ: Mapping[str, str]
+_TORCHRUN = "torchrun variables"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_MARKS = ("TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE")
+"""Set by torchrun, `polyaccel run` and DeepSpeed's launcher for each of their ranks."""
+_PASSED_ON: Mapping[str, Mapping[str, str]] = {
+    discovery_cloud.AZURE: discovery_cloud.AZURE_EXTRAS,
+    **{name: {} for name in (discovery_cloud.SAGEMAKER, *discovery_mpi.NAMES, discovery_slurm.NAME)},
+}
+"""Launchers with variables of their own, and what their processes need to be set besides."""
 
 
 class Source(NamedTuple):
-    """A row of the table: the source's name, whether it applies, and how it is read."""
+    """A row of the table: the source's name, what it sees, and how it is read."""
 
     name: str
-    applies: Callable[[Request], bool]
+    look: Callable[[Request], Sighting]
     read: Callable[[Request], Rendezvous]
+
+
+class Row(NamedTuple):
+    """A row of the table as `polyaccel doctor` shows it."""
+
+    source: str
+    matched: bool
+    text: str
 
 
 def discover(
@@ -44,23 +71,62 @@ def discover(
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
-    port: int = DEFAULT_PORT,
+    port: int | None = None,
     environ: Mapping[str, str] | None = None,
+    ask_mpi: bool = True,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Rendezvous:
-    """The rendezvous of this process. `port` is used where the source names none.
+    """The rendezvous of this process. `port` is used where the environment names none.
 
-    Raises CommError when the source that applies is incomplete or contradicts itself; the message shows all of it.
+    Where a launcher of MPI is seen and the environment does not say all, mpi4py is imported, unless `ask_mpi` is False;
+    the call is then collective. Raises CommError when the source that applies is incomplete or contradicts itself or
+    another one, and the message shows all of it; CommTimeout when ranks are not heard of within `timeout_s`.
     """
-    request = Request(rank, world_size, init_method, port, os.environ if environ is None else environ)
+    variables = os.environ if environ is None else environ
+    request = Request(variables, rank, world_size, init_method, port, initialized_world(), ask_mpi, timeout_s)
     for source in SOURCES:
-        if source.applies(request):
+        if source.look(request).applies:
             return source.read(request)
+    if integer(request.environ, "SLURM_NTASKS", 1) > 1:
+        _log.warning("one process, alone: %s; start ranks with srun", discovery_slurm.look(request).text)
     return Rendezvous(0, 1, 0, 1, None, None, "no launcher")
+
+
+def look_around(environ: Mapping[str, str] | None = None) -> Iterator[Row]:
+    """What every source sees in the environment, and which one `discover()` would read. Imports and asks nobody."""
+    request = Request(os.environ if environ is None else environ)
+    matched = False
+    for source in SOURCES[1:]:
+        applies, text = source.look(request)
+        yield Row(source.name, applies and not matched, text)
+        matched = matched or applies
+
+
+def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
+    """Put what a launcher with variables of its own said into torchrun's, for whoever reads those, and tell gloo its
+    network interface where it would take a wrong one. What is set stays."""
+    if rendezvous.world_size == 1:
+        return
+    values: dict[str, object] = {}
+    if rendezvous.source in _PASSED_ON:
+        numbers = (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank, rendezvous.local_world_size)
+        values |= zip(VARIABLES, (*numbers, rendezvous.address, rendezvous.port), strict=True)
+        values |= _PASSED_ON[rendezvous.source]
+    if rendezvous.address is not None and rendezvous.local_world_size < rendezvous.world_size:
+        values[_GLOO_INTERFACE] = _gloo_interface(rendezvous.address) if _GLOO_INTERFACE not in environ else None
+    for name, value in values.items():
+        if value is not None:
+            environ.setdefault(name, str(value))
 
 
 def local_rank(*, default: int) -> int:
     """What the launcher said is this rank's number on its host; `default` if it said nothing."""
-    return _integer(os.environ, "LOCAL_RANK", default)
+    return integer(os.environ, "LOCAL_RANK", default)
+
+
+def _look_at_arguments(request: Request) -> Sighting:
+    text = f"rank={request.rank}, world_size={request.world_size}"
+    return Sighting(request.rank is not None or request.world_size is not None, text)
 
 
 def _from_arguments(request: Request) -> Rendezvous:
@@ -71,110 +137,89 @@ def _from_arguments(request: Request) -> Rendezvous:
             cure="give both rank and world_size, or neither",
             value=(request.rank, request.world_size),
         )
-    _check_rank(request.rank, request.world_size, given)
+    check_rank(request.rank, request.world_size, given)
     env = request.environ
-    local_rank = _integer(env, "LOCAL_RANK", request.rank)
-    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", request.world_size)
-    if request.world_size == 1:
-        return Rendezvous(0, 1, 0, 1, None, None, "arguments", request.init_method)
-    return Rendezvous(
-        request.rank,
-        request.world_size,
-        local_rank,
-        local_world_size,
-        env.get("MASTER_ADDR", "127.0.0.1"),
-        _port(env, request.port),
-        "arguments",
-        request.init_method,
-    )
+    local_rank = integer(env, "LOCAL_RANK", request.rank)
+    local_world_size = integer(env, "LOCAL_WORLD_SIZE", request.world_size)
+    place = Place("arguments", request.rank, request.world_size, local_rank, local_world_size, given)
+    port = meeting_port(env, request.port or DEFAULT_PORT)
+    return place.meeting(env.get("MASTER_ADDR", LOOPBACK), port, request.init_method)
+
+
+def _look_at_torchrun(request: Request) -> Sighting:
+    env = request.environ
+    return Sighting("RANK" in env and "WORLD_SIZE" in env, shown(env, RANK_VARIABLES))
 
 
 def _from_torchrun(request: Request) -> Rendezvous:
     env = request.environ
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
-    if missing:
-        raise CommError(
-            f"{' and '.join(missing)} not set, but other rank variables are: {_shown(env)}",
-            cure="start the ranks with `polyaccel run` or torchrun, or unset the others",
-            value=missing,
-        )
-    rank, world_size = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
-    _check_rank(rank, world_size, _shown(env))
+    found = shown(env)
+    rank, world_size = integer(env, "RANK", 0), integer(env, "WORLD_SIZE", 1)
+    check_rank(rank, world_size, found)
+    if not any(mark in env for mark in _MARKS):  # [Note: Left over or nested]
+        for outer in (discovery_mpi.place(request), discovery_slurm.place(request)):
+            if outer is not None:
+                check_agreement(env, outer)
+                break
     if world_size == 1:
-        return Rendezvous(0, 1, _integer(env, "LOCAL_RANK", 0), 1, None, None, "torchrun variables")
+        return Rendezvous(0, 1, integer(env, "LOCAL_RANK", 0), 1, None, None, _TORCHRUN)
     # DeepSpeed's launcher and ours also say LOCAL_SIZE; without either, all ranks are on this host.
-    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", _integer(env, "LOCAL_SIZE", world_size))
-    local_rank = _integer(env, "LOCAL_RANK", rank % max(1, local_world_size))
-    _check_rank(local_rank, local_world_size, _shown(env), "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    local_world_size = integer(env, "LOCAL_WORLD_SIZE", integer(env, "LOCAL_SIZE", world_size))
+    local_rank = integer(env, "LOCAL_RANK", rank % max(1, local_world_size))
+    check_rank(local_rank, local_world_size, found, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if request.init_method is None and "MASTER_ADDR" not in env:
         raise CommError(
-            f"{world_size} ranks, but MASTER_ADDR does not say where they meet: {_shown(env)}",
+            f"{world_size} ranks, but MASTER_ADDR does not say where they meet: {found}",
             cure="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",
             value=None,
         )
-    port = _port(env, request.port)
     # torchrun's agent already listens on the port; only torch's own `env://` knows that.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Rendezvous(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        env.get("MASTER_ADDR"),
-        port,
-        "torchrun variables",
-        request.init_method or ("env://" if by_agent else None),
-    )
+    place = Place(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
+    port = meeting_port(env, request.port or DEFAULT_PORT)
+    return place.meeting(env.get("MASTER_ADDR"), port, request.init_method or ("env://" if by_agent else None))
+
+
+def _look_at_process_group(request: Request) -> Sighting:
+    world = request.joined
+    return Sighting(world is not None, f"initialised as rank {world[0]} of {world[1]}" if world else "not initialised")
 
 
 def _from_process_group(request: Request) -> Rendezvous:
-    rank, world_size = initialized_world() or (0, 1)
-    local_rank = _integer(request.environ, "LOCAL_RANK", rank)
-    local_world_size = _integer(request.environ, "LOCAL_WORLD_SIZE", world_size)
+    rank, world_size = request.joined or (0, 1)
+    local_rank = integer(request.environ, "LOCAL_RANK", rank)
+    local_world_size = integer(request.environ, "LOCAL_WORLD_SIZE", world_size)
     return Rendezvous(rank, world_size, local_rank, local_world_size, None, None, "torch.distributed, initialised")
 
 
+def _look_at_the_rest(request: Request) -> Sighting:
+    found = [name for name in RANK_VARIABLES if name in request.environ]
+    return Sighting(bool(found), f"only {', '.join(found)} set" if found else "none")
+
+
+def _refuse_the_rest(request: Request) -> Rendezvous:
+    env = request.environ
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+    raise CommError(
+        f"{' and '.join(missing)} not set, but other rank variables are: {shown(env)}",
+        cure="start the ranks with `polyaccel run`, torchrun, mpirun or srun, or unset the others",
+        value=missing,
+    )
+
+
 SOURCES = (
-    Source("arguments", lambda r: r.rank is not None or r.world_size is not None, _from_arguments),
-    Source("torchrun variables", lambda r: any(name in r.environ for name in VARIABLES[:4]), _from_torchrun),
-    Source("torch.distributed", lambda r: initialized_world() is not None, _from_process_group),
+    Source("arguments", _look_at_arguments, _from_arguments),
+    Source(_TORCHRUN, _look_at_torchrun, _from_torchrun),
+    Source(discovery_cloud.AZURE, discovery_cloud.look_azure, discovery_cloud.read_azure),
+    Source(discovery_cloud.SAGEMAKER, discovery_cloud.look_sagemaker, discovery_cloud.read_sagemaker),
+    Source("MPI", discovery_mpi.look, discovery_mpi.read),
+    Source(discovery_slurm.NAME, discovery_slurm.look, discovery_slurm.read),
+    Source("torch.distributed", _look_at_process_group, _from_process_group),
+    Source("incomplete variables", _look_at_the_rest, _refuse_the_rest),
 )
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise CommError(
-            f"{name}={text!r} is not an integer: {_shown(environ)}",
-            cure=f"set {name} to a number, or unset all of them to run one process",
-            value=text,
-        ) from None
-
-
-def _port(environ: Mapping[str, str], default: int) -> int:
-    port = _integer(environ, "MASTER_PORT", default)
-    if not 0 < port < 65536:  # 0 would let every rank listen on a port of its own, where nobody comes
-        raise CommError(
-            f"MASTER_PORT {port} is no port that ranks can meet on: {_shown(environ)}",
-            cure="set MASTER_PORT to one free port for all ranks, between 1 and 65535",
-            value=port,
-        )
-    return port
-
-
-def _check_rank(rank: int, world_size: int, shown: str, rank_name: str = "RANK", size_name: str = "WORLD_SIZE") -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise CommError(
-            f"{rank_name} {rank} is not in a world of {world_size} ranks: {shown}",
-            cure=f"{rank_name} counts from 0 to {size_name} - 1",
-            value=(rank, world_size),
-        )
-
-
-def _shown(environ: Mapping[str, str]) -> str:
-    """All rank variables as they are set."""
-    return ", ".join(f"{name}={environ[name]}" if name in environ else f"{name} unset" for name in VARIABLES)
+def _gloo_interface(address: str) -> str | None:
+    """The interface on the way to rank 0, if gloo needs to be told: it takes the one that this host's name leads to,
+    and where that leads nowhere else, the loopback, by which no other host is reached."""
+    return None if host_address.is_named() else host_address.interface_facing(address)

@@ -17,7 +17,7 @@ from polyaccel.comm.default import (
     set_default_communicator,
     set_thread_communicator,
 )
-from polyaccel.comm.discovery import DEFAULT_PORT, discover
+from polyaccel.comm.discovery import discover, publish
 from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.torch_pg import initialized_world
 from polyaccel.errors import CommError, RanksApart
@@ -32,7 +32,7 @@ DEBUG_VARIABLE = "POLYACCEL_COMM_DEBUG"
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = DEFAULT_PORT,
+    distributed_port: int | None = None,
     verbose: bool = True,
     timeout: timedelta | float | None = None,
     init_method: str | None = None,
@@ -48,20 +48,26 @@ def init_distributed(
     torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError if
     there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s) and
     `comms_logger` (enabled) as mapping or as a config object; arguments win; its `accelerator` chooses the device.
-    `auto_mpi_discovery` is about MPI's variables, which no source reads yet: it changes nothing. `rank` and
-    `world_size` below 0 are found by `comm.discovery`. Raises CommError and CommTimeout as `CommBackend.connect`.
+    `rank` and `world_size` below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's
+    variables are set to what was found. `auto_mpi_discovery=False` never imports mpi4py: mpirun's ranks then need
+    MASTER_ADDR and MASTER_PORT. `distributed_port` None is a port that no other job will use where the ranks can agree
+    on one, else 29500. Raises CommError and CommTimeout as `CommBackend.connect`.
     """
     if is_initialized():
         return
     section = _value(config, "comm")
     name = dist_backend or os.environ.get(BACKEND_VARIABLE) or _value(section, "backend")
     limit = timeout if timeout is not None else _value(section, "timeout_s")
+    timeout_s = _seconds(limit)
     rendezvous = discover(
         rank=rank if rank >= 0 else None,
         world_size=world_size if world_size >= 0 else None,
         init_method=init_method,
         port=distributed_port,
+        ask_mpi=auto_mpi_discovery,
+        timeout_s=timeout_s,
     )
+    publish(rendezvous, os.environ)
     if dist_init_required is False and initialized_world() is None:
         raise CommError(
             "dist_init_required=False, but there is no process group",
@@ -75,7 +81,7 @@ def init_distributed(
     accelerator = get_accelerator()
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
-    communicator = connect(rendezvous, accelerator, backend=name, timeout_s=_seconds(limit), debug=debug)
+    communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
     set_default_communicator(communicator)
     if verbose and communicator.rank == 0:
         _log.info(

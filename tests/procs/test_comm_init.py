@@ -16,7 +16,7 @@ import pytest
 
 from polyaccel import comm
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.discovery import VARIABLES
+from polyaccel.comm.discovery_request import VARIABLES
 from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.shm import ShmBackend
 from polyaccel.errors import CommError, PluginNotFound
@@ -60,7 +60,7 @@ def test_one_process_needs_no_network_and_runs_no_command(
 
 @pytest.mark.usefixtures("no_launcher")
 def test_backend_debug_and_time_limit_come_from_argument_variable_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"comm": {"backend": "nonesuch", "timeout_s": 33}, "comms_logger": {"enabled": True}}
+    config = {"comm": {"backend": "nonesuch", "timeout_s": 33, "debug": True}}
     with pytest.raises(PluginNotFound, match="nonesuch"):
         comm.init_distributed(config=config)
     monkeypatch.setenv("POLYACCEL_COMM", "local")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from polyaccel.comm.discovery import SOURCES, VARIABLES, discover
+from polyaccel.comm import host_address
+from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.discovery import SOURCES, discover, look_around, publish
+from polyaccel.comm.discovery_request import VARIABLES
 from polyaccel.errors import CommError
 
 TORCHRUN = {
@@ -99,7 +103,111 @@ def test_half_of_the_arguments_is_an_error() -> None:
 
 
 def test_the_order_of_sources_is_stated() -> None:
-    assert [source.name for source in SOURCES] == ["arguments", "torchrun variables", "torch.distributed"]
+    assert [source.name for source in SOURCES] == [
+        "arguments",
+        "torchrun variables",
+        "AzureML",
+        "SageMaker",
+        "MPI",
+        "Slurm",
+        "torch.distributed",
+        "incomplete variables",
+    ]
+
+
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE"), "12", strict=True)}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize("outer", [OPEN_MPI, STEP], ids=["mpirun", "srun"])
+def test_variables_left_over_from_elsewhere_contradict_the_launcher(outer: Mapping[str, str]) -> None:
+    with pytest.raises(CommError) as caught:
+        discover(environ={**outer, "RANK": "0", "WORLD_SIZE": "1"})
+    for shown in (
+        "RANK=0",
+        "WORLD_SIZE=1",
+        *(f"{name}={outer[name]}" for name in outer if "RANK" in name or "PROC" in name),
+    ):
+        assert shown in str(caught.value)
+    assert "cure: unset" in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", ["TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE"])
+@pytest.mark.parametrize("outer", [OPEN_MPI, STEP], ids=["mpirun", "srun"])
+def test_a_launcher_on_every_host_is_right_about_its_own_ranks(outer: Mapping[str, str], mark: str) -> None:
+    found = discover(environ={**outer, **TORCHRUN, mark: "1"})
+    assert (found.rank, found.world_size, found.source) == (3, 4, "torchrun variables")
+
+
+def test_variables_that_agree_with_the_launcher_are_used_without_asking_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    agreed = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}
+    found = discover(environ={**OPEN_MPI, **agreed})
+    assert (found.rank, found.world_size, found.address, found.port) == (1, 2, "h", 7)
+
+
+def test_a_batch_script_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    """Its variables name a task too."""
+    job = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    found = discover(environ=job)
+    assert (found.rank, found.world_size, found.source) == (0, 1, "no launcher")
+    assert "job 7 of 2 tasks, but srun did not start this process; start ranks with srun" in caplog.text
+
+
+def test_what_was_found_is_published_and_what_was_set_stays() -> None:
+    environ = {"MASTER_PORT": "99", "LOCAL_RANK": "1"}
+    publish(Rendezvous(1, 2, 1, 2, "10.0.0.7", 1234, "Slurm"), environ)
+    assert environ == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.7",
+        "MASTER_PORT": "99",
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Rendezvous(0, 1, 0, 1, None, None, "Open MPI"), {}),
+        (Rendezvous(0, 2, 0, 2, "h", 1, "arguments"), {}),
+        (Rendezvous(0, 2, 0, 2, "h", 1, "torchrun variables"), {}),
+    ],
+)
+def test_nothing_is_published_for_one_process_or_where_everybody_knows(
+    found: Rendezvous, expected: Mapping[str, str]
+) -> None:
+    environ: dict[str, str] = {}
+    publish(found, environ)
+    assert environ == expected
+
+
+@pytest.mark.parametrize("source", ["torchrun variables", "Slurm"])
+def test_gloo_is_told_its_interface_where_the_hosts_name_leads_nowhere(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_address, "interface_facing", lambda peer: f"to {peer}")
+    apart = Rendezvous(1, 2, 0, 1, "10.0.0.7", 1, source)
+    told: dict[bool, str | None] = {}
+    for named in (True, False):
+        monkeypatch.setattr(host_address, "is_named", lambda named=named: named)
+        environ: dict[str, str] = {}
+        publish(apart, environ)
+        told[named] = environ.get("GLOO_SOCKET_IFNAME")
+    assert told == {True: None, False: "to 10.0.0.7"}
+    environ = {"GLOO_SOCKET_IFNAME": "ib0"}
+    publish(apart, environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_looking_around_shows_every_source_and_the_one_that_counts() -> None:
+    rows = {row.source: row for row in look_around({**STEP, **OPEN_MPI})}
+    assert [row.source for row in rows.values() if row.matched] == ["MPI"]
+    assert "OMPI_COMM_WORLD_RANK=1" in rows["MPI"].text
+    assert "SLURM_STEP_ID=0" in rows["Slurm"].text
+    assert "RANK unset" in rows["torchrun variables"].text
+    assert not any(row.matched for row in look_around({}))
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

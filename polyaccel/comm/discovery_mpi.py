@@ -1,0 +1,134 @@
+"""Ranks that an MPI's launcher started: mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and PMIx.
+
+[Note: Only where a launcher says so]
+Importing `mpi4py.MPI` starts MPI, and without a launcher that aborts or hangs on some machines. So the ranks come from
+the launcher's variables, and only where those are set is mpi4py imported: to verify them, and to agree on where to
+meet. Slurm's own tasks have PMI variables too (`srun --mpi=pmi2`), but nobody there need have MPI: they are Slurm's,
+unless a launcher's other variables say that it stands between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from polyaccel.comm import discovery_slurm, mpi_meeting
+from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.discovery_request import (
+    DEFAULT_PORT,
+    MEETING_VARIABLES,
+    Place,
+    Request,
+    Sighting,
+    check_agreement,
+    check_rank,
+    integer,
+    meeting_port,
+    shown,
+)
+from polyaccel.errors import CommError
+
+
+class Launcher(NamedTuple):
+    """A launcher's variables. It is seen where `rank` is set; `world_size` may be in MPI alone."""
+
+    name: str
+    rank: str
+    world_size: str | None = None
+    local_rank: str | None = None
+    local_world_size: str | None = None
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.rank, self.world_size, self.local_rank, self.local_world_size)))
+
+
+OPEN_MPI = Launcher("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_LAUNCHERS = (
+    OPEN_MPI,
+    Launcher("MVAPICH2", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),  # Cray MPICH
+    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI, MVAPICH 3
+    Launcher("PMIx", "PMIX_RANK"),
+)
+NAMES = tuple(launcher.name for launcher in _LAUNCHERS)
+_OF_SLURM_TOO = ("PMI_RANK", "PMIX_RANK")
+
+
+def look(request: Request) -> Sighting:
+    seen = _seen(request)
+    if seen:
+        return Sighting(
+            True, "; ".join(f"{launcher.name}: {shown(request.environ, launcher.variables)}" for launcher in seen)
+        )
+    own = [name for name in _OF_SLURM_TOO if name in request.environ]
+    if own:
+        return Sighting(False, f"{shown(request.environ, own)}, but from Slurm itself")
+    return Sighting(False, f"none of {', '.join(launcher.rank for launcher in _LAUNCHERS)} is set")
+
+
+def place(request: Request) -> Place | None:
+    """The rank that the launchers' variables say; None without them. Raises CommError where two disagree."""
+    places = [place_by(launcher, request.environ) for launcher in _seen(request)]
+    for other in places[1:]:
+        sizes = {place.world_size for place in (places[0], other)} - {None}
+        if other.rank != places[0].rank or len(sizes) > 1:
+            raise CommError(
+                f"{places[0].launcher} and {other.launcher} disagree: {places[0].shown}; {other.shown}",
+                cure="one of them is left over of a job around this one: unset its variables",
+                value=(places[0].rank, other.rank),
+            )
+    return places[0] if places else None
+
+
+def place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
+    """What the variables of `launcher` say, which must be set. Raises CommError."""
+    numbers = [integer(environ, name, -1) if name in environ else None for name in launcher[1:] if name is not None]
+    rank, world_size, local_rank, local_world_size = [*numbers, None, None, None][:4]
+    found = shown(environ, launcher.variables)
+    if rank is None:
+        raise CommError(f"{launcher.rank} is unset: {found}", cure="start the ranks with mpirun", value=None)
+    if launcher.world_size is not None and world_size is not None:
+        check_rank(rank, world_size, found, launcher.rank, launcher.world_size)
+    return Place(launcher.name, rank, world_size, local_rank, local_world_size, found)
+
+
+def read(request: Request) -> Rendezvous:
+    env = request.environ
+    here = place(request)
+    if here is None:
+        raise CommError("no launcher of MPI started this process", cure="start the ranks with mpirun")
+    check_agreement(env, here)
+    if here.world_size == 1:
+        return here.meeting(None, None, request.init_method)
+    meets_otherwise = request.init_method is not None or request.joined is not None
+    problem = mpi_meeting.why_not() if request.ask_mpi else "auto_mpi_discovery=False"
+    if not problem and not (meets_otherwise and here.is_complete):
+        return mpi_meeting.meet(here, request)
+    if not here.is_complete:
+        raise CommError(
+            f"{here.launcher} started this process, but does not say how many ranks there are, here and in all "
+            f"({here.shown}), and MPI cannot be asked: {problem}",
+            cure="pip install 'polyaccel[mpi]', or let torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK",
+            value=here.shown,
+        )
+    if not (meets_otherwise or request.has_meeting):
+        raise CommError(
+            f"{here.launcher} started {here.world_size} ranks, but they cannot agree on where to meet: {problem}; "
+            f"{shown(env, MEETING_VARIABLES)}",
+            cure="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
+            "or set MASTER_ADDR and MASTER_PORT for all ranks",
+            value=problem,
+        )
+    return here.meeting(env.get("MASTER_ADDR"), meeting_port(env, request.port or DEFAULT_PORT), request.init_method)
+
+
+def _seen(request: Request) -> list[Launcher]:
+    """The launchers whose ranks are set. See [Note: Only where a launcher says so]."""
+    env = request.environ
+    in_step = discovery_slurm.look(request).applies
+    return [
+        launcher
+        for launcher in _LAUNCHERS
+        if launcher.rank in env and not (in_step and launcher.rank in _OF_SLURM_TOO and launcher.local_rank not in env)
+    ]
