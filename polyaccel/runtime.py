@@ -15,6 +15,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.comm.summary import start_log
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.offload import OffloadDevice
 from polyaccel.engine.loss_scale import LossScaler
@@ -155,6 +156,10 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
         known = ", ".join(sorted(dtype.value for dtype in accelerator.supported_dtypes() if dtype.is_floating))
         expected = f"accelerator {accelerator.name!r} does not compute in {param_dtype.value}"
         raise ConfigError([Problem(key, True, expected, f"use one of its types: {known}")])
+    logger = config.comms_logger
+    if logger.enabled:
+        ops = () if logger.prof_all else logger.prof_ops
+        start_log(communicator, ops, verbose=logger.verbose, callers=logger.debug)
     return Runtime(
         config=config,
         accelerator=accelerator,

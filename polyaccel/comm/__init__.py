@@ -25,4 +25,6 @@ from polyaccel.comm.functions import send as send
 from polyaccel.comm.setup import connect as connect
 from polyaccel.comm.setup import destroy_process_group as destroy_process_group
 from polyaccel.comm.setup import init_distributed as init_distributed
+from polyaccel.comm.summary import log_summary as log_summary
+from polyaccel.comm.summary import reset_log as reset_log
 from polyaccel.types import ReduceOp as ReduceOp

@@ -28,12 +28,18 @@ class Call:
         """Whether two ranks may meet with these calls; what they are for does not matter."""
         return (self.op, self.numel, self.dtype, self.detail) == (other.op, other.numel, other.dtype, other.detail)
 
-    def __str__(self) -> str:
+    def agreed(self) -> str:
+        """What ranks must agree on, in words."""
         size = f" {self.numel} x {self.dtype.value}" if self.dtype else ""
-        detail = f" {self.detail}" if self.detail else ""
+        return self.op + (f" {self.detail}" if self.detail else "") + size
+
+    def purpose(self) -> str:
+        """What the call is for, in words that follow `agreed`; empty if nobody said."""
         bucket = f" bucket {self.info.bucket}" if self.info.bucket is not None else ""
-        label = f" '{self.info.label}'" if self.info.label else ""
-        return f"{self.op}{detail}{size}{bucket}{label}"
+        return bucket + (f" '{self.info.label}'" if self.info.label else "")
+
+    def __str__(self) -> str:
+        return self.agreed() + self.purpose()
 
 
 def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:

@@ -8,7 +8,7 @@ number of each rank's last call, which a watchdog keeps on the communicator's bo
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import Any
@@ -17,6 +17,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.agreement import check_agreement
 from polyaccel.comm.arguments import Call
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, Work
+from polyaccel.comm.log import CommLog, Timing
 from polyaccel.comm.watchdog import Watchdog, read_notes, where_ranks_are
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.types import DType, ReduceOp
@@ -26,13 +27,19 @@ _RING_LENGTH = 1024
 
 @dataclass(slots=True)
 class Entry:
-    """One call: its number on the group of these (global) ranks, when it began, and whether it has finished."""
+    """One call: its number on the group of these (global) ranks, when it began, and when it ended or was waited for."""
 
     group: tuple[int, ...]
     seq: int
     call: Call
     started_s: float = field(default_factory=time)
-    done: bool = False
+    ended_s: float | None = None
+    timing: Timing | None = None
+    """The communication log's, if it records this call."""
+
+    @property
+    def done(self) -> bool:
+        return self.ended_s is not None
 
     def __str__(self) -> str:
         return f"#{self.seq} {self.call}"
@@ -51,6 +58,8 @@ class Recorder:
         self.sent_numel: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.last: dict[tuple[int, ...], Entry] = {}
+        self.on_timeout: Callable[[], object] | None = None
+        """Called when a call has timed out, before its error is raised."""
 
     def start(self, group: tuple[int, ...], seq: int, call: Call, sent_numel: float) -> Entry:
         entry = Entry(group, seq, call)
@@ -79,7 +88,7 @@ class RecordedWork(Work):
             self._work.wait()
         except CommError as error:
             raise self._owner.explain(self._entry, error) from error
-        self._entry.done = True
+        self._owner.end(self._entry)
 
     def is_done(self) -> bool:
         return self._work.is_done()
@@ -108,8 +117,13 @@ class RecordingCommunicator(Communicator):
         self.accelerator = inner.accelerator
         self.timeout_s = inner.timeout_s
         self.deterministic = inner.deterministic
+        self.summed_first = inner.summed_first
         self.debug = debug
         self.recorder = recorder or Recorder()
+        self.log: CommLog | None = None
+        """Where latencies go; see `comm.summary.start_log`."""
+        self.at_close: list[Callable[[], object]] = []
+        """Called in this order when the communicator is closed."""
         self._calls = 0
         self._board = inner.board() if self.world_size > 1 else None
         self._watchdog: Watchdog | None = None
@@ -184,7 +198,7 @@ class RecordingCommunicator(Communicator):
             self.inner.barrier(info=info)
         except CommError as error:
             raise self.explain(entry, error) from error
-        entry.done = True
+        self.end(entry)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         entry = self._enter(Call("all_gather_object"), 0)
@@ -192,7 +206,7 @@ class RecordingCommunicator(Communicator):
             values = self.inner.all_gather_object(value)
         except CommError as error:
             raise self.explain(entry, error) from error
-        entry.done = True
+        self.end(entry)
         return values
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -201,13 +215,17 @@ class RecordingCommunicator(Communicator):
             part = self.inner.split(ranks)
         except CommError as error:
             raise self.explain(entry, error) from error
-        entry.done = True
+        self.end(entry)
         if part is None:
             return None
         # One watchdog a process: it reports the last call on every group.
-        return RecordingCommunicator(part, self.recorder, debug=self.debug, watch_s=None)
+        group = RecordingCommunicator(part, self.recorder, debug=self.debug, watch_s=None)
+        group.log = self.log
+        return group
 
     def close(self) -> None:
+        while self.at_close:
+            self.at_close.pop(0)()
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
@@ -222,8 +240,18 @@ class RecordingCommunicator(Communicator):
     def board(self) -> Board | None:
         return self._board
 
+    def end(self, entry: Entry) -> None:
+        """`entry`'s call has ended well, or has been waited for."""
+        if entry.ended_s is not None:
+            return
+        if entry.timing is not None and self.log is not None:
+            self.log.end(entry.timing)
+        entry.ended_s = time()
+
     def explain(self, entry: Entry, error: CommError) -> CommError:
         """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
+        if isinstance(error, CommTimeout) and self.recorder.on_timeout is not None:
+            self.recorder.on_timeout()
         known = _missing_of(error)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         places = where_ranks_are(
@@ -247,16 +275,21 @@ class RecordingCommunicator(Communicator):
                 check_agreement(self.inner, seq, call)
             except CommTimeout as error:
                 raise self.explain(entry, error) from error
-        return entry
+        return self._timed(entry)
 
     def _message(self, call: Call, sent_numel: int) -> Entry:
         """Messages have no number of their own: the ranks that do not take part would fall behind."""
         self.sent_numel += sent_numel
-        return self.recorder.start(self.ranks, self._calls - 1, call, sent_numel)
+        return self._timed(self.recorder.start(self.ranks, self._calls - 1, call, sent_numel))
+
+    def _timed(self, entry: Entry) -> Entry:
+        if self.log is not None:
+            entry.timing = self.log.begin(entry.call, self.world_size)
+        return entry
 
     def _left(self, entry: Entry, work: Work, async_op: bool) -> Work:
         if not async_op:
-            entry.done = True
+            self.end(entry)
             return work
         return RecordedWork(work, entry, self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
@@ -18,6 +19,8 @@ from polyaccel.comm.default import (
     set_thread_communicator,
 )
 from polyaccel.comm.discovery import discover, publish
+from polyaccel.comm.dump import Dumper, default_folder
+from polyaccel.comm.hosts import share_hosts
 from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.torch_pg import initialized_world
 from polyaccel.errors import CommError, RanksApart
@@ -46,8 +49,8 @@ def init_distributed(
     `dist_backend` is the name of a comm plugin; None takes `POLYACCEL_COMM`, else the accelerator's own. One process
     connects to nobody. `timeout` (a timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a
     torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError if
-    there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s) and
-    `comms_logger` (enabled) as mapping or as a config object; arguments win; its `accelerator` chooses the device.
+    there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s,
+    debug, dump_dir) as mapping or as a config object; arguments win; its `accelerator` chooses the device.
     `rank` and `world_size` below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's
     variables are set to what was found. `auto_mpi_discovery=False` never imports mpi4py: mpirun's ranks then need
     MASTER_ADDR and MASTER_PORT. `distributed_port` None is a port that no other job will use where the ranks can agree
@@ -74,7 +77,7 @@ def init_distributed(
             cure="call torch.distributed.init_process_group first, or leave dist_init_required out",
             value=dist_init_required,
         )
-    debug = bool(_value(_value(config, "comms_logger"), "enabled")) or os.environ.get(DEBUG_VARIABLE) == "1"
+    debug = bool(_value(section, "debug")) or os.environ.get(DEBUG_VARIABLE) == "1"
     wanted = _value(config, "accelerator")
     if wanted is not None:
         set_accelerator(choose_accelerator(wanted))
@@ -82,6 +85,16 @@ def init_distributed(
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
     communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
+    if communicator.world_size > 1:
+        folder = _value(section, "dump_dir")
+        dumper = Dumper(
+            communicator.recorder,
+            communicator.rank,
+            communicator.world_size,
+            Path(folder) if folder else default_folder(os.environ),
+        )
+        dumper.start()
+        communicator.at_close.append(dumper.stop)
     set_default_communicator(communicator)
     if verbose and communicator.rank == 0:
         _log.info(

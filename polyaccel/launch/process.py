@@ -78,6 +78,11 @@ class RankProcess:
             if not self.poll():
                 sleep(_WAIT_POLL_S)
 
+    def signal_rank(self, signum: signal.Signals) -> None:
+        """Send `signum` to it alone. Only while it has not ended."""
+        if self.state is not RankState.ENDED:
+            os.kill(self.pid, signum)
+
     def signal_group(self, signum: signal.Signals) -> None:
         """Send `signum` to it and to everything in its process group. Only while it has not ended."""
         if self.state is not RankState.ENDED:  # an unreaped leader keeps the number of its group from being reused

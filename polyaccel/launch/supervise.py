@@ -4,7 +4,8 @@
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that we pass on asks the
 ranks to end as well: they get no second one, but from the first rank that ends of it the grace period runs. A second
-SIGINT kills at once. What ranks leave behind when they end is ended in the same way, so that nothing outlives the job.
+SIGINT kills at once. SIGUSR1, which asks ranks for their flight recorders, is passed on too and ends nothing. What
+ranks leave behind when they end is ended in the same way, so that nothing outlives the job.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from polyaccel.launch.process import RankProcess, RankState, start_rank
 from polyaccel.launch.tree import JobTree
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ASKING = signal.SIGUSR1
 _LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
 _POLL_S = 0.05  # only while waiting for processes that are not our children
 _KILL_AGAIN_S = 1.0
@@ -56,7 +58,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the job, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
-        with SignalInbox((*_FORWARDED, signal.SIGCHLD)) as inbox:
+        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD)) as inbox:
             try:
                 self._start()
                 while self._is_going_on():
@@ -100,6 +102,10 @@ class Supervisor:
         for signum in signals:
             if signum in _FORWARDED:
                 self._pass_on(signum)
+            elif signum is _ASKING and not self._is_ending:
+                self._output.say(f"{signum.name} is passed on to the ranks")
+                for rank in self._ranks:  # not to what they started, which would end of it
+                    rank.signal_rank(signum)
         self._note_changes([rank for rank in self._ranks if rank.poll()])
         now = monotonic()
         for rank in self._ranks:

@@ -245,6 +245,22 @@ while True:
     assert "[rank 1] saved\n" in stdout
 
 
+def test_sigusr1_reaches_every_rank_and_ends_nobody(tmp_path: Path) -> None:
+    script = """
+ready()
+wait()
+print("asked", flush=True)
+"""
+    with Job(tmp_path, script) as job:
+        job.pids()
+        job.process.send_signal(signal.SIGUSR1)
+        code, stdout, stderr = job.finish()
+    assert code == 0
+    assert "[rank 0] asked\n" in stdout
+    assert "[rank 1] asked\n" in stdout
+    assert "SIGUSR1 is passed on to the ranks" in stderr
+
+
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))

@@ -1,0 +1,185 @@
+"""Ranks of real jobs that hang, time out, crash or are asked leave flight recorders, which `comm diff` reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from polyaccel.cli.main import main
+from polyaccel.comm.dump import read_dump
+
+PRELUDE = """
+import os, signal, sys
+from polyaccel import comm
+from polyaccel.accelerators.detect import get_accelerator
+from polyaccel.types import DType
+comm.init_distributed(timeout={timeout})
+rank = comm.get_rank()
+buffer = get_accelerator().allocate(8, DType.FLOAT32)
+comm.all_reduce(buffer)
+"""
+
+
+class Job:
+    """A script on two ranks under `polyaccel run`, and the folder that its dumps go to."""
+
+    def __init__(self, folder: Path, body: str, *, timeout_s: float, backend: str) -> None:
+        self.dumps = folder / "dumps"
+        script = folder / "train.py"
+        script.write_text(PRELUDE.format(timeout=timeout_s) + body)
+        environ = {
+            **os.environ,
+            "POLYACCEL_DUMP_DIR": str(self.dumps),
+            "POLYACCEL_COMM": backend,
+            "OMP_NUM_THREADS": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "5", str(script)],
+            env={name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def read_until(self, *wanted: str) -> str:
+        """The output up to the last of these texts; each once."""
+        output, missing = "", set(wanted)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            output += line
+            missing = {text for text in missing if text not in output}
+            if not missing:
+                return output
+        raise AssertionError(f"{missing} never came: {output}")
+
+    def end(self) -> str:
+        output, _ = self.process.communicate(timeout=60)
+        return output
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.process.kill()
+        job.process.communicate()
+
+
+def diff(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main(["comm", "diff", str(folder)])
+    return code, capsys.readouterr().out
+
+
+def test_a_timeout_leaves_dumps_of_the_rank_that_waits_and_of_the_one_that_does_not(
+    jobs: list[Job], tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "comm.barrier() if rank == 0 else signal.pause()"
+    jobs.append(Job(tmp_path, body, timeout_s=2, backend=backend))
+    output = jobs[0].end()
+    assert jobs[0].process.returncode == 1, output
+    assert "compare all ranks with `polyaccel comm diff" in output
+    # Rank 1 was ended by the launcher's SIGTERM, and wrote its record on the way.
+    assert [read_dump(jobs[0].dumps / f"rank-{rank}.json").rank for rank in range(2)] == [0, 1], output
+    assert read_dump(jobs[0].dumps / "rank-1.json").reason == "SIGTERM"
+    code, text = diff(jobs[0].dumps, capsys)
+    assert code == 1
+    assert "the ranks part at #1:" in text
+    assert "rank 0: barrier (waiting)" in text
+    assert "rank 1: did not call it, its last was #0 all_reduce sum 8 x float32" in text
+
+
+def test_sigusr1_is_served_while_a_collective_hangs(
+    jobs: list[Job], tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+print("pid", rank, os.getpid(), flush=True)
+if rank == 0:
+    comm.barrier()
+while True:
+    signal.pause()
+"""
+    jobs.append(Job(tmp_path, body, timeout_s=60, backend=backend))
+    output = jobs[0].read_until("pid 0 ", "pid 1 ")
+    pids = {int(words[-2]): int(words[-1]) for words in map(str.split, output.splitlines()) if "pid" in words}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR1)
+    jobs[0].read_until("rank-0.json", "rank-1.json")
+    assert jobs[0].process.poll() is None, "asking ends nobody"
+    assert {read_dump(jobs[0].dumps / f"rank-{rank}.json").reason for rank in range(2)} == {"SIGUSR1"}
+    for pid in pids.values():  # a second time, and by then rank 0 surely is in its barrier
+        os.kill(pid, signal.SIGUSR1)
+    jobs[0].read_until("rank-0.json", "rank-1.json")
+    code, text = diff(jobs[0].dumps, capsys)
+    assert code == 1
+    assert "rank 0: barrier (waiting)" in text
+
+
+def test_an_uncaught_exception_leaves_dumps_of_all_ranks(
+    jobs: list[Job], tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+if rank == 1:
+    raise ValueError("bad batch")
+comm.all_reduce(buffer)
+"""
+    jobs.append(Job(tmp_path, body, timeout_s=30, backend=backend))
+    output = jobs[0].end()
+    assert jobs[0].process.returncode == 1
+    assert "ValueError: bad batch" in output
+    assert read_dump(jobs[0].dumps / "rank-1.json").reason == "uncaught ValueError"
+    code, text = diff(jobs[0].dumps, capsys)
+    assert (code, "rank 1: did not call it" in text) == (1, True), text
+
+
+def test_a_run_that_ends_well_leaves_nothing_and_a_forked_worker_dies_of_sigterm(
+    jobs: list[Job], tmp_path: Path
+) -> None:
+    body = """
+import multiprocessing
+worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+worker.start()
+worker.terminate()
+worker.join(20)
+assert worker.exitcode == -signal.SIGTERM, worker.exitcode
+comm.barrier()
+comm.destroy_process_group()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    jobs.append(Job(tmp_path, body, timeout_s=30, backend="shm"))
+    output = jobs[0].end()
+    assert jobs[0].process.returncode == 0, output
+    assert not jobs[0].dumps.exists(), output
+
+
+def test_a_scripts_own_handler_stays(jobs: list[Job], tmp_path: Path) -> None:
+    body = "assert signal.getsignal(signal.SIGUSR1) is own\n"
+    script = tmp_path / "own"
+    script.mkdir()
+    job = Job(script, body, timeout_s=30, backend="shm")
+    jobs.append(job)
+    (script / "train.py").write_text(
+        "import signal\ndef own(*_): pass\nsignal.signal(signal.SIGUSR1, own)\n" + PRELUDE.format(timeout=30) + body
+    )
+    output = job.end()
+    assert job.process.returncode == 0, output
+
+
+def test_diff_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "diff", str(tmp_path)]) == 1
+    assert "there is no rank-N.json in the folder" in capsys.readouterr().err
+    (tmp_path / "rank-0.json").write_text("{}")
+    assert main(["comm", "diff", str(tmp_path)]) == 1
+    assert "rank-0.json is not a dump" in capsys.readouterr().err
