@@ -42,25 +42,38 @@ _PACKAGES = (
 _VARIABLES = frozenset(
     (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
         *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
         *("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
     )
 )
-_VARIABLE_PREFIXES = ("POLYACCEL_", "DS_", "NCCL_", "GLOO_", "CCL_", "FI_")
+_VARIABLE_PREFIXES = (
+    "POLYACCEL_",
+    "DS_",
+    "NCCL_",
+    "GLOO_",
+    "CCL_",
+    "FI_",
+    "OMPI_COMM_WORLD_",
+    "MV2_COMM_",
+    "MPI_LOCAL",
+)
+_NO_LAUNCHER = "none: a program started here is one process"
 
 
 @dataclass(frozen=True)
 class Report:
     """All findings.
 
-    `packages` has None for what is not installed, `rooms` says why a group could not be probed, `accelerator` is the
-    one that a program started here would get, None when there is none because of `accelerator_problem`.
+    `packages` has None for what is not installed, `launcher` says what each source of ranks sees and which one counts,
+    `rooms` why a group could not be probed. `accelerator` is the one that a program started here would get, None when
+    there is none because of `accelerator_problem`.
     """
 
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
     environment: Mapping[str, str]
+    launcher: Mapping[str, str]
     plugins: Sequence[PluginStatus]
     rooms: Mapping[PluginGroup, str]
     accelerator: str | None
@@ -106,6 +119,7 @@ def examine() -> Report:
         machine=_machine(),
         packages={package: _version(package) for package in _PACKAGES},
         environment={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
+        launcher=_launcher(),
         plugins=statuses,
         rooms=rooms,
         accelerator=accelerator,
@@ -119,6 +133,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "machine": dict(report.machine),
         "packages": dict(report.packages),
         "environment": dict(report.environment),
+        "launcher": dict(report.launcher),
         "accelerator": report.accelerator,
         "accelerator_problem": report.accelerator_problem,
         "groups_not_probed": {group.value: why for group, why in report.rooms.items()},
@@ -142,6 +157,7 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     yield from _section("machine", report.machine)
     yield from _section("packages", {name: version or "-" for name, version in report.packages.items()})
     yield from _section("environment", report.environment or {"(nothing set that matters)": ""})
+    yield from _section("launcher", report.launcher)
     for group in PluginGroup:
         yield group.value
         if group in report.rooms:
@@ -206,6 +222,16 @@ def _chosen_accelerator() -> tuple[str | None, str]:
         return str(detect.choose_accelerator(None).name), ""
     except Exception as error:
         return None, str(error)
+
+
+def _launcher() -> dict[str, str]:
+    """Which source of ranks a program started here would read, and what each of them sees."""
+    try:
+        rows = list(importlib.import_module("polyaccel.comm.discovery").look_around())
+    except Exception as error:
+        return {"matched": f"unknown ({type(error).__name__}: {error})"}
+    matched = next((row.source for row in rows if row.matched), _NO_LAUNCHER)
+    return {"matched": matched, **{row.source: row.text for row in rows}}
 
 
 def _machine() -> dict[str, str]:

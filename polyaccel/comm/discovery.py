@@ -93,12 +93,16 @@ def discover(
 
 
 def look_around(environ: Mapping[str, str] | None = None) -> Iterator[Row]:
-    """What every source sees in the environment, and which one `discover()` would read. Imports and asks nobody."""
+    """What every source sees in the environment, and which one `discover()` would read, with what it would refuse.
+
+    Imports nothing and asks nobody.
+    """
     request = Request(os.environ if environ is None else environ)
     matched = False
     for source in SOURCES[1:]:
         applies, text = source.look(request)
-        yield Row(source.name, applies and not matched, text)
+        problem = _problem(source, request) if applies and not matched else ""
+        yield Row(source.name, applies and not matched, f"{text}. PROBLEM: {problem}" if problem else text)
         matched = matched or applies
 
 
@@ -122,6 +126,18 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
 def local_rank(*, default: int) -> int:
     """What the launcher said is this rank's number on its host; `default` if it said nothing."""
     return integer(os.environ, "LOCAL_RANK", default)
+
+
+def _problem(source: Source, request: Request) -> str:
+    """Why reading `source` would fail, as far as that is known without MPI."""
+    try:
+        if source.read is discovery_mpi.read:
+            discovery_mpi.checked_place(request)
+        else:
+            source.read(request)
+    except CommError as error:
+        return error.message
+    return ""
 
 
 def _look_at_arguments(request: Request) -> Sighting:

@@ -93,12 +93,18 @@ def place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
     return Place(launcher.name, rank, world_size, local_rank, local_world_size, found)
 
 
-def read(request: Request) -> Rendezvous:
-    env = request.environ
+def checked_place(request: Request) -> Place:
+    """The place that launchers of MPI and variables set by others agree on. Raises CommError."""
     here = place(request)
     if here is None:
         raise CommError("no launcher of MPI started this process", cure="start the ranks with mpirun")
-    check_agreement(env, here)
+    check_agreement(request.environ, here)
+    return here
+
+
+def read(request: Request) -> Rendezvous:
+    env = request.environ
+    here = checked_place(request)
     if here.world_size == 1:
         return here.meeting(None, None, request.init_method)
     meets_otherwise = request.init_method is not None or request.joined is not None

@@ -125,6 +125,18 @@ def test_the_machine_and_what_matters_of_the_environment_are_shown(site: Path, t
     assert not any(fact.startswith("unknown") for fact in report["machine"].values())
 
 
+def test_the_launcher_that_counts_is_said_beside_what_others_see(tmp_path: Path) -> None:
+    variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    before = f"import os, sys\nos.environ.update({variables})\nsys.modules['mpi4py'] = None\n"
+    launcher = doctor(tmp_path, tmp_path, before=before)["launcher"]
+    assert launcher["matched"] == "MPI"
+    assert launcher["MPI"].startswith("Open MPI: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2")
+    assert launcher["Slurm"] == "job 7 of 2 tasks, but srun did not start this process"
+    assert launcher["torchrun variables"].startswith("RANK unset, WORLD_SIZE unset")
+    alone = run("doctor", site=tmp_path, cache=tmp_path).stdout
+    assert "\nlauncher\n  matched               none: a program started here is one process\n" in alone
+
+
 def test_a_terminal_without_unicode_is_no_reason_to_fail(site: Path, tmp_path: Path) -> None:
     before = "import os, sys\nos.environ['RANK'] = 'zw\\u00f6lf'\nsys.stdout.reconfigure(encoding='ascii')\n"
     assert r"zw\xf6lf" in run("doctor", site=site, cache=tmp_path, before=before).stdout

@@ -210,6 +210,12 @@ def test_looking_around_shows_every_source_and_the_one_that_counts() -> None:
     assert not any(row.matched for row in look_around({}))
 
 
+@pytest.mark.parametrize("left_over", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}])
+def test_looking_around_shows_contradictions(left_over: Mapping[str, str]) -> None:
+    (matched,) = (row for row in look_around({**OPEN_MPI, **left_over}) if row.matched)
+    assert "PROBLEM: RANK=0 is set, but Open MPI says 1" in matched.text
+
+
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_a_port_where_nobody_can_meet_is_refused(port: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
