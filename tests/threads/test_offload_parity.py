@@ -18,6 +18,7 @@ from parity_models import (
     snapshot,
     train_on_threads,
 )
+from stage3_models import assert_same_run
 
 import polyaccel
 from polyaccel.accelerators.base import Capabilities
@@ -60,18 +61,13 @@ def trained(world: int, stage: int, zero: dict[str, Any], **changes: Any) -> Run
     return train_on_threads(world, config(stage, zero, **changes), STEPS)
 
 
-def assert_same(found: Run, wanted: Run) -> None:
-    assert_bitwise(found.params, wanted.params)
-    assert (found.norms, found.losses) == (wanted.norms, wanted.losses)
-
-
 @pytest.mark.parametrize("changes", [{}, {**LAMB, **BF16}], ids=["adamw", "lamb-bf16"])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), *((stage, world) for stage in (1, 2, 3) for world in (1, 2, 3))])
 def test_every_tier_gives_the_numbers_of_none(tmp_path, stage, world, changes):
     wanted = trained(world, stage, {}, gradient_clipping=0.5, **changes)
     for name in OFFLOADS:
         run = trained(world, stage, offloaded(name, tmp_path), gradient_clipping=0.5, **changes)
-        assert_same(run, wanted)
+        assert_same_run(run, wanted)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,14 +77,14 @@ def test_other_optimizers_are_offloaded_alike(tmp_path, name):
     optimizer = {"optimizer": {"type": name, "params": params}}
     wanted = trained(2, 2, {}, **optimizer)
     for tier in ("host", "pipelined"):
-        assert_same(trained(2, 2, offloaded(tier, tmp_path), **optimizer), wanted)
+        assert_same_run(trained(2, 2, offloaded(tier, tmp_path), **optimizer), wanted)
 
 
 def test_accumulation_and_late_publishing_change_nothing_under_offload(tmp_path):
     for zero in ({}, {"overlap_comm": True, "overlap_param_gather": True}):
         wanted = trained(2, 2, zero, accumulation=3)
         for tier in ("host", "pipelined"):
-            assert_same(trained(2, 2, {**zero, **offloaded(tier, tmp_path)}, accumulation=3), wanted)
+            assert_same_run(trained(2, 2, {**zero, **offloaded(tier, tmp_path)}, accumulation=3), wanted)
 
 
 # Where states are.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from parity_models import (
     SMALL_BUCKET,
-    Run,
     assert_bitwise,
     assert_close,
     batch,
@@ -20,6 +19,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
+from stage3_models import assert_same_run
 
 import polyaccel
 
@@ -27,12 +27,6 @@ STEPS = 2
 WORLDS = (1, 2, 3)
 CLIP = 0.5  # well below the norms of this model, which are about 2
 BF16 = {"bf16": {"enabled": True}}
-
-
-def assert_same(found: Run, wanted: Run) -> None:
-    assert_bitwise(found.params, wanted.params)
-    assert found.norms == wanted.norms
-    assert found.losses == wanted.losses
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -50,14 +44,14 @@ def test_stages_agree_with_each_other_and_with_plain_torch(world, accumulation, 
                 runs[stage, bucket, overlap] = train_on_threads(world, config, STEPS)
     reference = {stage: runs[stage, SMALL_BUCKET, True] for stage in (0, 1, 2)}
     for (stage, _, _), run in runs.items():
-        assert_same(run, reference[stage])
-    assert_same(reference[1], reference[0])
+        assert_same_run(run, reference[stage])
+    assert_same_run(reference[1], reference[0])
 
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     plain = train_plainly(world, STEPS, accumulation=accumulation, clip=clip, param_dtype=dtype)
     start = snapshot(parity_model())
     if accumulation == 1:
-        assert_same(reference[2], reference[0])
+        assert_same_run(reference[2], reference[0])
     for stage in (0, 2):
         run = reference[stage]
         if precision == "fp32":
@@ -84,7 +78,7 @@ def test_gathering_parameters_in_the_next_forward_changes_nothing(world, stage, 
         )
         for deferred in (False, True)
     ]
-    assert_same(runs[1], runs[0])
+    assert_same_run(runs[1], runs[0])
 
 
 @pytest.mark.parametrize("scaling", [{"prescale_gradients": True}, {"gradient_predivide_factor": 1.7}], ids=str)
