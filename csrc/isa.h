@@ -16,8 +16,8 @@ static inline int64_t itemsize_of(int32_t type) {
 typedef struct {
     const char* name;
     bool (*takes)(int32_t kind, int32_t array_count, int32_t constant_count);
-    void (*sweep)(int32_t kind, const pa_array* arrays, pa_array out, const float* constants, int64_t start,
-                  int64_t end);
+    void (*sweep)(int32_t kind, const pa_array* arrays, pa_array out, const float* constants,
+                  const pa_rounding* rounding, int64_t start, int64_t end);
     double (*square_sum_block)(const void* data, int32_t type, int64_t numel);
     void (*combine_any)(int32_t kind, int32_t type, void* target, const void* source, int64_t numel);
     void (*quantize_block)(int32_t bits, pa_array source, uint8_t* codes, float* scale, int64_t start, int64_t end);

@@ -24,6 +24,7 @@ struct Update {
     const pa_array* arrays;
     pa_array out;
     const float* constants;
+    const pa_rounding* rounding;
 };
 
 struct Combine {
@@ -54,7 +55,7 @@ struct Blocks {
 void update_part(void* context, int64_t part) {
     const Update& u = *static_cast<Update*>(context);
     const int64_t start = part * PART_NUMEL;
-    u.isa->sweep(u.kind, u.arrays, u.out, u.constants, start, smaller(start + PART_NUMEL, u.numel));
+    u.isa->sweep(u.kind, u.arrays, u.out, u.constants, u.rounding, start, smaller(start + PART_NUMEL, u.numel));
 }
 
 void combine_part(void* context, int64_t part) {
@@ -120,7 +121,7 @@ int32_t run_blocks(int32_t bits, int64_t numel, int64_t block_numel, pa_array va
 int32_t pa_abi_version(void) { return PA_ABI_VERSION; }
 
 int32_t pa_update(int32_t kind, int64_t numel, const pa_array* arrays, int32_t array_count, pa_array out,
-                  const double* constants, int32_t constant_count, int32_t threads) {
+                  const double* constants, int32_t constant_count, const pa_rounding* rounding, int32_t threads) {
     if (kind < 0 || kind >= PA_UPDATE_COUNT) return PA_BAD_KIND;
     const isa_kernels* const isa = isa_current();
     if (numel < 0 || !isa->takes(kind, array_count, constant_count)) return PA_BAD_COUNT;
@@ -129,7 +130,7 @@ int32_t pa_update(int32_t kind, int64_t numel, const pa_array* arrays, int32_t a
     if (out.data && !is_narrowable(out.type)) return PA_BAD_TYPE;
     float rounded[PA_MOST_CONSTANTS];
     for (int32_t i = 0; i < constant_count; i++) rounded[i] = static_cast<float>(constants[i]);
-    Update update{isa, kind, numel, arrays, out, rounded};
+    Update update{isa, kind, numel, arrays, out, rounded, rounding};
     parallel_for(parts_of(numel, PART_NUMEL), threads, update_part, &update);
     return 0;
 }

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 1
+#define PA_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -42,6 +42,7 @@ enum pa_update {
     PA_LAMB_DIRECTION,
     PA_LAMB_APPLY,
     PA_SCALE,
+    PA_CAST,
     PA_SUM,
     PA_MAX,
     PA_MIN,
@@ -62,6 +63,12 @@ typedef struct {
     int32_t type;
 } pa_array;
 
+// Random bits for stochastic rounding: the key, and the index of the first element. random_bits in numbers.h has the rest.
+typedef struct {
+    uint32_t key[2];
+    uint64_t start;
+} pa_rounding;
+
 PA_EXPORT int32_t pa_abi_version(void);
 
 // The instruction set in use: "avx512", "avx2" or "portable" (on ARM: "neon"); and the choice of another, which fails
@@ -71,9 +78,10 @@ PA_EXPORT int32_t pa_choose_isa(const char* name);
 
 // One update of `numel` elements of floating types other than float64. `out` takes the first array's new values in its
 // own type; its `data` may be null. A source (array 1 of PA_SUM, PA_MAX, PA_MIN and PA_PROD) is rounded to the type of
-// array 0 first.
+// array 0 first. Values are rounded to nearest even; with `rounding`, those of array 0 and `out` stochastically.
 PA_EXPORT int32_t pa_update(int32_t kind, int64_t numel, const pa_array* arrays, int32_t array_count, pa_array out,
-                            const double* constants, int32_t constant_count, int32_t threads);
+                            const double* constants, int32_t constant_count, const pa_rounding* rounding,
+                            int32_t threads);
 
 // target[i] = target[i] `kind` source[i] for float64 and integers, which wrap; `kind` from PA_SUM to PA_PROD.
 PA_EXPORT int32_t pa_combine(int32_t kind, int64_t numel, int32_t type, void* target, const void* source,

@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels.h"
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -51,6 +53,36 @@ static inline uint16_t to_float16(float value) {
     return (uint16_t)(sign | (rest >= 0x47800000 ? special : rest < 0x38800000 ? subnormal : normal));
 }
 
+// 32 random bits for an element, which depend on nothing else, so that nothing else matters for how it is rounded:
+// `triple32` of C. Wellons' hash-prospector, a bijection found by search for the least bias, with the key mixed in before
+// and between. polyaccel/ops/random_bits.py has the same.
+static inline uint32_t random_bits(uint32_t index, uint32_t key0, uint32_t key1) {
+    uint32_t x = index ^ key0;
+    x = (x ^ x >> 17) * 0xed5ad4bb + key1;
+    x = (x ^ x >> 11) * 0xac4c1b51;
+    x = (x ^ x >> 15) * 0x31848bab;
+    return x ^ x >> 14;
+}
+
+// The neighbour below in magnitude, or above with the probability of the value's distance from there. What the type has
+// is kept, and what lies beyond its largest number goes to nearest.
+static inline uint16_t to_bfloat16_by(uint32_t random, float value) {
+    const uint32_t bits = bits_of(value), rest = bits & 0x7fffffff;
+    const uint32_t rounded = (bits + ((int32_t)rest > 0x7f7f0000 ? 0x8000 : random >> 16)) >> 16;
+    return (uint16_t)((int32_t)rest > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+static inline uint16_t to_float16_by(uint32_t random, float value) {
+    const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000;
+    const int32_t rest = (int32_t)(bits & 0x7fffffff);
+    const uint32_t normal = ((uint32_t)rest + (rest > 0x477fe000 ? 0x1000 : random >> 19) - (112u << 23)) >> 13;
+    const uint32_t special = 0x7c00 | (rest > 0x7f800000 ? 0x200 | ((rest >> 13) & 0x3ff) : 0);
+    // In units of 2^-24 with 21 binary places; the rest of a smaller number is cut off.
+    const float small = rest < 0x38800000 ? float_of((uint32_t)rest) : 0.0f;
+    const uint32_t subnormal = ((uint32_t)(int32_t)(small * 35184372088832.0f) + (random >> 11)) >> 21;
+    return (uint16_t)(sign | (rest >= 0x47800000 ? special : rest < 0x38800000 ? subnormal : normal));
+}
+
 static void widen_bfloat16(float* __restrict to, const uint16_t* __restrict from, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) to[i] = from_bfloat16(from[i]);
 }
@@ -74,4 +106,16 @@ static void narrow_float16(uint16_t* __restrict to, const float* __restrict from
         _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
     for (; i < numel; i++) to[i] = to_float16(from[i]);
+}
+
+static void narrow_bfloat16_by(const pa_rounding* rounding, uint32_t first, uint16_t* __restrict to,
+                               const float* __restrict from, int64_t numel) {
+    const uint32_t key0 = rounding->key[0], key1 = rounding->key[1];
+    for (int32_t i = 0; i < (int32_t)numel; i++) to[i] = to_bfloat16_by(random_bits(first + (uint32_t)i, key0, key1), from[i]);
+}
+
+static void narrow_float16_by(const pa_rounding* rounding, uint32_t first, uint16_t* __restrict to,
+                              const float* __restrict from, int64_t numel) {
+    const uint32_t key0 = rounding->key[0], key1 = rounding->key[1];
+    for (int32_t i = 0; i < (int32_t)numel; i++) to[i] = to_float16_by(random_bits(first + (uint32_t)i, key0, key1), from[i]);
 }

@@ -30,12 +30,12 @@ const char* reduce_floats(const isa_kernels* isa, int32_t type, int32_t reduce, 
     const int32_t kind = averages ? PA_SUM : PA_SUM + reduce;
     for (int32_t i = 1; i < count; i++) {
         const pa_array arrays[2] = {{total, PA_FLOAT32}, {const_cast<char*>(parts[i]) + offset, type}};
-        isa->sweep(kind, arrays, i + 1 == count && !averages ? rounded : nowhere, nullptr, 0, numel);
+        isa->sweep(kind, arrays, i + 1 == count && !averages ? rounded : nowhere, nullptr, nullptr, 0, numel);
     }
     if (averages) {
         const pa_array arrays[1] = {{total, PA_FLOAT32}};
         const float share = static_cast<float>(1.0 / count);
-        isa->sweep(PA_SCALE, arrays, rounded, &share, 0, numel);
+        isa->sweep(PA_SCALE, arrays, rounded, &share, nullptr, 0, numel);
     }
     return is_wide ? reinterpret_cast<char*>(total) : reinterpret_cast<char*>(narrow);
 }

@@ -26,12 +26,23 @@ static void narrow(void* to, int32_t type, const float* from, int64_t numel) {
         narrow_float16((uint16_t*)to, from, numel);
 }
 
+// Weights: with `rounding` stochastically, the first of them being element `at` of the buffer.
+static void narrow_weights(void* to, int32_t type, const float* from, const pa_rounding* rounding, int64_t at,
+                           int64_t numel) {
+    if (!rounding || type == PA_FLOAT32) return narrow(to, type, from, numel);
+    const uint32_t first = (uint32_t)(rounding->start + (uint64_t)at);
+    if (type == PA_BFLOAT16)
+        narrow_bfloat16_by(rounding, first, (uint16_t*)to, from, numel);
+    else
+        narrow_float16_by(rounding, first, (uint16_t*)to, from, numel);
+}
+
 static bool takes(int32_t kind, int32_t array_count, int32_t constant_count) {
     return array_count == UPDATES[kind].arrays && constant_count == UPDATES[kind].constants;
 }
 
-static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const float* constants, int64_t start,
-                  int64_t end) {
+static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const float* constants,
+                  const pa_rounding* rounding, int64_t start, int64_t end) {
     update_row row = UPDATES[kind];
     const bool reads_bfloat16 = (kind == PA_ADAM_DECOUPLED || kind == PA_ADAM_L2) && arrays[1].type == PA_BFLOAT16;
     if (reads_bfloat16) row.run = kind == PA_ADAM_DECOUPLED ? adam_bfloat16<true> : adam_bfloat16<false>;
@@ -55,7 +66,9 @@ static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const floa
         row.run(run, constants, numel);
         for (int32_t i = 0; i < row.arrays; i++)
             if (run[i] == staged[i] && (row.writes >> i & 1))
-                narrow((char*)arrays[i].data + at * itemsize_of(arrays[i].type), arrays[i].type, staged[i], numel);
-        if (out.data) narrow((char*)out.data + at * itemsize_of(out.type), out.type, run[0], numel);
+                narrow_weights((char*)arrays[i].data + at * itemsize_of(arrays[i].type), arrays[i].type, staged[i],
+                               i == 0 ? rounding : nullptr, at, numel);
+        if (out.data)
+            narrow_weights((char*)out.data + at * itemsize_of(out.type), out.type, run[0], rounding, at, numel);
     }
 }

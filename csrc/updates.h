@@ -129,6 +129,9 @@ static void scale(float* const* arrays, const float* k, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) target[i] = target[i] * k[0];
 }
 
+// source, which `out` takes as it is.
+static void cast(float* const*, const float*, int64_t) {}
+
 template <typename T>
 static inline T product(T a, T b) {
     return a * b;
@@ -176,6 +179,7 @@ static const update_row UPDATES[PA_UPDATE_COUNT] = {
     {lamb_direction, 5, 10, 15, 28},
     {lamb_apply, 2, 1, 3, 1},
     {scale, 1, 1, 1, 1},
+    {cast, 1, 0, 1, 0},
     {combine<PA_SUM>, 2, 0, 3, 1},
     {combine<PA_MAX>, 2, 0, 3, 1},
     {combine<PA_MIN>, 2, 0, 3, 1},

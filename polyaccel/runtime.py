@@ -260,6 +260,8 @@ def step_policy_of(config: ResolvedConfig) -> StepPolicy:
         defer_publish=zero.overlap_param_gather,
         measure_norm=zero.compute_grad_norm,
         require_all=not zero.ignore_unused_parameters,
+        stochastic_rounding=(config.bf16.enabled and config.bf16.stochastic_rounding)
+        or (config.fp16.enabled and config.fp16.stochastic_rounding),
         reduction=ReductionPolicy(
             average=config.gradient_allreduce_op == "mean",
             prescale=config.prescale_gradients,

@@ -76,7 +76,7 @@ struct Update {
 const Update UPDATES[] = {
     {PA_ADAM_DECOUPLED, 4, 10}, {PA_ADAM_L2, 4, 10},  {PA_SGD_PLAIN, 2, 5}, {PA_SGD_FIRST, 3, 5},
     {PA_SGD_MOMENTUM, 3, 5},    {PA_SGD_FIRST_NESTEROV, 3, 5}, {PA_SGD_NESTEROV, 3, 5}, {PA_ADAGRAD, 3, 4},
-    {PA_LION, 3, 7},            {PA_LAMB_DIRECTION, 5, 10}, {PA_LAMB_APPLY, 2, 1}, {PA_SCALE, 1, 1},
+    {PA_LION, 3, 7},            {PA_LAMB_DIRECTION, 5, 10}, {PA_LAMB_APPLY, 2, 1}, {PA_SCALE, 1, 1}, {PA_CAST, 1, 0},
     {PA_SUM, 2, 0},             {PA_MAX, 2, 0},       {PA_MIN, 2, 0},       {PA_PROD, 2, 0},
 };
 static_assert(sizeof UPDATES / sizeof *UPDATES == PA_UPDATE_COUNT, "a new update needs a row");
@@ -96,7 +96,10 @@ std::vector<uint8_t> after_update(const Update& update, int64_t numel, uint64_t 
     for (Memory& buffer : buffers) arrays.push_back(buffer.array());
     pa_array out = arrays.back();
     if (draw() % 2) out.data = nullptr;
-    const int32_t code = pa_update(update.kind, numel, arrays.data(), update.arrays, out, CONSTANTS, update.constants, threads);
+    // The index of an element passes 2^32 on the way.
+    const pa_rounding rounding = {{draw(), draw()}, 0xfffffff0};
+    const int32_t code = pa_update(update.kind, numel, arrays.data(), update.arrays, out, CONSTANTS, update.constants,
+                                   draw() % 2 ? &rounding : nullptr, threads);
     expect(code == 0, "pa_update refused kind " + std::to_string(update.kind));
     std::vector<uint8_t> contents;
     for (Memory& buffer : buffers) contents.insert(contents.end(), buffer.room.begin(), buffer.room.end());
@@ -161,10 +164,10 @@ void wrong_arguments_are_refused() {
     Memory buffer(4, PA_FLOAT32), wide(4, PA_FLOAT64);
     pa_array arrays[] = {buffer.array(), wide.array()};
     const pa_array none = {nullptr, 0};
-    expect(pa_update(PA_UPDATE_COUNT, 4, arrays, 1, none, CONSTANTS, 1, 1) == PA_BAD_KIND, "kind");
-    expect(pa_update(PA_SCALE, 4, arrays, 2, none, CONSTANTS, 1, 1) == PA_BAD_COUNT, "arrays");
-    expect(pa_update(PA_SCALE, 4, arrays, 1, none, CONSTANTS, 2, 1) == PA_BAD_COUNT, "constants");
-    expect(pa_update(PA_SUM, 4, arrays, 2, none, nullptr, 0, 1) == PA_BAD_TYPE, "type");
+    expect(pa_update(PA_UPDATE_COUNT, 4, arrays, 1, none, CONSTANTS, 1, nullptr, 1) == PA_BAD_KIND, "kind");
+    expect(pa_update(PA_SCALE, 4, arrays, 2, none, CONSTANTS, 1, nullptr, 1) == PA_BAD_COUNT, "arrays");
+    expect(pa_update(PA_SCALE, 4, arrays, 1, none, CONSTANTS, 2, nullptr, 1) == PA_BAD_COUNT, "constants");
+    expect(pa_update(PA_SUM, 4, arrays, 2, none, nullptr, 0, nullptr, 1) == PA_BAD_TYPE, "type");
     expect(pa_combine(PA_SUM, 4, PA_FLOAT32, buffer.data(), buffer.data(), 1) == PA_BAD_TYPE, "combine");
     float scale = 0;
     uint8_t codes[4];
@@ -185,7 +188,8 @@ void callers_do_not_disturb_each_other() {
     for (int caller = 0; caller < 4; caller++)
         callers.emplace_back([&, caller] {
             pa_array arrays[] = {targets[caller].array(), sources[caller].array()};
-            for (int time = 0; time < 8; time++) pa_update(PA_SUM, MANY_PARTS, arrays, 2, {nullptr, 0}, nullptr, 0, 3);
+            for (int time = 0; time < 8; time++) 
+                pa_update(PA_SUM, MANY_PARTS, arrays, 2, {nullptr, 0}, nullptr, 0, nullptr, 3);
         });
     for (std::thread& caller : callers) caller.join();
     for (int caller = 0; caller < 4; caller++)

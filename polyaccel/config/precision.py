@@ -32,13 +32,17 @@ class Fp16Config(Section):
     """The dynamic scale's floor; an overflow there is an error."""
     fp16_master_weights_and_grads: bool = False
     """Keep master weights and gradients in float16 too."""
+    stochastic_rounding: bool = False
+    """Round master weights to parameters stochastically, so that small updates show on average, instead of to
+    nearest."""
 
 
 class Bf16Config(Section):
     """Parameters in bfloat16 with float32 master weights, without a loss scale."""
 
     enabled: bool = False
-    """Keep parameters in bfloat16. Excludes `fp16.enabled` and `torch_autocast.enabled`."""
+    """Keep parameters in bfloat16, but those of norms with running statistics in the statistics' type, as under `fp16`.
+    Excludes `fp16.enabled` and `torch_autocast.enabled`."""
     immediate_grad_update: bool = False
     """Add each gradient to a float32 accumulator as soon as it exists."""
     check_grad_overflow: bool = True
@@ -47,6 +51,9 @@ class Bf16Config(Section):
     """Keep master weights and gradients in bfloat16 too."""
     bf16_optimizer_states: bool = False
     """Keep optimizer states in bfloat16 too; needs `bf16_master_weights_and_grads`."""
+    stochastic_rounding: bool = False
+    """Round master weights to parameters stochastically, so that small updates show on average, instead of to
+    nearest."""
 
 
 class TorchAutocastConfig(Section):
@@ -68,6 +75,7 @@ class DataTypesConfig(Section):
     param_dtype: FloatName | None = None
     """States the parameters' type; it must be the one that `fp16` or `bf16` implies, which null stands for."""
     buffer_dtype: FloatName | None = None
-    """The type to convert module buffers to; null leaves them as they are."""
+    """The type to convert module buffers to; null leaves them as they are, so that running statistics stay in float32,
+    and with them the parameters of their batch norm."""
     keep_in_fp32_modules: Listed[tuple[str, ...]] | Literal["auto"] = "auto"
     """Modules whose buffers stay in float32 when `buffer_dtype` is set; "auto" asks the model."""

@@ -8,6 +8,15 @@ meaning of each op in numpy, and the testkit compares every registered kernel wi
 A kernel's result for an element must not depend on where the buffer starts or ends (masked tails, the same use of
 fused multiply-add everywhere), for then stages that cut parameters differently stay bitwise equal.
 
+[Note: Stochastic rounding]
+Updates smaller than half the spacing of a 16-bit type are lost when every weight goes to the nearest number. Rounded
+stochastically, a value goes to the neighbour below in magnitude, or above with the probability of its distance from
+there, so that its mean is the value. Which way is decided by 32 bits that depend on a key and the element's index in
+its parameter only (`polyaccel.ops.random_bits`), so that, as above, slices do not matter, nor do threads or devices.
+It concerns weights of 16 bits, which are `out`, and `master` where it has so few; states and gradients go to nearest.
+So do infinities, NaN and what lies beyond the largest number. A number of the type stays what it is. float64 is
+rounded to float32 first.
+
 [Note: Matrix products]
 They are part of the model's graph, whose memory its framework manages. Hence they take and return arrays of the
 framework (torch tensors, numpy arrays), and no accelerator need have them: the framework's own are the fallback. A
@@ -38,6 +47,19 @@ class Op(Generic[F]):
     summary: str
 
 
+@dataclass(frozen=True, slots=True)
+class StochasticRounding:
+    """How to round the weights of a call: `key` (64 bits) stands for the parameter and its update, `start` is the index
+    in it of the buffers' first element. See [Note: Stochastic rounding]."""
+
+    key: int
+    start: int = 0
+
+    def at(self, offset: int) -> StochasticRounding:
+        """The same for buffers that begin `offset` elements later."""
+        return StochasticRounding(self.key, self.start + offset)
+
+
 class CombineFn(Protocol):
     def __call__(self, target: Buffer, source: Buffer, op: ReduceOp) -> None:
         """`target[i] = op(target[i], source[i])` in `target`'s element type (`source`'s may differ); AVG only adds."""
@@ -46,6 +68,11 @@ class CombineFn(Protocol):
 class ScaleFn(Protocol):
     def __call__(self, target: Buffer, factor: float) -> None:
         """`target[i] *= factor`."""
+
+
+class CastFn(Protocol):
+    def __call__(self, source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
+        """`out[i] = source[i]` in `out`'s type."""
 
 
 class SquareSumsFn(Protocol):
@@ -81,6 +108,7 @@ class AdamFn(Protocol):
         out: Buffer | None,
         hyper: AdamHyper,
         grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """One Adam step (Kingma & Ba 2015, algorithm 1; decoupled decay: Loshchilov & Hutter 2019, algorithm 2).
 
@@ -110,6 +138,7 @@ class SgdFn(Protocol):
         out: Buffer | None,
         hyper: SgdHyper,
         grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """One step of SGD with momentum; `momentum` is None when `hyper.momentum` is 0."""
 
@@ -125,7 +154,14 @@ class AdagradHyper:
 
 class AdagradFn(Protocol):
     def __call__(
-        self, master: Buffer, grad: Buffer, sum_sq: Buffer, out: Buffer | None, hyper: AdagradHyper, grad_scale: float
+        self,
+        master: Buffer,
+        grad: Buffer,
+        sum_sq: Buffer,
+        out: Buffer | None,
+        hyper: AdagradHyper,
+        grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """One Adagrad step (Duchi et al. 2011): `sum_sq += g**2; master -= lr * g / (sqrt(sum_sq) + eps)`."""
 
@@ -140,7 +176,14 @@ class LionHyper:
 
 class LionFn(Protocol):
     def __call__(
-        self, master: Buffer, grad: Buffer, exp_avg: Buffer, out: Buffer | None, hyper: LionHyper, grad_scale: float
+        self,
+        master: Buffer,
+        grad: Buffer,
+        exp_avg: Buffer,
+        out: Buffer | None,
+        hyper: LionHyper,
+        grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """One Lion step (Chen et al. 2023, algorithm 2)."""
 
@@ -160,7 +203,14 @@ class LambDirectionFn(Protocol):
 
 
 class LambApplyFn(Protocol):
-    def __call__(self, master: Buffer, direction: Buffer, out: Buffer | None, rate: float) -> None:
+    def __call__(
+        self,
+        master: Buffer,
+        direction: Buffer,
+        out: Buffer | None,
+        rate: float,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
         """Second half, for one parameter's slice: `master -= rate * direction`, and `master` to `out` in its type."""
 
 
@@ -198,6 +248,7 @@ class LinearWeightGradFn(Protocol):
 
 COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
+CAST: Op[CastFn] = Op("cast", "copy into another element type, rounded to nearest or stochastically")
 SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces, accumulated in float64")
 ADAM: Op[AdamFn] = Op("adam", "Adam and AdamW fused with unscale, clip factor and cast")
 SGD: Op[SgdFn] = Op("sgd", "SGD with momentum fused with unscale, clip factor and cast")
@@ -209,7 +260,7 @@ QUANTIZE: Op[QuantizeFn] = Op("quantize", "blocks of numbers to int8 or 4-bit co
 DEQUANTIZE: Op[DequantizeFn] = Op("dequantize", "codes and scales back to numbers")
 
 ALL_OPS: tuple[Op[Any], ...] = (
-    *(COMBINE, SCALE, SQUARE_SUMS),
+    *(COMBINE, SCALE, CAST, SQUARE_SUMS),
     *(ADAM, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY),
     *(QUANTIZE, DEQUANTIZE),
 )

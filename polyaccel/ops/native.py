@@ -16,6 +16,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
+    CAST,
     COMBINE,
     DEQUANTIZE,
     LAMB_APPLY,
@@ -30,9 +31,11 @@ from polyaccel.ops.base import (
     KernelTable,
     LionHyper,
     SgdHyper,
+    StochasticRounding,
 )
-from polyaccel.ops.native_library import CArray, Native, native
+from polyaccel.ops.native_library import CArray, CRounding, Native, native
 from polyaccel.ops.quantization import bits_of
+from polyaccel.ops.random_bits import halves
 from polyaccel.types import DType, ReduceOp
 
 # The codes of csrc/kernels.h.
@@ -47,8 +50,8 @@ TYPES = {
 }
 _ADAM_DECOUPLED, _ADAM_L2 = 0, 1
 _SGD_PLAIN, _SGD_FIRST, _SGD_MOMENTUM, _SGD_FIRST_NESTEROV, _SGD_NESTEROV = range(2, 7)
-_ADAGRAD, _LION, _LAMB_DIRECTION, _LAMB_APPLY, _SCALE = range(7, 12)
-_COMBINE = {ReduceOp.SUM: 12, ReduceOp.AVG: 12, ReduceOp.MAX: 13, ReduceOp.MIN: 14, ReduceOp.PROD: 15}
+_ADAGRAD, _LION, _LAMB_DIRECTION, _LAMB_APPLY, _SCALE, _CAST = range(7, 13)
+_COMBINE = {ReduceOp.SUM: 13, ReduceOp.AVG: 13, ReduceOp.MAX: 14, ReduceOp.MIN: 15, ReduceOp.PROD: 16}
 
 _COMPUTED_IN_FLOAT32 = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 _SQUARED = _COMPUTED_IN_FLOAT32 | {DType.FLOAT64}
@@ -69,6 +72,7 @@ def native_kernels(fallback: KernelTable, threads: Callable[[], int]) -> KernelT
         {
             COMBINE: kernels.combine,
             SCALE: kernels.scale,
+            CAST: kernels.cast,
             SQUARE_SUMS: kernels.square_sums,
             ADAM: kernels.adam,
             SGD: kernels.sgd,
@@ -100,7 +104,13 @@ class _NativeKernels:
         self._threads = threads
 
     def _update(
-        self, kind: int, arrays: Sequence[Buffer], out: Buffer | None, constants: Sequence[float], written: int
+        self,
+        kind: int,
+        arrays: Sequence[Buffer],
+        out: Buffer | None,
+        constants: Sequence[float],
+        written: int,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """One sweep over `arrays`, the master weights first. `written` has bit i set when array i changes."""
         master = arrays[0]
@@ -116,6 +126,7 @@ class _NativeKernels:
             _NOTHING if out is None else c_array(out),
             (c_double * len(constants))(*constants),
             len(constants),
+            None if rounding is None else CRounding(halves(rounding.key), rounding.start),
             self._threads(),
         )
         for index, array in enumerate(arrays):
@@ -142,6 +153,13 @@ class _NativeKernels:
         else:
             self._fallback[SCALE](target, factor)
 
+    def cast(self, source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
+        """See `CastFn`."""
+        if are_computed_in_float32((source, out)):
+            self._update(_CAST, (source,), out, (), 0, rounding)
+        else:
+            self._fallback[CAST](source, out, rounding)
+
     def square_sums(self, out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
         """See `SquareSumsFn`. What a piece adds depends on its contents only."""
         if out.dtype is not DType.FLOAT64 or not all(piece.dtype in _SQUARED for _, piece in pieces):
@@ -166,15 +184,16 @@ class _NativeKernels:
         out: Buffer | None,
         hyper: AdamHyper,
         grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """See `AdamFn`."""
         arrays = (master, grad, exp_avg, exp_avg_sq)
         if not are_computed_in_float32((*arrays, out)):
-            self._fallback[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale)
+            self._fallback[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, rounding)
             return
         decay = 1 - hyper.lr * hyper.weight_decay if hyper.decoupled else hyper.weight_decay
         kind = _ADAM_DECOUPLED if hyper.decoupled else _ADAM_L2
-        self._update(kind, arrays, out, _adam_constants(hyper, decay, grad_scale), 0b1101)
+        self._update(kind, arrays, out, _adam_constants(hyper, decay, grad_scale), 0b1101, rounding)
 
     def sgd(
         self,
@@ -184,17 +203,18 @@ class _NativeKernels:
         out: Buffer | None,
         hyper: SgdHyper,
         grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """See `SgdFn`."""
         if not are_computed_in_float32((master, grad, momentum, out)):
-            self._fallback[SGD](master, grad, momentum, out, hyper, grad_scale)
+            self._fallback[SGD](master, grad, momentum, out, hyper, grad_scale, rounding)
             return
         constants = (hyper.lr, hyper.momentum, 1 - hyper.dampening, hyper.weight_decay, grad_scale)
         if momentum is None:
-            self._update(_SGD_PLAIN, (master, grad), out, constants, 0b01)
+            self._update(_SGD_PLAIN, (master, grad), out, constants, 0b01, rounding)
             return
         kinds = (_SGD_FIRST_NESTEROV, _SGD_NESTEROV) if hyper.nesterov else (_SGD_FIRST, _SGD_MOMENTUM)
-        self._update(kinds[not hyper.first], (master, grad, momentum), out, constants, 0b101)
+        self._update(kinds[not hyper.first], (master, grad, momentum), out, constants, 0b101, rounding)
 
     def adagrad(
         self,
@@ -204,25 +224,33 @@ class _NativeKernels:
         out: Buffer | None,
         hyper: AdagradHyper,
         grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """See `AdagradFn`."""
         if not are_computed_in_float32((master, grad, sum_sq, out)):
-            self._fallback[ADAGRAD](master, grad, sum_sq, out, hyper, grad_scale)
+            self._fallback[ADAGRAD](master, grad, sum_sq, out, hyper, grad_scale, rounding)
             return
         rate = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)
         constants = (rate, hyper.eps, hyper.weight_decay, grad_scale)
-        self._update(_ADAGRAD, (master, grad, sum_sq), out, constants, 0b101)
+        self._update(_ADAGRAD, (master, grad, sum_sq), out, constants, 0b101, rounding)
 
     def lion(
-        self, master: Buffer, grad: Buffer, exp_avg: Buffer, out: Buffer | None, hyper: LionHyper, grad_scale: float
+        self,
+        master: Buffer,
+        grad: Buffer,
+        exp_avg: Buffer,
+        out: Buffer | None,
+        hyper: LionHyper,
+        grad_scale: float,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """See `LionFn`."""
         if not are_computed_in_float32((master, grad, exp_avg, out)):
-            self._fallback[LION](master, grad, exp_avg, out, hyper, grad_scale)
+            self._fallback[LION](master, grad, exp_avg, out, hyper, grad_scale, rounding)
             return
         betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
         constants = (*betas, hyper.lr, 1 - hyper.lr * hyper.weight_decay, grad_scale)
-        self._update(_LION, (master, grad, exp_avg), out, constants, 0b101)
+        self._update(_LION, (master, grad, exp_avg), out, constants, 0b101, rounding)
 
     def lamb_direction(
         self,
@@ -241,12 +269,19 @@ class _NativeKernels:
             return
         self._update(_LAMB_DIRECTION, arrays, None, _adam_constants(hyper, hyper.weight_decay, grad_scale), 0b11101)
 
-    def lamb_apply(self, master: Buffer, direction: Buffer, out: Buffer | None, rate: float) -> None:
+    def lamb_apply(
+        self,
+        master: Buffer,
+        direction: Buffer,
+        out: Buffer | None,
+        rate: float,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
         """See `LambApplyFn`."""
         if not are_computed_in_float32((master, direction, out)):
-            self._fallback[LAMB_APPLY](master, direction, out, rate)
+            self._fallback[LAMB_APPLY](master, direction, out, rate, rounding)
             return
-        self._update(_LAMB_APPLY, (master, direction), out, (rate,), 0b01)
+        self._update(_LAMB_APPLY, (master, direction), out, (rate,), 0b01, rounding)
 
     def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `QuantizeFn`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -18,7 +18,7 @@ from pathlib import Path
 import polyaccel
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 
@@ -33,9 +33,18 @@ class CArray(ctypes.Structure):
     _fields_ = (("data", c_void_p), ("type", c_int32))
 
 
+class CRounding(ctypes.Structure):
+    """`pa_rounding`: the halves of the key, the lower first, and the index of the first element."""
+
+    _fields_ = (("key", c_uint32 * 2), ("start", c_uint64))
+
+
 _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_choose_isa": (c_char_p,),
-    "pa_update": (c_int32, c_int64, POINTER(CArray), c_int32, CArray, POINTER(c_double), c_int32, c_int32),
+    "pa_update": (
+        *(c_int32, c_int64, POINTER(CArray), c_int32, CArray, POINTER(c_double), c_int32),
+        *(POINTER(CRounding), c_int32),
+    ),
     "pa_combine": (c_int32, c_int64, c_int32, c_void_p, c_void_p, c_int32),
     "pa_square_sums": (c_void_p, c_int64, POINTER(c_int64), POINTER(CArray), POINTER(c_int64), c_int32),
     "pa_quantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),

@@ -18,6 +18,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
+    CAST,
     COMBINE,
     DEQUANTIZE,
     LAMB_APPLY,
@@ -32,8 +33,10 @@ from polyaccel.ops.base import (
     KernelTable,
     LionHyper,
     SgdHyper,
+    StochasticRounding,
 )
 from polyaccel.ops.numpy_quantization import dequantize, quantize
+from polyaccel.ops.numpy_rounding import write_weights
 from polyaccel.types import ReduceOp
 
 Array = npt.NDArray[Any]
@@ -47,6 +50,7 @@ def numpy_kernels() -> KernelTable:
         {
             COMBINE: combine,
             SCALE: scale,
+            CAST: cast,
             SQUARE_SUMS: square_sums,
             ADAM: adam,
             SGD: sgd,
@@ -91,6 +95,17 @@ def scale(target: Buffer, factor: float) -> None:
     target.mark_written()
 
 
+def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
+    """See `CastFn`."""
+    if source.numel != out.numel:
+        raise ShardingError(f"{out!r} does not match {source!r}", value=out.numel)
+    with np.errstate(all="ignore"):
+        for start in range(0, out.numel, _CHUNK_NUMEL):
+            span = slice(start, start + _CHUNK_NUMEL)
+            write_weights(out.raw[span], source.raw[span], rounding and rounding.at(start))
+    out.mark_written()
+
+
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
     """See `SquareSumsFn`. numpy's pairwise sum in chunks of float64."""
     with np.errstate(all="ignore"):
@@ -108,6 +123,7 @@ def _sweep(
     states: Sequence[Buffer],
     out: Buffer | None,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """Call `update(master, grad, states)` on chunks in the computing type and store what it changed.
 
@@ -127,11 +143,12 @@ def _sweep(
             if grad_scale != 1:
                 scaled *= compute(grad_scale)
             update(staged[0], scaled, staged[1:])
-            for piece, result in zip(pieces, staged, strict=True):
+            here = rounding and rounding.at(start)
+            for i, (piece, result) in enumerate(zip(pieces, staged, strict=True)):
                 if result is not piece:
-                    piece[:] = result
+                    write_weights(piece, result, here if i == 0 else None)
             if out is not None:
-                out.raw[span] = staged[0]
+                write_weights(out.raw[span], staged[0], here)
     for written in (master, *states, *((out,) if out is not None else ())):
         written.mark_written()
 
@@ -161,6 +178,7 @@ def adam(
     out: Buffer | None,
     hyper: AdamHyper,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdamFn`."""
 
@@ -171,7 +189,7 @@ def adam(
             g += p * hyper.weight_decay
         p -= _moments(hyper, g, states) * hyper.lr
 
-    _sweep(update, master, grad, (exp_avg, exp_avg_sq), out, grad_scale)
+    _sweep(update, master, grad, (exp_avg, exp_avg_sq), out, grad_scale, rounding)
 
 
 def sgd(
@@ -181,6 +199,7 @@ def sgd(
     out: Buffer | None,
     hyper: SgdHyper,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `SgdFn`."""
 
@@ -196,11 +215,17 @@ def sgd(
             g = g + average * hyper.momentum if hyper.nesterov else average
         p -= g * hyper.lr
 
-    _sweep(update, master, grad, () if momentum is None else (momentum,), out, grad_scale)
+    _sweep(update, master, grad, () if momentum is None else (momentum,), out, grad_scale, rounding)
 
 
 def adagrad(
-    master: Buffer, grad: Buffer, sum_sq: Buffer, out: Buffer | None, hyper: AdagradHyper, grad_scale: float
+    master: Buffer,
+    grad: Buffer,
+    sum_sq: Buffer,
+    out: Buffer | None,
+    hyper: AdagradHyper,
+    grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdagradFn`."""
     rate = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)
@@ -211,11 +236,17 @@ def adagrad(
         total += g * g
         p -= g * rate / (np.sqrt(total) + hyper.eps)
 
-    _sweep(update, master, grad, (sum_sq,), out, grad_scale)
+    _sweep(update, master, grad, (sum_sq,), out, grad_scale, rounding)
 
 
 def lion(
-    master: Buffer, grad: Buffer, exp_avg: Buffer, out: Buffer | None, hyper: LionHyper, grad_scale: float
+    master: Buffer,
+    grad: Buffer,
+    exp_avg: Buffer,
+    out: Buffer | None,
+    hyper: LionHyper,
+    grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `LionFn`."""
 
@@ -227,7 +258,7 @@ def lion(
         average *= hyper.beta2
         average += g * (1 - hyper.beta2)
 
-    _sweep(update, master, grad, (exp_avg,), out, grad_scale)
+    _sweep(update, master, grad, (exp_avg,), out, grad_scale, rounding)
 
 
 def lamb_direction(
@@ -249,10 +280,12 @@ def lamb_direction(
     _sweep(update, master, grad, (exp_avg, exp_avg_sq, direction), None, grad_scale)
 
 
-def lamb_apply(master: Buffer, direction: Buffer, out: Buffer | None, rate: float) -> None:
+def lamb_apply(
+    master: Buffer, direction: Buffer, out: Buffer | None, rate: float, rounding: StochasticRounding | None = None
+) -> None:
     """See `LambApplyFn`."""
 
     def update(p: Array, step: Array, states: list[Array]) -> None:
         p -= step * rate
 
-    _sweep(update, master, direction, (), out, 1.0)
+    _sweep(update, master, direction, (), out, 1.0, rounding)

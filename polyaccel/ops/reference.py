@@ -42,6 +42,25 @@ def scale(target: Float64s, factor: float) -> Float64s:
     return target * factor
 
 
+def round_stochastically(values: Float64s, dtype: DType, random: npt.NDArray[np.uint32]) -> Float64s:
+    """Float32 `values` in 16-bit `dtype`: the neighbour below in magnitude, or above if `random` says so.
+
+    The distance from the neighbour below is that share of the spacing which is added to, as `random / 2**32`, to see
+    whether it makes a whole one; of a distance in more than 21 bits (float16's subnormals) only those count. Beyond the
+    largest number it is to nearest.
+    """
+    precision, smallest, top = (7, -133, 120) if dtype is DType.BFLOAT16 else (10, -24, 5)
+    most = 2.0 ** (top + precision + 1) - 2.0**top
+    magnitude = np.abs(values)
+    is_within = magnitude <= most
+    inner = np.where(is_within, magnitude, 0.0)
+    spacing = np.exp2(np.maximum(np.frexp(inner)[1] - 1 - precision, smallest))
+    distance = np.floor(inner / spacing * 2.0**21) / 2.0**21
+    beyond = np.where(magnitude < most + 2.0 ** (top - 1), most, magnitude * np.inf)
+    result: Float64s = np.where(is_within, np.floor(distance + random / 2.0**32) * spacing, beyond)
+    return np.copysign(result, values)
+
+
 def square_sum(piece: Float64s) -> float:
     return float(np.sum(piece * piece))
 

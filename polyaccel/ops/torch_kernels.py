@@ -27,6 +27,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
+    CAST,
     COMBINE,
     DEQUANTIZE,
     LAMB_APPLY,
@@ -41,8 +42,10 @@ from polyaccel.ops.base import (
     KernelTable,
     LionHyper,
     SgdHyper,
+    StochasticRounding,
 )
 from polyaccel.ops.torch_quantization import dequantize, quantize
+from polyaccel.ops.torch_rounding import write_weights
 from polyaccel.types import ReduceOp
 
 # Measured on one core at 16 M elements, fp32: smaller chunks are bound by the calls, larger ones leave the cache. Other
@@ -61,6 +64,7 @@ def torch_kernels() -> KernelTable:
         {
             COMBINE: combine,
             SCALE: scale,
+            CAST: cast,
             SQUARE_SUMS: square_sums,
             ADAM: adam,
             SGD: sgd,
@@ -130,6 +134,17 @@ def scale(target: Buffer, factor: float) -> None:
     target.mark_written()
 
 
+def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
+    """See `CastFn`."""
+    if source.numel != out.numel:
+        raise ShardingError(f"{out!r} does not match {source!r}", value=out.numel)
+    step = max(out.numel, 1) if rounding is None else _chunk_numel(out.raw)
+    for start in range(0, out.numel, step):
+        here = rounding and rounding.at(start)
+        write_weights(out.raw[start : start + step], source.raw[start : start + step], here)
+    out.mark_written()
+
+
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
     """See `SquareSumsFn`. torch's pairwise sum in chunks: within a few units in the last place of float64."""
     totals: Tensor = out.raw
@@ -153,6 +168,7 @@ def _sweep(
     states: Sequence[Buffer],
     out: Buffer | None,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
     *,
     whole_vectors: bool = False,
     owned_grad: bool = True,
@@ -189,11 +205,12 @@ def _sweep(
             for i, piece in enumerate(pieces)
         ]
         update(staged[_MASTER], staged[_GRAD], staged[_GRAD + 1 :], scratch)
+        here = rounding and rounding.at(start)
         for i, (piece, result) in enumerate(zip(pieces, staged, strict=True)):
             if i != _GRAD and not fit[i]:
-                piece.copy_(result[: stop - start])
+                write_weights(piece, result[: stop - start], here if i == _MASTER else None)
         if out is not None:
-            out.raw[start:stop].copy_(staged[_MASTER][: stop - start])
+            write_weights(out.raw[start:stop], staged[_MASTER][: stop - start], here)
 
     for written in (master, *states, *((out,) if out is not None else ())):
         written.mark_written()
@@ -219,11 +236,12 @@ def adam(
     out: Buffer | None,
     hyper: AdamHyper,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdamFn`: torch's fused kernel where the device has it, else the same formula in separate operations."""
     device = master.raw.device
     if device.type not in _FUSED_ADAM_DEVICES:
-        _sweep(partial(_adam_in_steps, hyper), master, grad, (exp_avg, exp_avg_sq), out, grad_scale)
+        _sweep(partial(_adam_in_steps, hyper), master, grad, (exp_avg, exp_avg_sq), out, grad_scale, rounding)
         return
     fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
     # The kernel derives both corrections from the step: beta ** inf is 0, which is "no correction".
@@ -242,7 +260,8 @@ def adam(
         )
 
     on_host = device.type == "cpu"
-    _sweep(update, master, grad, (exp_avg, exp_avg_sq), out, grad_scale, whole_vectors=on_host, owned_grad=False)
+    arguments = (update, master, grad, (exp_avg, exp_avg_sq), out, grad_scale, rounding)
+    _sweep(*arguments, whole_vectors=on_host, owned_grad=False)
 
 
 def _moments(hyper: AdamHyper, g: Tensor, states: list[Tensor], scratch: _Scratch) -> Tensor:
@@ -279,6 +298,7 @@ def sgd(
     out: Buffer | None,
     hyper: SgdHyper,
     grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `SgdFn`."""
 
@@ -294,11 +314,17 @@ def sgd(
             g = g.add_(torch.mul(average, hyper.momentum, out=step)) if hyper.nesterov else average
         p.sub_(torch.mul(g, hyper.lr, out=step))
 
-    _sweep(update, master, grad, () if momentum is None else (momentum,), out, grad_scale)
+    _sweep(update, master, grad, () if momentum is None else (momentum,), out, grad_scale, rounding)
 
 
 def adagrad(
-    master: Buffer, grad: Buffer, sum_sq: Buffer, out: Buffer | None, hyper: AdagradHyper, grad_scale: float
+    master: Buffer,
+    grad: Buffer,
+    sum_sq: Buffer,
+    out: Buffer | None,
+    hyper: AdagradHyper,
+    grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdagradFn`."""
     rate = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)
@@ -310,11 +336,17 @@ def adagrad(
         total.add_(torch.mul(g, g, out=one))
         p.sub_(g.mul_(rate).div_(torch.sqrt(total, out=one).add_(hyper.eps)))
 
-    _sweep(update, master, grad, (sum_sq,), out, grad_scale)
+    _sweep(update, master, grad, (sum_sq,), out, grad_scale, rounding)
 
 
 def lion(
-    master: Buffer, grad: Buffer, exp_avg: Buffer, out: Buffer | None, hyper: LionHyper, grad_scale: float
+    master: Buffer,
+    grad: Buffer,
+    exp_avg: Buffer,
+    out: Buffer | None,
+    hyper: LionHyper,
+    grad_scale: float,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """See `LionFn`."""
 
@@ -327,7 +359,7 @@ def lion(
         p.mul_(1 - hyper.lr * hyper.weight_decay).sub_(direction.mul_(hyper.lr))
         average.mul_(hyper.beta2).add_(g.mul_(1 - hyper.beta2))
 
-    _sweep(update, master, grad, (exp_avg,), out, grad_scale)
+    _sweep(update, master, grad, (exp_avg,), out, grad_scale, rounding)
 
 
 def lamb_direction(
@@ -350,10 +382,12 @@ def lamb_direction(
     _sweep(update, master, grad, (exp_avg, exp_avg_sq, direction), None, grad_scale)
 
 
-def lamb_apply(master: Buffer, direction: Buffer, out: Buffer | None, rate: float) -> None:
+def lamb_apply(
+    master: Buffer, direction: Buffer, out: Buffer | None, rate: float, rounding: StochasticRounding | None = None
+) -> None:
     """See `LambApplyFn`."""
 
     def update(p: Tensor, step: Tensor, states: list[Tensor], scratch: _Scratch) -> None:
         p.sub_(step.mul_(rate))
 
-    _sweep(update, master, direction, (), out, 1.0)
+    _sweep(update, master, direction, (), out, 1.0, rounding)

@@ -18,7 +18,7 @@ import numpy as np
 from polyaccel.accelerators.base import API_VERSION, Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError
-from polyaccel.ops.base import ALL_OPS, COMBINE, MATRIX_OPS, SCALE
+from polyaccel.ops.base import ALL_OPS, CAST, COMBINE, MATRIX_OPS, SCALE
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.kernel_cases import kernel_cases
 from polyaccel.testkit.kernels import (
@@ -27,6 +27,7 @@ from polyaccel.testkit.kernels import (
     check_quantization,
     check_slices,
     check_square_sums,
+    check_stochastic_rounding,
     encode,
 )
 from polyaccel.types import DType, ReduceOp
@@ -207,6 +208,13 @@ class AcceleratorContract(ABC):
         accelerator = self.make()
         for case in kernel_cases(accelerator.supported_dtypes()):
             check_slices(accelerator, case, 1003, [7, 32, 96, 555])
+
+    def test_stochastic_rounding_is_the_reference_s(self) -> None:
+        accelerator = self.make()
+        for case in kernel_cases(accelerator.supported_dtypes()):
+            check_stochastic_rounding(accelerator, case, 1003, [7, 32, 555])
+            if case.op is CAST:
+                check_stochastic_rounding(accelerator, case, _BEYOND_A_CHUNK)
 
     def test_square_sums_are_exact_and_see_overflow(self) -> None:
         accelerator = self.make()

@@ -15,6 +15,7 @@ from polyaccel.ops import reference
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
+    CAST,
     COMBINE,
     LAMB_APPLY,
     LAMB_DIRECTION,
@@ -27,6 +28,7 @@ from polyaccel.ops.base import (
     LionHyper,
     Op,
     SgdHyper,
+    StochasticRounding,
 )
 from polyaccel.ops.reference import Float64s
 from polyaccel.types import DType, ReduceOp
@@ -62,7 +64,8 @@ class KernelCase:
     """One way of calling one op.
 
     `call` runs the kernel on one buffer an argument; `meaning` maps the arguments' contents before to those after, with
-    None for what the kernel may leave in any state.
+    None for what the kernel may leave in any state. `call_rounding` runs it with stochastic rounding; None for an op
+    without weights.
     """
 
     name: str
@@ -70,6 +73,7 @@ class KernelCase:
     arguments: tuple[Argument, ...]
     call: Callable[[KernelTable, Sequence[Buffer]], None]
     meaning: Callable[[Sequence[Float64s]], Sequence[Float64s | None]]
+    call_rounding: Callable[[KernelTable, Sequence[Buffer], StochasticRounding], None] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -87,6 +91,7 @@ def _elementwise_cases() -> list[KernelCase]:
         for source in {target, _F}:
             for op in ReduceOp:
                 cases.append(_combine_case(op, target, source))
+            cases.append(_cast_case(source, target))
         cases.append(
             KernelCase(
                 f"scale {target.value}",
@@ -109,7 +114,18 @@ def _combine_case(op: ReduceOp, target: DType, source: DType) -> KernelCase:
     )
 
 
-Step = Callable[[KernelTable, Sequence[Buffer], Buffer | None, float], None]
+def _cast_case(source: DType, out: DType) -> KernelCase:
+    return KernelCase(
+        f"cast {source.value} to {out.value}",
+        CAST,
+        (Argument("source", source), Argument("out", out)),
+        lambda table, buffers: table[CAST](buffers[0], buffers[1]),
+        lambda before: [before[0], before[0]],
+        lambda table, buffers, rounding: table[CAST](buffers[0], buffers[1], rounding),
+    )
+
+
+Step = Callable[[KernelTable, Sequence[Buffer], Buffer | None, float, StochasticRounding | None], None]
 Meaning = Callable[[Sequence[Float64s], float], Sequence[Float64s | None]]
 
 
@@ -133,14 +149,14 @@ def _optimizer_case(
     has_out = arguments[-1].role == "out"
     count = len(arguments) - has_out
 
-    def call(table: KernelTable, buffers: Sequence[Buffer]) -> None:
-        step(table, buffers[:count], buffers[-1] if has_out else None, grad_scale)
+    def call(table: KernelTable, buffers: Sequence[Buffer], rounding: StochasticRounding | None = None) -> None:
+        step(table, buffers[:count], buffers[-1] if has_out else None, grad_scale, rounding)
 
     def after(before: Sequence[Float64s]) -> Sequence[Float64s | None]:
         values = list(meaning(before[:count], grad_scale))
         return [*values, values[0]] if has_out else values
 
-    return KernelCase(name, op, tuple(arguments), call, after)
+    return KernelCase(name, op, tuple(arguments), call, after, None if op is LAMB_DIRECTION else call)
 
 
 def _adam_cases() -> list[KernelCase]:
@@ -155,8 +171,14 @@ def _adam_cases() -> list[KernelCase]:
 
 
 def _adam_case(hyper: AdamHyper) -> list[KernelCase]:
-    def step(table: KernelTable, b: Sequence[Buffer], out: Buffer | None, grad_scale: float) -> None:
-        table[ADAM](b[0], b[1], b[2], b[3], out, hyper, grad_scale)
+    def step(
+        table: KernelTable,
+        b: Sequence[Buffer],
+        out: Buffer | None,
+        grad_scale: float,
+        rounding: StochasticRounding | None,
+    ) -> None:
+        table[ADAM](b[0], b[1], b[2], b[3], out, hyper, grad_scale, rounding)
 
     def meaning(a: Sequence[Float64s], grad_scale: float) -> Sequence[Float64s | None]:
         master, m, v = reference.adam(a[0], a[1], a[2], a[3], hyper, grad_scale)
@@ -181,7 +203,7 @@ def _other_optimizer_cases() -> list[KernelCase]:
         "adagrad",
         ADAGRAD,
         ("master", "grad", "square"),
-        lambda table, b, out, grad_scale: table[ADAGRAD](b[0], b[1], b[2], out, adagrad, grad_scale),
+        lambda table, b, out, scale, rounding: table[ADAGRAD](b[0], b[1], b[2], out, adagrad, scale, rounding),
         lambda a, grad_scale: _around_grad(reference.adagrad(a[0], a[1], a[2], adagrad, grad_scale)),
     )
     lion = LionHyper(lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1)
@@ -189,7 +211,7 @@ def _other_optimizer_cases() -> list[KernelCase]:
         "lion",
         LION,
         ("master", "grad", "average"),
-        lambda table, b, out, grad_scale: table[LION](b[0], b[1], b[2], out, lion, grad_scale),
+        lambda table, b, out, scale, rounding: table[LION](b[0], b[1], b[2], out, lion, scale, rounding),
         lambda a, grad_scale: _around_grad(reference.lion(a[0], a[1], a[2], lion, grad_scale)),
     )
     return cases
@@ -198,8 +220,14 @@ def _other_optimizer_cases() -> list[KernelCase]:
 def _sgd_case(hyper: SgdHyper) -> list[KernelCase]:
     has_momentum = hyper.momentum != 0
 
-    def step(table: KernelTable, b: Sequence[Buffer], out: Buffer | None, grad_scale: float) -> None:
-        table[SGD](b[0], b[1], b[2] if has_momentum else None, out, hyper, grad_scale)
+    def step(
+        table: KernelTable,
+        b: Sequence[Buffer],
+        out: Buffer | None,
+        grad_scale: float,
+        rounding: StochasticRounding | None,
+    ) -> None:
+        table[SGD](b[0], b[1], b[2] if has_momentum else None, out, hyper, grad_scale, rounding)
 
     def meaning(a: Sequence[Float64s], grad_scale: float) -> Sequence[Float64s | None]:
         master, average = reference.sgd(a[0], a[1], a[2] if has_momentum else None, hyper, grad_scale)
@@ -219,8 +247,8 @@ def _lamb_cases() -> list[KernelCase]:
                 f"lamb direction {grad.value}",
                 LAMB_DIRECTION,
                 [Argument(*role) for role in roles],
-                lambda table, b, out, grad_scale: table[LAMB_DIRECTION](
-                    b[0], b[1], b[2], b[3], b[4], hyper, grad_scale
+                lambda table, b, out, scale, rounding: table[LAMB_DIRECTION](
+                    b[0], b[1], b[2], b[3], b[4], hyper, scale
                 ),
                 lambda a, grad_scale: _lamb_after(
                     reference.lamb_direction(a[0], a[1], a[2], a[3], hyper, grad_scale), a[0]
@@ -235,7 +263,7 @@ def _lamb_cases() -> list[KernelCase]:
                 f"lamb apply {out.value if out else 'alone'}",
                 LAMB_APPLY,
                 [*arguments, *([Argument("out", out)] if out else [])],
-                lambda table, b, out, grad_scale: table[LAMB_APPLY](b[0], b[1], out, 0.05),
+                lambda table, b, out, scale, rounding: table[LAMB_APPLY](b[0], b[1], out, 0.05, rounding),
                 lambda a, grad_scale: (reference.lamb_apply(a[0], a[1], 0.05), a[1]),
                 1.0,
             )

@@ -1,9 +1,9 @@
 """The contract of kernels: every op of a table against its float64 meaning, and its independence of slices.
 
 `check_meaning` runs one case of `polyaccel.testkit.kernel_cases` on random, empty, odd or non-finite data;
-`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_square_sums`,
-`check_quantization` and `check_matrix_products` are for the ops that are not elementwise. A failed check is an
-AssertionError that names the case.
+`check_slices` runs it on a whole buffer and on pieces of it and wants the same bits; `check_stochastic_rounding` is
+about its weights; `check_square_sums`, `check_quantization` and `check_matrix_products` are for the ops that are not
+elementwise. A failed check is an AssertionError that names the case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from polyaccel.ops.base import (
     SQUARE_SUMS,
     KernelTable,
     Op,
+    StochasticRounding,
 )
+from polyaccel.ops.random_bits import random_bits
 from polyaccel.ops.reference import Float64s
 from polyaccel.testkit.kernel_cases import KernelCase
 from polyaccel.types import DType
@@ -79,6 +81,49 @@ def check_slices(accelerator: Accelerator, case: KernelCase, numel: int, cuts: S
         if argument.role != "grad" and one.to_bytes() != other.to_bytes():
             differ = np.flatnonzero(_contents(one) != _contents(other))
             raise AssertionError(f"{case}: {argument.role} differs at elements {differ[:8]} when cut at {list(cuts)}")
+
+
+@np.errstate(all="ignore")
+def check_stochastic_rounding(
+    accelerator: Accelerator, case: KernelCase, numel: int, cuts: Sequence[int] = (), *, seed: int = 0
+) -> None:
+    """Stochastic rounding changes weights of 16 bits only, and those to what the reference says, cut at `cuts` too.
+
+    Sources are any bits: infinities, NaN, and numbers at both ends of the range among them. Master weights are taken in
+    each type. Passes over ops without weights.
+    """
+    if case.call_rounding is None:
+        return
+    # Indices pass 2**32 on the way, where they start again.
+    rounding = StochasticRounding(key=0xFEDC_BA98_7654_3210 + seed, start=(1 << 32) - numel // 2)
+    random = random_bits(rounding.key, rounding.start, numel)
+    halves = {DType.BFLOAT16, DType.FLOAT16} & accelerator.supported_dtypes()
+    weights = case.arguments[0].role == "master" and case.arguments[0].dtype is DType.FLOAT32
+    for narrow in (None, *(sorted(halves, key=lambda dtype: dtype.value) if weights else ())):
+        plain, rounded = (_filled(accelerator, case, numel, finite=True, seed=seed) for _ in range(2))
+        if case.arguments[0].role == "source":
+            bits = np.random.default_rng(seed).integers(0, 256, numel * case.arguments[0].dtype.itemsize, np.uint8)
+            plain[0].from_bytes(bits.tobytes())
+            rounded[0].copy_from(plain[0])
+        if narrow is not None:
+            rounded[0] = accelerator.allocate(numel, narrow)
+            rounded[0].copy_from(plain[0])
+            plain[0].copy_from(rounded[0])
+        case.call(accelerator.kernels(), plain)
+        for start, stop in zip([0, *cuts], [*cuts, numel], strict=True):
+            views = [buffer.view(start, stop - start) for buffer in rounded]
+            case.call_rounding(accelerator.kernels(), views, rounding.at(start))
+        for position, (argument, buffer) in enumerate(zip(case.arguments, rounded, strict=True)):
+            if argument.role == "grad":
+                continue
+            wanted = _contents(plain[0 if argument.role == "out" else position])
+            if buffer.dtype in halves and (argument.role == "out" or (position == 0 and argument.written)):
+                single = wanted.astype(np.float32).astype(np.float64)
+                wanted = reference.round_stochastically(single, buffer.dtype, random)
+            elif argument.role == "out":
+                wanted = _contents(plain[position])
+            what = f"{case}, {argument.role} in {buffer.dtype.value}, rounded stochastically, {numel=}"
+            np.testing.assert_array_equal(_contents(buffer), wanted, err_msg=what)
 
 
 def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, seed: int = 0) -> None:

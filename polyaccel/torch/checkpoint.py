@@ -103,6 +103,9 @@ def load_engine(
         if (kind == _PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
             reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=engine.accelerator.allocate)
     engine.zero.discard_gradients()
+    resumes_optimizer = optimizer_states and engine.optimizer is not None and scalars["optimizer"] is not None
+    if resumes_optimizer:  # before master weights are rounded, which depends on it
+        engine.zero.steps.update({fqn: scalars["param_steps"].get(fqn, 0) for fqn in engine.zero.steps})
     engine.zero.params.publish_masters()
     _load_buffers(engine, reader)
     if not module_only:
@@ -111,8 +114,7 @@ def load_engine(
         if engine.training_dataloader is not None and scalars["data"] is not None:
             engine.training_dataloader.load_state_dict(scalars["data"])
         _restore_random_states(engine, reader)
-    if optimizer_states and engine.optimizer is not None and scalars["optimizer"] is not None:
-        engine.zero.steps.update({fqn: scalars["param_steps"].get(fqn, 0) for fqn in engine.zero.steps})
+    if resumes_optimizer:
         load_groups(engine.optimizer.param_groups, scalars["optimizer"]["param_groups"])
         if isinstance(optimizer, ClientOptimizer):
             optimizer.restore(engine.zero.shards, scalars["client_optimizer"], reader.has)

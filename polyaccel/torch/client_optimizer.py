@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.torch_memory import dtype_of
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import SCALE
+from polyaccel.ops.base import CAST, SCALE
 from polyaccel.zero.layout import Slice
 from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
 
@@ -133,8 +133,10 @@ class ClientOptimizer(SliceOptimizer):
             self._adopt_states(self._shards[shard.bucket.index])
             for piece in shard.slices:
                 self._places[(shard.bucket.index, piece.fqn)][1].grad = None
-            if shard.out is not None:
-                shard.out.copy_from(shard.master)
+            for run in shard.runs:
+                master, _, out, _ = shard.cut(run)
+                if out is not None:
+                    shard.kernels[CAST](master, out, run.rounding)
             yield shard
 
     def _adopt_states(self, shard: Shard) -> None:

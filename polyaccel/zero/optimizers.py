@@ -30,6 +30,7 @@ from polyaccel.ops.base import (
     KernelTable,
     LionHyper,
     SgdHyper,
+    StochasticRounding,
 )
 from polyaccel.types import DType
 from polyaccel.zero.layout import Bucket, Slice
@@ -40,11 +41,20 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements [offset, offset + numel) of a shard, updated together; `step` counts their updates with this one."""
+    """Elements [offset, offset + numel) of a shard, updated together; `step` counts their updates with this one.
+
+    `rounding` is that of their parameters of 16 bits, None to nearest.
+    """
 
     offset: int
     numel: int
     step: int
+    rounding: StochasticRounding | None = None
+
+    def continues_in(self, later: Run) -> bool:
+        """Whether one run can stand for both."""
+        is_adjacent = self.offset + self.numel == later.offset
+        return is_adjacent and self.step == later.step and self.rounding is None and later.rounding is None
 
 
 @dataclass(slots=True)
@@ -78,9 +88,14 @@ class Shard:
             {name: state.view(*window) for name, state in self.states.items()},
         )
 
+    def run_of(self, piece: Slice) -> Run | None:
+        """The run that updates one of `slices` in this step, as a whole; None if none does."""
+        inside = (run for run in self.runs if run.offset <= piece.shard_offset < run.offset + run.numel)
+        return next(inside, None)
+
     def updates(self, piece: Slice) -> bool:
-        """Whether one of `slices` is updated in this step. A run holds slices whole."""
-        return any(run.offset <= piece.shard_offset < run.offset + run.numel for run in self.runs)
+        """Whether one of `slices` is updated in this step."""
+        return self.run_of(piece) is not None
 
     def allocate_state(self, name: str, dtype: DType) -> Buffer:
         """Add a state, zeros, in the shard's tier. Raises OffloadError when there is no room."""
@@ -146,7 +161,8 @@ class Adam(ElementwiseOptimizer):
     def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
         hyper = _adam_hyper(group, run.step)
-        shard.kernels[ADAM](master, grad, states["exp_avg"], states["exp_avg_sq"], out, hyper, grad_scale)
+        exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
+        shard.kernels[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, run.rounding)
 
 
 class Sgd(ElementwiseOptimizer):
@@ -165,7 +181,8 @@ class Sgd(ElementwiseOptimizer):
             nesterov=bool(group.get("nesterov", False)),
             first=run.step == 1,
         )
-        shard.kernels[SGD](master, grad, states["momentum_buffer"] if momentum else None, out, hyper, grad_scale)
+        average = states["momentum_buffer"] if momentum else None
+        shard.kernels[SGD](master, grad, average, out, hyper, grad_scale, run.rounding)
 
 
 class Adagrad(ElementwiseOptimizer):
@@ -185,7 +202,7 @@ class Adagrad(ElementwiseOptimizer):
             lr_decay=float(group.get("lr_decay", 0.0)),
             step=run.step,
         )
-        shard.kernels[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale)
+        shard.kernels[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale, run.rounding)
 
 
 class Lion(ElementwiseOptimizer):
@@ -197,7 +214,7 @@ class Lion(ElementwiseOptimizer):
         master, grad, out, states = shard.cut(run)
         beta1, beta2 = group["betas"]
         hyper = LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group.get("weight_decay", 0.0)))
-        shard.kernels[LION](master, grad, states["exp_avg"], out, hyper, grad_scale)
+        shard.kernels[LION](master, grad, states["exp_avg"], out, hyper, grad_scale, run.rounding)
 
 
 class Lamb(SliceOptimizer):
@@ -232,13 +249,16 @@ class Lamb(SliceOptimizer):
                 )
             ratios = self._trust_ratios(shard, direction, group, communicator)
             for piece in shard.slices:
-                if shard.updates(piece):
+                run_of_piece = shard.run_of(piece)
+                if run_of_piece is not None:
                     window = (piece.shard_offset, piece.length)
+                    rounding = run_of_piece.rounding
                     kernels[LAMB_APPLY](
                         shard.master.view(*window),
                         direction.view(*window),
                         None if shard.out is None else shard.out.view(*window),
                         float(group["lr"]) * ratios[piece.fqn],
+                        rounding and rounding.at(piece.shard_offset - run_of_piece.offset),
                     )
             yield shard
 

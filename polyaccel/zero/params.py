@@ -25,6 +25,7 @@ from polyaccel.zero.gathering import Gathering, GatherPolicy, ShardedBucket
 from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.rounding import WeightRounding
 
 log = getLogger(__name__)
 
@@ -110,6 +111,7 @@ class ParamStore:
         communicator: Communicator,
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
+        rounding: WeightRounding,
         observer: ParamObserver,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -118,6 +120,7 @@ class ParamStore:
         self._placement = placement
         self._communicator = communicator
         self._accelerator = accelerator
+        self._rounding = rounding
         self._observer = observer
         self._waiting = waiting
         self._publishing: dict[int, Work] = {}
@@ -258,7 +261,10 @@ class ParamStore:
         """Write bucket `index`'s master weights to the parameters and make them whole where they were. Collective."""
         place = self.buckets[index]
         if place.out is not None:
-            place.out.copy_from(place.master)
+            for piece in place.slices():
+                _, slot = self._layout.locate(piece.fqn)
+                window = (piece.shard_offset, piece.length)
+                self._rounding.write(place.master.view(*window), place.out.view(*window), slot.param, piece.start)
         if place.is_sharded:
             self.gathering.refresh(index)
         self.publish(index)
@@ -306,10 +312,10 @@ class ParamStore:
         self.wait_published(index)
         whole = place.full if place.full is not None else self.gathering.whole_or_none(index)
         if whole is not None:
-            whole.view(slot.offset, slot.param.numel).copy_from(value)
-        for own, master, part in self._parts(place, slot, value):
+            self._rounding.write(value, whole.view(slot.offset, slot.param.numel), slot.param, 0)
+        for start, own, master, part in self._parts(place, slot, value):
             if own is not None:
-                own.copy_from(part)
+                self._rounding.write(part, own, slot.param, start)
             if master is not None:
                 master.copy_from(part)
         place.own.mark_written()
@@ -322,10 +328,10 @@ class ParamStore:
         """
         place, slot = self.locate(fqn)
         value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
-        for own, master, part in self._parts(place, slot, value):
+        for start, own, master, part in self._parts(place, slot, value):
             if own is not None:
                 own.copy_from(part)
-            if master is not None and not self._rounds_to(master, part):
+            if master is not None and not self._rounding.leads_to(part, master, slot.param, start):
                 master.copy_from(part)
         place.own.mark_written()
 
@@ -334,27 +340,22 @@ class ParamStore:
         place, slot = self.locate(fqn)
         value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
         return any(
-            not self._rounds_to(known, part)
-            for own, master, part in self._parts(place, slot, value)
+            not self._rounding.leads_to(part, known, slot.param, start)
+            for start, own, master, part in self._parts(place, slot, value)
             for known in (own, master)
             if known is not None
         )
 
     def _parts(
         self, place: BucketParams, slot: Slot, value: Buffer
-    ) -> Iterator[tuple[Buffer | None, Buffer | None, Buffer]]:
-        """Where a parameter rests on this rank beside its whole: (slice, master weights, the part of `value`)."""
+    ) -> Iterator[tuple[int, Buffer | None, Buffer | None, Buffer]]:
+        """Where a parameter rests on this rank beside its whole: (start, slice, master weights, part of `value`)."""
         for piece in place.slices():
             if piece.fqn == slot.param.fqn:
                 window = (piece.shard_offset, piece.length)
                 own = place.own.view(*window) if place.is_sharded else None
                 master = None if place.master_is_view else place.master.view(*window)
-                yield own, master, value.view(piece.start, piece.length)
-
-    def _rounds_to(self, precise: Buffer, rounded: Buffer) -> bool:
-        again = self._accelerator.allocate(precise.numel, rounded.dtype)
-        again.copy_from(precise)
-        return again.to_bytes() == rounded.to_bytes()
+                yield piece.start, own, master, value.view(piece.start, piece.length)
 
     def close(self) -> None:
         """Let go of all buffers. Views that frontends hold keep their memory alive."""

@@ -23,6 +23,7 @@ from polyaccel.zero.optimizers import Group, Run, Shard, SliceOptimizer
 from polyaccel.zero.params import BucketParams
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import ZeroPolicy
+from polyaccel.zero.rounding import WeightRounding
 from polyaccel.zero.staging import Staging
 
 
@@ -113,8 +114,12 @@ class StateStore:
         self._placement.close()
 
 
-def find_runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int]) -> Iterator[Run]:
+def find_runs(
+    shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int], rounding: WeightRounding
+) -> Iterator[Run]:
     """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
+
+    Where parameters are rounded stochastically, each has a stretch of its own.
 
     Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
     """
@@ -132,12 +137,12 @@ def find_runs(shard: Shard, origin: int, touched: frozenset[str], steps: Mapping
                 yield open_run
             open_run = None
             continue
-        step = steps[slot.param.fqn]
-        if open_run is not None and open_run.step == step and open_run.offset + open_run.numel == begin - low:
-            open_run = Run(open_run.offset, open_run.numel + end - begin, step)
+        run = Run(begin - low, end - begin, steps[slot.param.fqn], rounding.of(slot.param, begin - slot.offset))
+        if open_run is not None and open_run.continues_in(run):
+            open_run = replace(open_run, numel=open_run.numel + run.numel)
         else:
             if open_run is not None:
                 yield open_run
-            open_run = Run(begin - low, end - begin, step)
+            open_run = run
     if open_run is not None:
         yield open_run

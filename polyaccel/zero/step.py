@@ -32,6 +32,7 @@ from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
+from polyaccel.zero.rounding import WeightRounding
 from polyaccel.zero.staging import Staging
 from polyaccel.zero.states import StateStore, find_runs
 
@@ -44,7 +45,7 @@ class StepPolicy:
     (mixed precision); otherwise it goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated
     parameters may last into the next forward pass, and whoever reads parameters calls `wait_published` or `fence`
     first. `measure_norm` False saves the norm where nobody needs it. `require_all` makes a trained parameter without a
-    gradient an error.
+    gradient an error. `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`).
     """
 
     clip_norm: float = 0.0
@@ -52,6 +53,7 @@ class StepPolicy:
     defer_publish: bool = False
     measure_norm: bool = True
     require_all: bool = False
+    stochastic_rounding: bool = False
     reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
     gathering: GatherPolicy = field(default_factory=GatherPolicy)
 
@@ -106,6 +108,7 @@ class ZeroStep:
         self._timed = timed
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
+        self._rounding = WeightRounding(self.steps, accelerator, is_stochastic=step_policy.stochastic_rounding)
         self._pool = BufferPool(communicator)
         self.params = ParamStore(
             layout,
@@ -115,6 +118,7 @@ class ZeroStep:
             communicator,
             accelerator,
             read_param,
+            self._rounding,
             observer or ParamObserver(),
             lambda: self._timed("publish"),
         )
@@ -286,7 +290,8 @@ class ZeroStep:
         for shard, gradients in zip(self.shards, self._gradients, strict=True):
             shard.grad = gradients.result()
             shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
-            shard.runs = tuple(find_runs(shard, self.params[shard.bucket.index].origin, report.touched, self.steps))
+            origin = self.params[shard.bucket.index].origin
+            shard.runs = tuple(find_runs(shard, origin, report.touched, self.steps, self._rounding))
         self.params.fence()
         self.params.gathering.end_step()
         try:

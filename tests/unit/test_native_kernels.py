@@ -20,6 +20,7 @@ from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.ops.base import (
     ADAM,
     ALL_OPS,
+    CAST,
     COMBINE,
     DEQUANTIZE,
     LAMB_APPLY,
@@ -32,7 +33,7 @@ from polyaccel.ops.base import (
 from polyaccel.ops.native import native_kernels
 from polyaccel.ops.native_library import native
 from polyaccel.testkit.kernel_cases import KernelCase, kernel_cases
-from polyaccel.testkit.kernels import check_meaning, check_slices, encode
+from polyaccel.testkit.kernels import check_meaning, check_slices, check_stochastic_rounding, encode
 from polyaccel.types import DType, ReduceOp
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().reason)
@@ -114,10 +115,20 @@ def test_every_instruction_set_means_what_the_reference_says(isa: str) -> None:
         check_meaning(TORCH, case, 1037, finite=False)
 
 
+def test_every_instruction_set_rounds_stochastically_as_the_reference_says(isa: str) -> None:
+    for case in CASES:
+        check_stochastic_rounding(TORCH, case, 1037, [1, 16, 700], seed=3)
+
+
+def test_threads_round_stochastically_without_changing_a_bit() -> None:
+    case = next(case for case in CASES if case.op is ADAM and "bfloat16" in case.name)
+    check_stochastic_rounding(CpuWithThreads(3), case, (1 << 17) + 1001, [(1 << 16) + 3])
+
+
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_narrow_weights_and_states_are_the_wide_ones_rounded(dtype: DType) -> None:
-    cases = [case for case in CASES if {a.dtype for a in case.arguments} == {DType.FLOAT32} and case.op is not COMBINE]
-    assert {case.op for case in cases} == set(ALL_OPS) - {COMBINE, SQUARE_SUMS, QUANTIZE, DEQUANTIZE}
+    cases = [c for c in CASES if {a.dtype for a in c.arguments} == {DType.FLOAT32} and c.op not in (CAST, COMBINE)]
+    assert {case.op for case in cases} == set(ALL_OPS) - {CAST, COMBINE, SQUARE_SUMS, QUANTIZE, DEQUANTIZE}
     for case in cases:
         narrow = []
         for buffer in filled(TORCH, case, 777):

@@ -14,6 +14,7 @@ from polyaccel.offload.tier import TierOptions
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import Slice, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, Shard
+from polyaccel.zero.rounding import WeightRounding
 from polyaccel.zero.states import find_runs
 
 NUMPY = CpuAccelerator("numpy")
@@ -48,6 +49,11 @@ def make_shard(sizes, world, rank, optimizer, group, dtype=DType.FLOAT32):
     return shard
 
 
+def runs_of(shard, touched, steps, origin=0, is_stochastic=False):
+    rounding = WeightRounding(steps, NUMPY, is_stochastic=is_stochastic)
+    return tuple(find_runs(shard, origin, frozenset(touched), steps, rounding))
+
+
 def run_update(shard, optimizer, group):
     (updated,) = optimizer.update([shard], [group], 1.0, LocalWorld(1, NUMPY).communicators[0])
     assert updated is shard
@@ -66,7 +72,7 @@ def test_runs_hold_every_touched_slice_whole_and_no_other(sizes, world, data):
     steps = {f"p{index}": data.draw(st.integers(1, 2)) for index in range(len(sizes))}
     shard = make_shard(sizes, world, rank, Sgd(), {"lr": 1.0})
     low, _ = shard.bucket.shard_bounds(rank)
-    runs = list(find_runs(shard, low, touched, steps))
+    runs = runs_of(shard, touched, steps, low)
 
     covered = [element for run in runs for element in range(run.offset, run.offset + run.numel)]
     assert covered == sorted(set(covered))
@@ -76,7 +82,7 @@ def test_runs_hold_every_touched_slice_whole_and_no_other(sizes, world, data):
     for piece in shard.slices:
         here = {step_of.get(element) for element in elements(piece)}
         assert here == ({steps[piece.fqn]} if piece.fqn in touched else {None})
-    shard.runs = tuple(runs)
+    shard.runs = runs
     assert {piece.fqn for piece in shard.slices if shard.updates(piece)} == touched & {p.fqn for p in shard.slices}
 
 
@@ -86,7 +92,7 @@ def test_an_update_leaves_untouched_parameters_and_their_states_alone(kind, grou
     optimizer = kind()
     shard = make_shard([40, 50, 60], 1, 0, optimizer, group, dtype)
     before = {name: state.raw.copy() for name, state in shard.states.items()}
-    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0", "p2"}), {"p0": 1, "p1": 7, "p2": 1}))
+    shard.runs = runs_of(shard, {"p0", "p2"}, {"p0": 1, "p1": 7, "p2": 1})
     run_update(shard, optimizer, {**group, "weight_decay": 0.1})
     for piece in shard.slices:
         window = slice(piece.shard_offset, piece.shard_offset + piece.length)
@@ -106,7 +112,7 @@ def test_the_gradient_scale_is_a_factor_of_the_gradient(kind, group):
         optimizer = kind()
         shard = make_shard([40], 1, 0, optimizer, group)
         shard.grad.fill(0.5 / factor)
-        shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+        shard.runs = runs_of(shard, {"p0"}, {"p0": 1})
         list(optimizer.update([shard], [group], factor, LocalWorld(1, NUMPY).communicators[0]))
         masters.append(shard.master.raw[:40].copy())
     np.testing.assert_array_equal(masters[0], masters[1])
@@ -117,7 +123,7 @@ def test_the_group_is_read_anew_at_every_update():
     group = {"lr": 0.5}
     optimizer = Sgd()
     shard = make_shard([4], 1, 0, optimizer, group)
-    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = runs_of(shard, {"p0"}, {"p0": 1})
     for lr, wanted in ((0.5, 0.75), (0.25, 0.625), (0.0, 0.625)):
         group["lr"] = lr
         shard.grad.fill(0.5)
@@ -140,7 +146,7 @@ def test_the_trust_ratio_of_lamb_and_its_bounds(weight, bounds, ratio):
     group = {"lr": 0.125, "betas": (0.9, 0.99), "eps": 0.0, **bounds}
     shard = make_shard([40], 1, 0, Lamb(), group)
     shard.master.raw[:40] = weight
-    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = runs_of(shard, {"p0"}, {"p0": 1})
     run_update(shard, Lamb(), group)
     np.testing.assert_allclose(shard.master.raw[:40], weight - 0.125 * ratio, rtol=1e-5, atol=1e-6)
 
@@ -149,6 +155,51 @@ def test_lamb_without_a_direction_does_not_divide_by_zero():
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     shard = make_shard([40], 1, 0, Lamb(), group)
     shard.grad.fill(0.0)
-    shard.runs = tuple(find_runs(shard, 0, frozenset({"p0"}), {"p0": 1}))
+    shard.runs = runs_of(shard, {"p0"}, {"p0": 1})
     run_update(shard, Lamb(), group)
     np.testing.assert_array_equal(shard.master.raw[:40], 1.0)
+
+
+@pytest.mark.parametrize(("kind", "group"), ALL[:4], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_weights_rounded_stochastically_depend_on_their_parameter_only(kind, group, world):
+    """However they are cut over ranks, they are what the same master weights are rounded to by hand."""
+    sizes, steps = [37, 130, 1, 60], {"p0": 1, "p1": 3, "p2": 1, "p3": 1}
+    rounding = WeightRounding(steps, NUMPY, is_stochastic=True)
+    found = {f"p{index}": np.full(size, np.nan) for index, size in enumerate(sizes)}
+    for rank in range(world):
+        optimizer = kind()
+        shard = make_shard(sizes, world, rank, optimizer, group, DType.FLOAT16)
+        low, _ = shard.bucket.shard_bounds(rank)
+        for piece in shard.slices:
+            start = np.random.default_rng(piece.start + 1000 * int(piece.fqn[1]))
+            shard.master.raw[piece.shard_offset : piece.shard_offset + piece.length] = start.normal(size=piece.length)
+        shard.runs = runs_of(shard, steps, steps, low, is_stochastic=True)
+        run_update(shard, optimizer, group)
+        for piece in shard.slices:
+            window = (piece.shard_offset, piece.length)
+            again = NUMPY.allocate(piece.length, DType.FLOAT16)
+            param = ParamSpec(piece.fqn, (sizes[int(piece.fqn[1])],), DType.FLOAT16)
+            rounding.write(shard.master.view(*window), again, param, piece.start)
+            out = shard.out.view(*window).raw
+            np.testing.assert_array_equal(out, again.raw)
+            found[piece.fqn][piece.start : piece.start + piece.length] = out
+            assert (out != shard.master.view(*window).raw.astype(np.float16)).any() or piece.length < 20
+    assert all(np.isfinite(values).all() for values in found.values())
+
+
+def test_who_was_never_updated_is_rounded_to_nearest():
+    param = ParamSpec("p", (3,), DType.FLOAT16)
+    steps = {"p": 0}
+    rounding = WeightRounding(steps, NUMPY, is_stochastic=True)
+    assert rounding.of(param, 0) is None
+    steps["p"] = 1
+    first = rounding.of(param, 5)
+    assert first is not None
+    assert first.start == 5
+    steps["p"] = 2
+    second = rounding.of(param, 5)
+    assert second is not None
+    assert second.key != first.key
+    assert rounding.of(ParamSpec("p", (3,), DType.FLOAT32), 0) is None
+    assert WeightRounding(steps, NUMPY, is_stochastic=False).of(param, 0) is None
