@@ -19,6 +19,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Literal, get_args
 
+from polyaccel.cache import cache_folder
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.base import MATRIX_OPS
 
@@ -120,18 +121,13 @@ def _summary(measured: Measured) -> str:
     return ", ".join(parts)
 
 
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "polyaccel"
-
-
 def _file(threads: int) -> Path:
     key = json.dumps([processor_identity(), _torch_version(), threads])
-    return _folder() / f"matrix-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"matrix-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _all_measured() -> Iterator[Measured]:
-    for file in sorted(_folder().glob("matrix-*.json")):
+    for file in sorted(cache_folder().glob("matrix-*.json")):
         found = _read(file)
         if found is not None:
             yield found

@@ -1,0 +1,25 @@
+"""`polyaccel build`: compile what belongs to a library of somebody else's that this machine has."""
+
+from __future__ import annotations
+
+import argparse
+
+from polyaccel.comm.ccl_build import build
+from polyaccel.comm.ccl_library import load
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "compile the part of a comm backend that its library needs here"
+    parser = subparsers.add_parser("build", help=summary, description=summary)
+    parser.add_argument(
+        "part", choices=["ccl"], help="ccl: collectives by oneCCL (pip install oneccl-devel, and a C++ compiler)"
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, load what was compiled, and print where it is; the exit code is 0. Raises CommError."""
+    path = build()
+    version = load(path).pa_ccl_loaded().decode()
+    print(f"compiled for oneCCL {version}: {path}")
+    return 0
