@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread
 
 from polyaccel.comm.base import Work
+
+
+class DeferredWork(Work):
+    """A call that runs in `wait`. Owns its buffers until then."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    def is_done(self) -> bool:
+        return self._run is None
 
 
 class BackgroundWork(Work):

@@ -97,6 +97,9 @@ class Communicator(ABC):
     timeout_s: float
     deterministic: bool = False
     """The order in which a reduction adds depends on nothing but the ranks: not on sizes, offsets or timing."""
+    summed_first: tuple[tuple[int, ...], ...] = ()
+    """Of a deterministic reduction: the ranks that are added first, in order, and whose sums, rounded to the element
+    type, are then added in order; empty where all ranks are added one after another."""
     sent_numel: int = 0
     """Elements that this rank has sent to others so far, by the formulas of `comm.record`; 0 where nobody counts."""
 

@@ -111,7 +111,8 @@ def connect(
     debug: bool = False,
 ) -> RecordingCommunicator:
     """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
-    would use gloo and can do without, else the accelerator's own."""
+    would use gloo and can do without, else the accelerator's own; gloo between hosts that have equally many ranks each,
+    two or more, is joined by `shm` inside them."""
     name = backend or _own_backend(rendezvous, accelerator)
 
     def join(name: str) -> Communicator:
@@ -127,6 +128,8 @@ def connect(
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
+    if backend is None and communicator.backend == "gloo" and communicator.world_size > 1:
+        communicator = share_hosts(communicator, rendezvous.local_rank)
     return RecordingCommunicator(communicator, debug=debug)
 
 

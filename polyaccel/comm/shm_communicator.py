@@ -10,7 +10,7 @@ their own between each two ranks: a helper for each direction, made when it is f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
-from polyaccel.comm.background import Background
+from polyaccel.comm.background import Background, DeferredWork
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.objects import gather_objects
 from polyaccel.comm.shm_group import Failure, Host, ShmGroup, check_reducible, explain
@@ -30,21 +30,6 @@ from polyaccel.types import DType, ReduceOp
 
 _DONE = DoneWork()
 _SHARED_NBYTES = 64 << 10  # smaller buffers go through the stages, which is faster
-
-
-class ShmWork(Work):
-    """A call that runs in `wait`. Owns its buffers until then."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-
-    def wait(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run()
-
-    def is_done(self) -> bool:
-        return self._run is None
 
 
 class ShmCommunicator(Communicator):
@@ -234,7 +219,7 @@ class ShmCommunicator(Communicator):
             return _DONE
         if helper is None:
             helper = self._helper = Background("polyaccel shm")
-        work = helper.carry(ShmWork(run))
+        work = helper.carry(DeferredWork(run))
         if not async_op:
             work.wait()
         return work
@@ -260,7 +245,7 @@ class ShmCommunicator(Communicator):
             return _DONE
         if messenger is None:
             messenger = self._messengers[peer, sends] = Background(f"polyaccel shm {way}")
-        work = messenger.carry(ShmWork(run))
+        work = messenger.carry(DeferredWork(run))
         if not async_op:
             work.wait()
         return work
