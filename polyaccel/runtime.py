@@ -29,7 +29,7 @@ from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
 from polyaccel.zero.placement import StatePlacement, first_shards, offloaded_buckets
 from polyaccel.zero.policy import Placement, ZeroPolicy
-from polyaccel.zero.step import StepPolicy
+from polyaccel.zero.update import StepPolicy
 
 NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
     "Adam": Adam,

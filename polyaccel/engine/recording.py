@@ -10,7 +10,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.timing import PhaseTimer
-from polyaccel.zero.step import StepResult
+from polyaccel.zero.update import StepResult
 
 log = getLogger(__name__)
 

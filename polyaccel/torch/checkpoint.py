@@ -40,7 +40,8 @@ def save_engine(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> None:
-    """Write the whole state of `engine`. Collective."""
+    """Write the whole state of `engine`. Collective. Raises PolyaccelError after half an update."""
+    engine.zero.require_whole()
     engine.zero.params.fence()
     optimizer = engine.zero.optimizer
     blobs = _random_states(engine)
@@ -97,12 +98,17 @@ def load_engine(
         _check_optimizer(optimizer, reader)
     if optimizer_states and isinstance(optimizer, ClientOptimizer):
         _allocate_client_states(engine, reader)
+    is_whole = optimizer_states
     for slot, kind, start, buffer in engine.zero.needed_pieces():
         fqn = slot.param.fqn
         may_lack = kind == _PARAM or isinstance(optimizer, ClientOptimizer)
         if (kind == _PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
             reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=engine.accelerator.allocate)
+        elif kind == _PARAM:
+            is_whole = False
     engine.zero.discard_gradients()
+    if is_whole:
+        engine.zero.mend()
     resumes_optimizer = optimizer_states and engine.optimizer is not None and scalars["optimizer"] is not None
     if resumes_optimizer:  # before master weights are rounded, which depends on it
         engine.zero.steps.update({fqn: scalars["param_steps"].get(fqn, 0) for fqn in engine.zero.steps})

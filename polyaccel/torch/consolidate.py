@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 def consolidated_state_dict(engine: TorchEngine, *, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
     """The module's state dict on rank 0, in host memory and in the types that are trained with; empty elsewhere.
 
-    Collective. One bucket is whole at a time. Tied parameters share one tensor.
+    Collective. One bucket is whole at a time. Tied parameters share one tensor. Raises PolyaccelError after half an
+    update.
     """
+    engine.zero.require_whole()
     values = {}
     is_writer = engine.communicator.rank == 0
     params = engine.zero.params

@@ -28,7 +28,8 @@ from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
 from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.step import StepResult, ZeroStep
+from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.update import StepResult
 
 log = getLogger(__name__)
 

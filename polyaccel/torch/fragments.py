@@ -113,7 +113,7 @@ def _require(param: nn.Parameter) -> _Place:
 
 def _is_there(place: _Place, kind: str) -> bool:
     """Whether there is something to read. Collective for gradients."""
-    return kind != GRAD or settle_gradients(place.adapter.step, place.fqn, place.adapter.loss_scale())
+    return kind != GRAD or settle_gradients(place.adapter.step, place.fqn)
 
 
 def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:

@@ -39,7 +39,7 @@ def fragment(step: ZeroStep, fqn: str, kind: str) -> Fragment | None:
     return Fragment(0, source.view(0, 0)) if slot.param.numel == 0 else None
 
 
-def settle_gradients(step: ZeroStep, fqn: str, loss_scale: float) -> bool:
+def settle_gradients(step: ZeroStep, fqn: str) -> bool:
     """Reduce what is still to be reduced; whether the parameter has a gradient then. Collective.
 
     Between micro-batches replicated gradients are not reduced yet, and there is none.
@@ -48,7 +48,7 @@ def settle_gradients(step: ZeroStep, fqn: str, loss_scale: float) -> bool:
     if not slot.param.trainable:
         return False
     step.finish_reductions()
-    return _gradients(step, fqn).holds_result and fqn in step.agree(loss_scale).touched
+    return _gradients(step, fqn).holds_result and fqn in step.agree_on_arrivals().touched
 
 
 def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:

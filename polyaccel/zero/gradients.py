@@ -13,7 +13,8 @@ order of events gives wrong numbers; a strange one costs time.
 With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
 sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
 from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
-will update it (`tier`): it leaves the device when its reduction has settled. Passes that must not reduce (`no_sync`)
+will update it (`tier`): it leaves the device when its reduction has settled, on a stream of its own, so that it waits
+for nothing that the device computes after the launch. Passes that must not reduce (`no_sync`)
 accumulate in a full buffer of their own, which the next reducing pass takes along.
 """
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator, Work
+from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import COMBINE, SCALE
@@ -91,6 +92,7 @@ class GradientBucket:
         self._pool = pool
         self._tier = tier
         self._staging = staging
+        self._accelerator = accelerator
         self._is_off_device = tier.compute is not accelerator
         precision = Precision(reduce=reduction.reduce_dtype, accumulate=reduction.accumulate_dtype)
         self._reduce_dtype = precision.reduce_of(bucket.kind.dtype)
@@ -111,7 +113,8 @@ class GradientBucket:
         """Replicated gradients: the reduction was launched, `_full` takes no more."""
         self._settled = False
         """A reduced gradient stands where the update reads."""
-        self._pending: tuple[Work, Callable[[], None]] | None = None
+        self._pending: Callable[[], None] | None = None
+        """Ends the reduction under way."""
 
         slots = len(bucket.slots)
         self._expected = [1] * slots
@@ -217,9 +220,7 @@ class GradientBucket:
     def finish(self) -> None:
         """Wait for the reduction under way, if any, and put its result where the update reads."""
         if self._pending is not None:
-            work, settle = self._pending
-            self._pending = None
-            work.wait()
+            settle, self._pending = self._pending, None
             settle()
 
     def reduce_late(self) -> None:
@@ -228,9 +229,7 @@ class GradientBucket:
         late = self._late or self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
         self._zero_the_rest(late, self._late_slots)
         self._late, self._late_slots = None, set()
-        work, settle = self._reduce(late, is_late=True, borrowed=False)
-        work.wait()
-        settle()
+        self._reduce(late, is_late=True, borrowed=False)()
 
     @property
     def has_late(self) -> bool:
@@ -296,8 +295,8 @@ class GradientBucket:
             if index not in filled:
                 full.view(*window).fill(0.0)
 
-    def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> tuple[Work, Callable[[], None]]:
-        """Launch the collective on `source`; the returned function settles the result after it has finished."""
+    def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> Callable[[], None]:
+        """Launch the collective on `source`; the returned function waits for it and settles the result."""
         staged = source
         if source.dtype is not self._reduce_dtype:
             staged = self._pool.acquire(source.numel, self._reduce_dtype)
@@ -314,16 +313,22 @@ class GradientBucket:
             reduced = self._landing(staged)
             work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, info=info)
 
+        stream, launched = self._staging.stream, self._accelerator.current_stream().record()
+
         def settle() -> None:
-            if after != 1.0:
-                self._kernels[SCALE](reduced, after)
-            self._settle(reduced)
+            stream.wait(launched)
+            with stream.use():
+                work.wait()
+                if after != 1.0:
+                    self._kernels[SCALE](reduced, after)
+                self._settle(reduced)
+            self._accelerator.current_stream().wait(stream.record())
             if staged is not source:
                 self._pool.release(staged)
             if borrowed:
                 self._pool.release(source)
 
-        return work, settle
+        return settle
 
     def _landing(self, staged: Buffer) -> Buffer:
         """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the

@@ -1,11 +1,7 @@
-"""Sums that every rank must agree on before anybody branches: squared norms, flags, overflow.
+"""Squared norms of gradients, summed where the gradients are, and what follows from their totals over all ranks.
 
-[Note: One small all-reduce]
-At the end of a step each rank has, for each parameter, the squared norm of its own slice, whether the parameter got a
-gradient here, and for each bucket whether gradients came too late for its reduction. All of it travels in one vector
-of float64 through one all-reduce. Norm, overflow, the culprit's name, untouched parameters and late buckets follow from
-that vector alone, so ranks cannot disagree. Each rank sums only its own slices, at every stage, and the total is
-rounded to float32; hence the clip factor does not depend on how parameters are cut.
+Each rank sums only its own slices, at every stage, in float64, and the total is rounded to float32; hence neither the
+norm nor the clip factor depends on how parameters are cut, or on when a bucket's gradients arrived.
 """
 
 from __future__ import annotations
@@ -38,22 +34,27 @@ def _sum_dtype(accelerator: Accelerator) -> DType:
     return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
 
 
-def square_sums(
-    pieces: Sequence[tuple[Accelerator, int, Buffer]], sums: Buffer, accelerator: Accelerator
-) -> array[float]:
-    """`sums`, on the device, plus the squared norm of each piece at its index, on the host.
+class SquareSums:
+    """`count` sums of squares, each piece added by kernels that reach it: the device's, or the host's for what rests
+    there. Nothing waits for the device before `read`."""
 
-    A piece says whose kernels reach it: those of the device, or the host's for a gradient that rests there.
-    """
-    near = [(index, piece) for compute, index, piece in pieces if compute is accelerator]
-    accelerator.kernels()[SQUARE_SUMS](sums, near)
-    values = read_sums(sums)
-    for host in dict.fromkeys(compute for compute, *_ in pieces if compute is not accelerator):
-        own = sums_in(host, len(values))
-        host.kernels()[SQUARE_SUMS](own, [(index, piece) for compute, index, piece in pieces if compute is host])
-        for index, value in enumerate(read_sums(own)):
-            values[index] += value
-    return values
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._sums: dict[Accelerator, Buffer] = {}
+
+    def add(self, compute: Accelerator, pieces: Sequence[tuple[int, Buffer]]) -> None:
+        """Add the squared norm of each piece at its index."""
+        if compute not in self._sums:
+            self._sums[compute] = sums_in(compute, self._count)
+        compute.kernels()[SQUARE_SUMS](self._sums[compute], pieces)
+
+    def read(self) -> array[float]:
+        """The sums, on the host."""
+        values = array("d", bytes(8 * self._count))
+        for sums in self._sums.values():
+            for index, value in enumerate(read_sums(sums)):
+                values[index] += value
+        return values
 
 
 def read_sums(sums: Buffer) -> array[float]:
@@ -69,17 +70,24 @@ def write_sums(sums: Buffer, values: array[float]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientReport:
-    """What all ranks know of the gradients of a step. Norms are of the true gradients, loss scale divided out.
+class GradientNorm:
+    """The norm of all ranks' gradients, loss scale divided out.
 
-    `culprit` is the first parameter, in layout order, whose gradient is not finite. `touched` holds the parameters with
-    a gradient on some rank.
+    `culprit` is the first parameter, in layout order, whose gradient is not finite.
     """
 
     norm: float
     culprit: str | None
-    touched: frozenset[str]
-    late_buckets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
+        """From the squared norms of all parameters, in the layout's order."""
+        names = [param.fqn for param in layout.params]
+        culprit = next((name for name, square in zip(names, squares, strict=True) if not isfinite(square)), None)
+        if culprit is None:
+            return cls(_float32(sqrt(fsum(squares)) / loss_scale), None)
+        is_nan = any(square != square for square in squares)
+        return cls(float("nan" if is_nan else "inf"), culprit)
 
     @property
     def overflow(self) -> bool:
@@ -96,28 +104,8 @@ class GradientReport:
         return 1.0 if factor > 1.0 else factor
 
 
-def interpret_sums(values: array[float], layout: ShardLayout, loss_scale: float) -> GradientReport:
-    """Read the agreed vector: squared norms of all parameters, then arrival counts, then late flags of all buckets."""
-    count = len(layout.params)
-    squares, arrivals, late = values[:count], values[count : 2 * count], values[2 * count :]
-    names = [param.fqn for param in layout.params]
-    culprit = next((name for name, square in zip(names, squares, strict=True) if not isfinite(square)), None)
-    norm = sqrt(fsum(squares)) / loss_scale if culprit is None else float("inf" if _has_inf_only(squares) else "nan")
-    return GradientReport(
-        norm=_float32(norm),
-        culprit=culprit,
-        touched=frozenset(name for name, arrived in zip(names, arrivals, strict=True) if arrived),
-        late_buckets=tuple(index for index, flag in enumerate(late) if flag),
-    )
-
-
-def _has_inf_only(squares: array[float]) -> bool:
-    return not any(square != square for square in squares)
-
-
 def _float32(value: float) -> float:
-    """`value` rounded to float32: differences in the order of float64 additions vanish. See [Note: One small all-
-    reduce]."""
+    """`value` rounded to float32: differences in the order of float64 additions vanish."""
     if not isfinite(value) or abs(value) > 3.4e38:
         return value
     return float(struct.unpack("f", struct.pack("f", value))[0])

@@ -3,10 +3,10 @@
 [Note: Parameters once a host]
 Where the communicator can share memory and the optimizer is sharded, a bucket is one memory of all ranks, at stage 3
 too: nothing is gathered, and each rank updates its part where everybody reads it. Two meetings make that safe. No rank
-writes before the small all-reduce of `ZeroStep.agree`, which each enters after its backward pass, when it has done
-reading; and none reads before the all-gather that publishes a bucket, which moves nothing there but which each enters
-after its last write. Rank 0 alone writes the initial values. Who changes parameters by hand changes them for all ranks:
-each rank writing the same value is well, each rank multiplying by 0.9 is not.
+writes before the small all-reduce with which an update begins (`Agreement`), which each enters after its backward pass,
+when it has done reading; and none reads before the all-gather that publishes a bucket, which moves nothing there but
+which each enters after its last write. Rank 0 alone writes the initial values. Who changes parameters by hand changes
+them for all ranks: each rank writing the same value is well, each rank multiplying by 0.9 is not.
 """
 
 from __future__ import annotations

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from polyaccel.accelerators.base import Stream
 from polyaccel.buffer import Buffer
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 
 
 class Staging:
-    """One buffer of `most_numel` elements for each tier, use and type, made when it is first asked for."""
+    """One buffer of `most_numel` elements for each tier, use and type, made when it is first asked for.
 
-    def __init__(self, most_numel: int) -> None:
+    What comes from the device comes on `stream`, behind what it depends on and nothing else.
+    """
+
+    def __init__(self, most_numel: int, stream: Stream) -> None:
         self._most_numel = most_numel
+        self.stream = stream
         self._buffers: dict[tuple[Tier, str, DType], Buffer] = {}
 
     def borrow(self, tier: Tier, use: str, numel: int, dtype: DType) -> Buffer:

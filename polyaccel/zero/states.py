@@ -4,15 +4,15 @@
 The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
 rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
 copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
-own type. Copies pass through buffers that the shards of a tier share. Everything that ranks must agree on
-(norm, overflow, which parameters had a gradient, late gradients) is known only when the last gradient has arrived; so
-the first update waits for that, also under host and nvme, and from then on reading, updating, writing and publishing
-overlap, bucket by bucket.
+own type. Copies pass through buffers that the shards of a tier share. Those from the device have a stream of their own,
+which waits for the reduction of their bucket alone, so that the host can update early buckets while the device still
+computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
+parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -62,11 +62,11 @@ class StateStore:
         """The shard of a bucket; None for a frozen one, and without an optimizer."""
         return self._by_bucket.get(index)
 
-    def walk(self) -> Generator[Shard, None, None]:
+    def walk(self, prepare: Callable[[Shard], None]) -> Generator[Shard, None, None]:
         """Every shard in order, each ready for the kernels of its tier until the walk moves on.
 
-        `hand_over` what was updated before that. See [Note: Updates off the device]. Raises OffloadError as
-        `Tier.lend` does.
+        `prepare` gives a shard its gradient, and what to do with it, before it is made ready. `hand_over` what was
+        updated before the walk moves on. See [Note: Updates off the device]. Raises OffloadError as `Tier.lend` does.
         """
         with ExitStack() as stack:
             walks: dict[Tier, Generator[list[Buffer], None, None]] = {}
@@ -74,6 +74,7 @@ class StateStore:
                 groups = [[shard.master, *shard.states.values()] for shard in self.shards if shard.tier is tier]
                 walks[tier] = stack.enter_context(closing(tier.lend(groups)))
             for shard in self.shards:
+                prepare(shard)
                 yield self._ready(shard, next(walks[shard.tier]))
             for walk in walks.values():
                 next(walk, None)  # its end, which raises what could not be written
@@ -84,7 +85,8 @@ class StateStore:
         at_rest = self._placement.gradients_tier_of(shard.bucket, self._policy)
         if shard.tier.compute is not at_rest.compute and grad is not None:
             device_grad, grad = grad, self._stage(shard, "grad", grad.dtype)
-            grad.copy_from(device_grad)
+            with self._staging.stream.use():
+                grad.copy_from(device_grad)
         if out is not None and not self._placement.is_within_reach(shard.bucket):
             out = self._stage(shard, "out", out.dtype)
         return replace(shard, master=master, states=dict(zip(shard.states, states, strict=True)), grad=grad, out=out)

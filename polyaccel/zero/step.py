@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.comm.base import Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.zero.gathering import GatherPolicy
-from polyaccel.zero.gradients import GradientBucket, ReductionPolicy
+from polyaccel.zero.agreement import Agreement, Arrivals
+from polyaccel.zero.gradients import GradientBucket
 from polyaccel.zero.layout import ShardLayout, Slot
-from polyaccel.zero.norms import GradientReport, allocate_sums, interpret_sums, read_sums, square_sums, write_sums
 from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
 from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
 from polyaccel.zero.placement import StatePlacement
@@ -34,38 +32,10 @@ from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
 from polyaccel.zero.rounding import WeightRounding
 from polyaccel.zero.staging import Staging
-from polyaccel.zero.states import StateStore, find_runs
+from polyaccel.zero.states import StateStore
+from polyaccel.zero.update import StepPolicy, StepResult, Update
 
 WaitingPhase = Literal["reduce", "publish"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPolicy:
-    """What the update does. `clip_norm` 0 is off. `skip_overflow`: a gradient that is not finite skips the update
-    (mixed precision); otherwise it goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated
-    parameters may last into the next forward pass, and whoever reads parameters calls `wait_published` or `fence`
-    first. `measure_norm` False saves the norm where nobody needs it. `require_all` makes a trained parameter without a
-    gradient an error. `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`).
-    """
-
-    clip_norm: float = 0.0
-    skip_overflow: bool = False
-    defer_publish: bool = False
-    measure_norm: bool = True
-    require_all: bool = False
-    stochastic_rounding: bool = False
-    reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
-    gathering: GatherPolicy = field(default_factory=GatherPolicy)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What an update did. `grad_norm` is before clipping, `clipped_norm` after."""
-
-    applied: bool
-    grad_norm: float
-    clipped_norm: float
-    culprit: str | None
 
 
 class ZeroStep:
@@ -125,7 +95,7 @@ class ZeroStep:
         trainable = [bucket for bucket in layout.buckets if bucket.kind.trainable]
         updates_shards = policy.optim is Placement.SHARDED
         lengths = (bucket.shard_numel if updates_shards else bucket.numel for bucket in trainable)
-        self._staging = Staging(max(lengths, default=0))
+        self._staging = Staging(max(lengths, default=0), accelerator.new_stream())
         self._gradients = [
             GradientBucket(
                 bucket,
@@ -146,6 +116,8 @@ class ZeroStep:
             for index, slot in enumerate(gradients.bucket.slots)
         }
         self._states = StateStore(self.params, placement, optimizer, groups, policy, self._staging)
+        self._agreement = Agreement(layout, self._gradients, communicator, accelerator)
+        self._update = self._compose_update(optimizer, placement)
         self._in_pass = False
         self._reducing = False
         self._has_unreduced = False
@@ -161,6 +133,24 @@ class ZeroStep:
         """What this rank updates, in layout order."""
         return self._states.shards
 
+    def _compose_update(self, optimizer: SliceOptimizer | None, placement: StatePlacement) -> Update | None:
+        if optimizer is None:
+            return None
+        is_queued = self.accelerator.capabilities().streams and not placement.offloaded
+        return Update(
+            self.step_policy,
+            optimizer,
+            self._states,
+            self._gradients,
+            self.params,
+            self.steps,
+            self._rounding,
+            self._agreement,
+            self.communicator,
+            lambda: self._timed("reduce"),
+            is_queued=is_queued,
+        )
+
     # The backward pass.
 
     @property
@@ -171,7 +161,9 @@ class ZeroStep:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced.
 
         With replicated gradients pass True only at the accumulation boundary; with sharded ones at every micro-batch.
+        Raises PolyaccelError as `require_whole` does.
         """
+        self.require_whole()
         self._is_incomplete |= self._in_pass
         self._in_pass, self._reducing, self._next_launch = True, reduce, 0
         self._has_unreduced = not reduce
@@ -260,88 +252,53 @@ class ZeroStep:
     # The update.
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
-        """Agree on norm and overflow, update this rank's slices, publish the parameters, forget the gradients.
+        """Agree on what decides, update this rank's slices, publish the parameters, forget the gradients.
 
         Collective. `loss_scale` is what the gradients were multiplied with. Nothing changes on an overflow that is
-        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and while somebody
-        holds sharded parameters.
+        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an update
+        that failed half-way (`require_whole`), and while somebody holds sharded parameters.
         """
-        if self.optimizer is None:
+        if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
+        self.require_whole()
         self.params.gathering.require_idle()
         if self._in_pass or self._is_incomplete:
             raise PolyaccelError(
-                "the gradients are incomplete: a backward pass failed", cure="call engine.zero_grad() and start over"
+                "the gradients are incomplete: a reduction or a backward pass failed",
+                cure="call engine.zero_grad() and start over",
             )
         if self._has_unreduced:
             self.begin_pass(reduce=True)
             self.end_pass()
-        self.finish_reductions()
-        report = self.agree(loss_scale)
-        if self.step_policy.require_all and len(report.touched) < len(self.steps):
-            raise _unused(sorted(self.steps.keys() - report.touched))
-        if report.overflow and self.step_policy.skip_overflow:
-            self.discard_gradients()
-            self.params.gathering.end_step()
-            return StepResult(False, report.norm, report.norm, report.culprit)
-        factor = report.clip_factor(self.step_policy.clip_norm)
-        for fqn in report.touched:
-            self.steps[fqn] += 1
-        for shard, gradients in zip(self.shards, self._gradients, strict=True):
-            shard.grad = gradients.result()
-            shard.steps = {slot.param.fqn: self.steps[slot.param.fqn] for slot in shard.bucket.slots}
-            origin = self.params[shard.bucket.index].origin
-            shard.runs = tuple(find_runs(shard, origin, report.touched, self.steps, self._rounding))
+        self._is_incomplete = True  # should anything fail before they were used
+        if self._update.is_early:
+            arrivals, norm = self._agreement.on_arrivals(), None
+        else:
+            self.finish_reductions()
+            arrivals, norm = self._agreement.on_everything(loss_scale, measure=self._update.measures)
+        if self.step_policy.require_all and len(arrivals.touched) < len(self.steps):
+            self._is_incomplete = False
+            raise _unused(sorted(self.steps.keys() - arrivals.touched))
         self.params.fence()
         self.params.gathering.end_step()
-        try:
-            with closing(self._states.walk()) as walk:
-                for shard in self.optimizer.update(walk, groups, factor / loss_scale, self.communicator):
-                    self._states.hand_over(shard)
-                    self.params.publish(shard.bucket.index)
-        finally:  # states that could not be written are no reason to keep gradients that were used
-            if not self.step_policy.defer_publish:
-                self.params.fence()
-            self._states.forget_gradients()
+        if norm is not None and norm.overflow and self.step_policy.skip_overflow:
             self.discard_gradients()
-        return StepResult(True, report.norm, report.norm * factor, report.culprit)
+            return StepResult(False, norm.norm, norm.norm, norm.culprit)
+        return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
 
-    def agree(self, loss_scale: float) -> GradientReport:
-        """What all ranks know of the gradients; late ones are reduced on the way. See [Note: One small all-reduce]."""
-        report = self._sum_up(loss_scale)
-        if report.late_buckets:
-            for index in report.late_buckets:
-                self._gradients[index].reduce_late()
-            report = self._sum_up(loss_scale)
-        return report
+    def agree_on_arrivals(self) -> Arrivals:
+        """Which parameters have a gradient on some rank; late ones are reduced. Collective."""
+        return self._agreement.on_arrivals()
 
-    @property
-    def _measures(self) -> bool:
-        policy = self.step_policy
-        return policy.measure_norm or policy.skip_overflow or policy.clip_norm > 0.0
+    def require_whole(self) -> None:
+        """Raise PolyaccelError where an update failed half-way: parameters and states belong to two steps."""
+        if self._update is not None:
+            self._update.require_whole()
 
-    def _sum_up(self, loss_scale: float) -> GradientReport:
-        count = len(self.layout.params)
-        sums = allocate_sums(self.accelerator, self.communicator, 2 * count + len(self._gradients))
-        pieces: list[tuple[Accelerator, int, Buffer]] = []
-        rank = self.communicator.rank
-        for gradients in self._gradients:
-            if gradients.holds_result and self._measures:
-                own = gradients.own_part(gradients.result())
-                for piece in gradients.bucket.slices(rank):
-                    values = own.view(piece.shard_offset, piece.length)
-                    pieces.append((gradients.compute, self.layout.position[piece.fqn], values))
-        found = square_sums(pieces, sums, self.accelerator)
-        for gradients in self._gradients:
-            for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
-                found[count + self.layout.position[slot.param.fqn]] = float(touched)
-        for index, gradients in enumerate(self._gradients):
-            found[2 * count + index] = float(gradients.has_late)
-        write_sums(sums, found)
-        self.communicator.all_reduce(sums, info=CallInfo("norms and flags"))
-        return interpret_sums(read_sums(sums), self.layout, loss_scale)
-
-    # Publishing.
+    def mend(self) -> None:
+        """All parameters and states were loaded, and belong to one step again."""
+        if self._update is not None:
+            self._update.mend()
 
     # Owned state, for checkpoints.
 
@@ -349,8 +306,10 @@ class ZeroStep:
         """What this rank answers for, in global coordinates: (slot, kind, start, buffer); over all ranks each element
         once.
 
-        Kind `param` is the parameter in the best precision there is, the others are optimizer states.
+        Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
+        PolyaccelError as `require_whole` does.
         """
+        self.require_whole()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
             for piece in place.bucket.slices(self.communicator.rank):

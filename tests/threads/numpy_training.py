@@ -10,14 +10,15 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.offload.device import DeviceTier
-from polyaccel.offload.tier import TierOptions
+from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.layout import plan_layout
 from polyaccel.zero.optimizers import Adam, SliceOptimizer
 from polyaccel.zero.params import ParamObserver
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
-from polyaccel.zero.step import StepPolicy, StepResult, ZeroStep
+from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.update import StepPolicy, StepResult
 
 Arrays = dict[str, Any]
 SHAPES = {"w1": (5, 41), "b1": (41,), "w2": (41,), "scale": (), "idle": (3,)}
@@ -70,22 +71,26 @@ def make_step(
     bucket_numel: int,
     dtype: DType = DType.FLOAT32,
     optimizer: SliceOptimizer | None = None,
+    tier: Tier | None = None,
 ) -> tuple[ZeroStep, Arrays]:
-    """A step over the problem's parameters, and the parameters themselves."""
+    """A step over the problem's parameters, and the parameters themselves. All states rest in `tier`, which is open;
+    None: on the device."""
     accelerator = communicator.accelerator
-    tier = DeviceTier()
-    tier.open(accelerator, accelerator, TierOptions(run_id="numpy", rank=communicator.rank))
+    device = DeviceTier()
+    device.open(accelerator, accelerator, TierOptions(run_id="numpy", rank=communicator.rank))
     values = initial()
     views = Views()
+    layout = plan_layout(
+        [ParamSpec(fqn, SHAPES[fqn], dtype) for fqn in reversed(SHAPES)],
+        world_size=communicator.world_size,
+        max_bucket_numel=bucket_numel,
+    )
+    offloaded = frozenset(bucket.index for bucket in layout.buckets) if tier else frozenset()
     step = ZeroStep(
-        plan_layout(
-            [ParamSpec(fqn, SHAPES[fqn], dtype) for fqn in reversed(SHAPES)],
-            world_size=communicator.world_size,
-            max_bucket_numel=bucket_numel,
-        ),
+        layout,
         ZeroPolicy.of_stage(stage),
         step_policy,
-        StatePlacement(tier, tier),
+        StatePlacement(device, tier or device, offloaded),
         optimizer or Adam(),
         [GROUP],
         communicator,

@@ -23,8 +23,9 @@ from polyaccel.zero.optimizers import Sgd
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import ZeroPolicy
 from polyaccel.zero.schedule import plan_step
-from polyaccel.zero.step import StepPolicy, ZeroStep
+from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.traffic import step_traffic
+from polyaccel.zero.update import StepPolicy
 
 NUMPY = CpuAccelerator("numpy")
 stages = pytest.mark.parametrize("stage", [0, 1, 2])
