@@ -26,10 +26,11 @@ enum pa_shm_status {
     PA_SHM_MISMATCH,   // a rank calls something else
     PA_SHM_BROKEN,     // an earlier call of this rank failed
     PA_SHM_NO_MEMORY,  // a peer's memory cannot be mapped
-    PA_SHM_BAD_CALL
+    PA_SHM_BAD_CALL,
+    PA_SHM_INTERRUPTED  // a signal handler of Python's raised, and its exception is set
 };
 
-enum { PA_SHM_MOST_RANKS = 64 };
+enum { PA_SHM_MOST_RANKS = 256 };
 
 // What ranks must agree on in a call, and where this rank's buffer lies when the peers can map it.
 typedef struct {
@@ -45,14 +46,27 @@ typedef struct {
     const void* in;
     void* out;
     int64_t timeout_ns;
-    int64_t spin_ns;  // how long to look before sleeping
+    int64_t spin_ns;   // how long to look before sleeping
+    int32_t heeds_signals, unused;  // a waiting call runs Python's signal handlers, and ends when one of them raises
 } pa_shm_call;
+
+// What of Python's C API calls need that hold its lock when they begin: PyEval_SaveThread, PyEval_RestoreThread and
+// PyErr_CheckSignals. All null where there is no Python.
+typedef struct {
+    void* (*release)(void);
+    void (*take)(void*);
+    int (*check_signals)(void);
+} pa_shm_python;
 
 typedef struct pa_shm_group pa_shm_group;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// To be called before the first collective or message, which from then on expect the caller to hold Python's lock.
+// They let go of it while they run.
+PA_EXPORT void pa_shm_set_python(const pa_shm_python* python);
 
 // Bytes of a control block.
 PA_EXPORT int64_t pa_shm_control_nbytes(int32_t world);

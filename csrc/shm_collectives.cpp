@@ -282,7 +282,8 @@ int32_t run(const Call& c, pa_shm_told* theirs) {
     }
 }
 
-// Ends a call: what failed once fails from now on, and the peers need not wait for this rank.
+// Ends a call: what failed once fails from now on, for half of it may have moved, and the peers need not wait for this
+// rank.
 int32_t ended(pa_shm_group* group, int32_t status) {
     if (status != PA_SHM_OK) {
         group->is_broken = true;
@@ -291,28 +292,9 @@ int32_t ended(pa_shm_group* group, int32_t status) {
     return status;
 }
 
-}  // namespace
-
-int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t* missing, pa_shm_told* theirs) {
-    const pa_shm_told& told = call->told;
-    if (told.op < 0 || told.op >= PA_SHM_OP_COUNT || told.type < 0 || told.type >= PA_TYPE_COUNT || told.reduce < 0 ||
-        told.reduce >= PA_SHM_REDUCE_COUNT || told.numel < 0 ||
-        (told.is_shared && told.op != PA_SHM_ALL_GATHER && told.op != PA_SHM_BROADCAST))
-        return PA_SHM_BAD_CALL;
-    if (group->is_broken) return PA_SHM_BROKEN;
-    const int64_t itemsize = itemsize_of(told.type), nbytes = told.numel * itemsize;
-    const bool sums = told.op == PA_SHM_ALL_REDUCE || told.op == PA_SHM_REDUCE_SCATTER;
-    const bool streams = nbytes >= (sums ? STREAMED_SUMS : STREAMED);
-    const Call c{group, call, shm_patience(call, missing), itemsize, nbytes, streams};
-    const int32_t status = ended(group, run(c, theirs));
-    if (c.streams) shm_fence();
-    return status;
-}
-
-int32_t pa_shm_send(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing) {
+int32_t send(pa_shm_group* group, int32_t peer, const pa_shm_call* call, const ShmPatience& patience) {
     ShmChannel& channel = group->channel(group->rank, peer);
-    const ShmPatience patience = shm_patience(call, missing);
-    const int64_t itemsize = itemsize_of(call->told.type), nbytes = call->told.numel * itemsize;
+    const int64_t nbytes = call->told.numel * itemsize_of(call->told.type);
     int64_t start = 0;
     do {
         const uint32_t turn = channel.sent.count.load(std::memory_order_relaxed);
@@ -329,11 +311,10 @@ int32_t pa_shm_send(pa_shm_group* group, int32_t peer, const pa_shm_call* call, 
     return PA_SHM_OK;
 }
 
-int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing,
-                    pa_shm_told* theirs) {
+int32_t receive(pa_shm_group* group, int32_t peer, const pa_shm_call* call, const ShmPatience& patience,
+                pa_shm_told* theirs) {
     ShmChannel& channel = group->channel(peer, group->rank);
-    const ShmPatience patience = shm_patience(call, missing);
-    const int64_t itemsize = itemsize_of(call->told.type), nbytes = call->told.numel * itemsize;
+    const int64_t nbytes = call->told.numel * itemsize_of(call->told.type);
     int64_t start = 0;
     do {
         const uint32_t turn = channel.taken.count.load(std::memory_order_relaxed);
@@ -344,7 +325,7 @@ int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, 
             *theirs = call->told;
             theirs->numel = packet.numel;
             theirs->type = packet.type;
-            missing[peer] = 1;
+            patience.missing[peer] = 1;
             return PA_SHM_MISMATCH;
         }
         const int64_t some = least(SHM_PACKET, nbytes - start);
@@ -353,4 +334,41 @@ int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, 
         start += some;
     } while (start < nbytes);
     return PA_SHM_OK;
+}
+
+}  // namespace
+
+int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t* missing, pa_shm_told* theirs) {
+    const pa_shm_told& told = call->told;
+    if (told.op < 0 || told.op >= PA_SHM_OP_COUNT || told.type < 0 || told.type >= PA_TYPE_COUNT || told.reduce < 0 ||
+        told.reduce >= PA_SHM_REDUCE_COUNT || told.numel < 0 ||
+        (told.is_shared && told.op != PA_SHM_ALL_GATHER && told.op != PA_SHM_BROADCAST))
+        return PA_SHM_BAD_CALL;
+    if (group->is_broken) return PA_SHM_BROKEN;
+    const int64_t itemsize = itemsize_of(told.type), nbytes = told.numel * itemsize;
+    const bool sums = told.op == PA_SHM_ALL_REDUCE || told.op == PA_SHM_REDUCE_SCATTER;
+    const bool streams = nbytes >= (sums ? STREAMED_SUMS : STREAMED);
+    const Call c{group, call, shm_patience(call, missing), itemsize, nbytes, streams};
+    shm_release_python();
+    const int32_t status = ended(group, run(c, theirs));
+    if (c.streams) shm_fence();
+    shm_take_python();
+    return status;
+}
+
+int32_t pa_shm_send(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing) {
+    if (group->is_broken) return PA_SHM_BROKEN;
+    shm_release_python();
+    const int32_t status = ended(group, send(group, peer, call, shm_patience(call, missing)));
+    shm_take_python();
+    return status;
+}
+
+int32_t pa_shm_recv(pa_shm_group* group, int32_t peer, const pa_shm_call* call, uint8_t* missing,
+                    pa_shm_told* theirs) {
+    if (group->is_broken) return PA_SHM_BROKEN;
+    shm_release_python();
+    const int32_t status = ended(group, receive(group, peer, call, shm_patience(call, missing), theirs));
+    shm_take_python();
+    return status;
 }

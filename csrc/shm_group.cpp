@@ -53,6 +53,17 @@ void sleep_on(ShmWord& word, uint32_t target, int64_t nanoseconds) {
     word.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
+pa_shm_python python;
+thread_local void* released;  // what `release` gave, for `take`
+
+bool is_interrupted() {
+    if (!python.check_signals) return false;
+    shm_take_python();
+    const bool has_raised = python.check_signals() != 0;
+    shm_release_python();
+    return has_raised;
+}
+
 int64_t stages_offset(int32_t world) { return static_cast<int64_t>(sizeof(ShmSeat)) * world; }
 int64_t channels_offset(int32_t world) { return stages_offset(world) + 2 * SHM_STAGE * world; }
 
@@ -83,7 +94,17 @@ int32_t find_missing(const pa_shm_group* group, uint32_t target, const ShmPatien
 }  // namespace
 
 ShmPatience shm_patience(const pa_shm_call* call, uint8_t* missing) {
-    return {now_ns() + call->timeout_ns, call->spin_ns, missing};
+    return {now_ns() + call->timeout_ns, call->spin_ns, missing, call->heeds_signals != 0};
+}
+
+void pa_shm_set_python(const pa_shm_python* given) { python = *given; }
+
+void shm_release_python() {
+    if (python.release) released = python.release();
+}
+
+void shm_take_python() {
+    if (python.take) python.take(released);
 }
 
 void shm_count(ShmWord& word, uint32_t to) {
@@ -109,6 +130,7 @@ int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, cons
         const int64_t left_ns = patience.deadline_ns - now_ns();
         if (left_ns > 0) sleep_on(word, target, nap < left_ns ? nap : left_ns);
         if (has_reached(word, target)) break;
+        if (patience.heeds_signals && is_interrupted()) return PA_SHM_INTERRUPTED;
         const int32_t status = find_missing(group, target, patience, peer, is_step, left_ns <= 0);
         if (status == PA_SHM_OK) continue;
         if (!has_reached(word, target)) return status;
@@ -156,7 +178,7 @@ pa_shm_group* pa_shm_open(void* control, int32_t rank, int32_t world, const int3
     char* const start = static_cast<char*>(control);
     const ShmBlock block{reinterpret_cast<ShmSeat*>(start), start + stages_offset(world),
                          reinterpret_cast<ShmChannel*>(start + channels_offset(world))};
-    auto* const group = new (std::nothrow) pa_shm_group{rank, world, block, new (std::nothrow) ShmPeer[world], 0, false};
+    auto* const group = new (std::nothrow) pa_shm_group{rank, world, block, new (std::nothrow) ShmPeer[world], 0, {false}};
     if (!group || !group->peers) return nullptr;
     for (int32_t i = 0; i < world; i++) {
         group->peers[i].pid = pids[i];

@@ -67,7 +67,7 @@ struct pa_shm_group {
     ShmBlock block;
     ShmPeer* peers;
     uint32_t epoch;
-    bool is_broken;
+    std::atomic<bool> is_broken;  // messages have threads of their own
 
     char* stage(int32_t of, uint32_t at) const { return block.stages + (2 * of + (at & 1)) * SHM_STAGE; }
     ShmChannel& channel(int32_t from, int32_t to) const { return block.channels[from * world + to]; }
@@ -80,15 +80,20 @@ struct ShmPatience {
     int64_t deadline_ns;
     int64_t spin_ns;
     uint8_t* missing;
+    bool heeds_signals;
 };
 
 ShmPatience shm_patience(const pa_shm_call* call, uint8_t* missing);
+
+// Let go of Python's lock, where there is one, and take it again.
+void shm_release_python();
+void shm_take_python();
 
 // Count `word` up to `to` and wake whoever sleeps on it.
 void shm_count(ShmWord& word, uint32_t to);
 
 // Return PA_SHM_OK once `word`, which `peer` counts, is `target` or beyond. In a step (`is_step`) every rank behind
-// `target` is among the missing, else only `peer`.
+// `target` is among the missing, else only `peer`. Python's lock must be free.
 int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, const ShmPatience& patience, int32_t peer,
                  bool is_step);
 

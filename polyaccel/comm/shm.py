@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
+from polyaccel.comm.host_notes import exchange_on_host
 from polyaccel.comm.shm_library import MOST_RANKS, probe_library
 from polyaccel.comm.shm_meeting import share_memory
 from polyaccel.comm.single import SingleCommunicator
@@ -17,26 +18,30 @@ _connections = count()
 
 
 class ShmBackend(CommBackend):
-    """Ranks meet as gloo's do, and torch's default group (gloo) is theirs to use; our collectives go through memory."""
+    """Ranks meet as gloo's do, and torch's default group (gloo) is theirs to use; our collectives go through memory.
+    Without torch they meet on the host."""
 
     name: ClassVar[str] = "shm"
 
     @classmethod
     def probe(cls) -> Probe:
-        probe = probe_library()
-        meeting = GlooBackend.probe()
-        return probe if not probe.usable or meeting.usable else Probe(False, f"ranks meet by gloo: {meeting.reason}")
+        return probe_library()
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         self._check(rendezvous, accelerator)
-        join_default_group(GlooBackend, rendezvous, timeout_s)
+        has_torch = GlooBackend.probe().usable
+        if has_torch:
+            join_default_group(GlooBackend, rendezvous, timeout_s)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         rank, world = rendezvous.rank, rendezvous.world_size
         topic = f"shm/{next(_connections)}"
 
         def exchange(note: str) -> list[str]:
-            return exchange_notes(topic, rank, world, note, timeout_s)
+            if has_torch:
+                return exchange_notes(topic, rank, world, note, timeout_s)
+            where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
+            return exchange_on_host(where, rank, world, note, timeout_s)
 
         return share_memory(tuple(range(world)), rank, accelerator, timeout_s, exchange)
 
@@ -53,6 +58,6 @@ class ShmBackend(CommBackend):
             return
         raise CommError(
             f"comm backend 'shm' cannot be used: {reason}",
-            cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+            cure="choose another one: POLYACCEL_COMM=gloo, or init_distributed(dist_backend=...)",
             value=self.name,
         )

@@ -5,12 +5,19 @@ A synchronous call runs in the caller's thread: it spins for a moment, then slee
 run one after another on a helper thread, which sleeps at once, for its core has better things to do; a synchronous call
 that finds the helper busy queues behind it, so that every rank has its calls in one order. Messages have an order of
 their own between each two ranks: a helper for each direction, made when it is first needed.
+
+[Note: Calls made before]
+A training step makes the same calls on the same buffers again and again, and looking at the arguments takes several
+times as long as moving a small message. So a call is kept by all that its checks and its form depend on: addresses,
+sizes, types, and which memory the peers can map, whose every change empties the store. Whose turn it is and whether
+the ranks agree is looked at in each call, by the library.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +28,7 @@ from polyaccel.comm.arguments import Call, check_members, check_reduction, check
 from polyaccel.comm.background import Background, DeferredWork
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.objects import gather_objects
-from polyaccel.comm.shm_group import Failure, Host, ShmGroup, check_reducible, explain
+from polyaccel.comm.shm_group import Failure, Host, PreparedCall, ShmGroup, check_reducible, explain
 from polyaccel.comm.shm_library import Op, shm_library
 from polyaccel.comm.shm_memory import AddressBook, Bytes, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.single import SingleCommunicator
@@ -30,6 +37,8 @@ from polyaccel.types import DType, ReduceOp
 
 _DONE = DoneWork()
 _SHARED_NBYTES = 64 << 10  # smaller buffers go through the stages, which is faster
+_MOST_PREPARED = 256
+_Key = tuple[Any, ...]
 
 
 class ShmCommunicator(Communicator):
@@ -51,16 +60,22 @@ class ShmCommunicator(Communicator):
         self._helper: Background | None = None
         self._messengers: dict[tuple[int, bool], Background] = {}
         self._calls = 0
+        self._prepared: dict[_Key, PreparedCall] = {}
+        self._prepared_for = -1  # the address book's version
         self._closed = False
         self._first_error: CommError | None = None
 
     def all_reduce(
         self, buffer: Buffer, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, info: CallInfo = NO_INFO
     ) -> Work:
-        check_reduction("all_reduce", buffer.dtype, op)
-        check_reducible("all_reduce", buffer.dtype)
-        call = Call("all_reduce", buffer.numel, buffer.dtype, op.value, info)
-        return self._start(Op.ALL_REDUCE, call, buffer, buffer, buffer, async_op, reduce=op)
+        key = (Op.ALL_REDUCE, buffer.data_ptr(), buffer.numel, buffer.dtype, op)
+        known = self._known(key)
+        if known is None:
+            check_reduction("all_reduce", buffer.dtype, op)
+            check_reducible("all_reduce", buffer.dtype)
+            call = Call("all_reduce", buffer.numel, buffer.dtype, op.value)
+            known = self._prepare(key, call, buffer, buffer, buffer, op)
+        return self._start(known, (buffer,), async_op, info)
 
     def reduce_scatter(
         self,
@@ -71,30 +86,44 @@ class ShmCommunicator(Communicator):
         async_op: bool = False,
         info: CallInfo = NO_INFO,
     ) -> Work:
-        check_collective("reduce_scatter", out, source, world_size=self.world_size, parts_of="source")
-        check_reduction("reduce_scatter", source.dtype, op)
-        check_reducible("reduce_scatter", source.dtype)
-        is_own_part("reduce_scatter", source, out, self.rank)
-        call = Call("reduce_scatter", source.numel, source.dtype, op.value, info)
-        return self._start(Op.REDUCE_SCATTER, call, source, source, out, async_op, reduce=op)
+        key = (Op.REDUCE_SCATTER, *_two(out, source), op)
+        known = self._known(key)
+        if known is None:
+            check_collective("reduce_scatter", out, source, world_size=self.world_size, parts_of="source")
+            check_reduction("reduce_scatter", source.dtype, op)
+            check_reducible("reduce_scatter", source.dtype)
+            is_own_part("reduce_scatter", source, out, self.rank)
+            call = Call("reduce_scatter", source.numel, source.dtype, op.value)
+            known = self._prepare(key, call, source, source, out, op)
+        return self._start(known, (out, source), async_op, info)
 
     def all_gather(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        check_collective("all_gather", out, source, world_size=self.world_size, parts_of="out")
-        is_own_part("all_gather", out, source, self.rank)
-        call = Call("all_gather", out.numel, out.dtype, info=info)
-        return self._start(Op.ALL_GATHER, call, out, source, out, async_op)
+        key = (Op.ALL_GATHER, *_two(out, source))
+        known = self._known(key)
+        if known is None:
+            check_collective("all_gather", out, source, world_size=self.world_size, parts_of="out")
+            is_own_part("all_gather", out, source, self.rank)
+            known = self._prepare(key, Call("all_gather", out.numel, out.dtype), out, source, out)
+        return self._start(known, (out, source), async_op, info)
 
     def broadcast(self, buffer: Buffer, root: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        check_root("broadcast", root, self.world_size)
-        call = Call("broadcast", buffer.numel, buffer.dtype, f"from {root}", info)
-        return self._start(Op.BROADCAST, call, buffer, buffer, buffer, async_op, root=root)
+        key = (Op.BROADCAST, buffer.data_ptr(), buffer.numel, buffer.dtype, root)
+        known = self._known(key)
+        if known is None:
+            check_root("broadcast", root, self.world_size)
+            call = Call("broadcast", buffer.numel, buffer.dtype, f"from {root}")
+            known = self._prepare(key, call, buffer, buffer, buffer, root=root)
+        return self._start(known, (buffer,), async_op, info)
 
     def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-        part = out.view(0, out.numel // self.world_size)
-        check_collective("all_to_all", out, part, world_size=self.world_size, parts_of="out")
-        call = Call("all_to_all", out.numel, out.dtype, info=info)
-        return self._start(Op.ALL_TO_ALL, call, None, source, out, async_op)
+        key = (Op.ALL_TO_ALL, *_two(out, source))
+        known = self._known(key)
+        if known is None:
+            check_collective("all_to_all", out, source, world_size=1, parts_of="out")
+            part = out.view(0, out.numel // self.world_size)
+            check_collective("all_to_all", out, part, world_size=self.world_size, parts_of="out")
+            known = self._prepare(key, Call("all_to_all", out.numel, out.dtype), None, source, out)
+        return self._start(known, (out, source), async_op, info)
 
     def send(self, buffer: Buffer, to: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
         check_root("send", to, self.world_size)
@@ -105,7 +134,9 @@ class ShmCommunicator(Communicator):
         return self._message(buffer, source, f"{source} -> {self.rank}", async_op, info, sends=False)
 
     def barrier(self, *, info: CallInfo = NO_INFO) -> None:
-        self._start(Op.BARRIER, Call("barrier", info=info), None, None, None, False)
+        key = (Op.BARRIER,)
+        known = self._known(key) or self._prepare(key, Call("barrier"), None, None, None)
+        self._start(known, (), False, info)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return gather_objects(self, value)
@@ -178,57 +209,59 @@ class ShmCommunicator(Communicator):
                 os.close(file)
         return memory
 
-    def _start(
+    def _known(self, key: _Key) -> PreparedCall | None:
+        """The call with these arguments if it was made before. See [Note: Calls made before]."""
+        book = self._host.heap.book
+        if self._prepared_for != book.version or len(self._prepared) > _MOST_PREPARED:
+            self._prepared.clear()
+            self._prepared_for = book.version
+        return self._prepared.get(key)
+
+    def _prepare(
         self,
-        op: Op,
+        key: _Key,
         call: Call,
         whole: Buffer | None,
         source: Buffer | None,
         out: Buffer | None,
-        async_op: bool,
-        *,
         reduce: ReduceOp = ReduceOp.SUM,
         root: int = 0,
-    ) -> Work:
-        self._check_open(call)
+    ) -> PreparedCall:
+        addresses = (0 if source is None else source.data_ptr(), 0 if out is None else out.data_ptr())
+        prepared = self._prepared[key] = self._group.prepare(key[0], call, *addresses, whole, reduce, root)
+        return prepared
+
+    def _start(self, prepared: PreparedCall, buffers: tuple[Buffer, ...], async_op: bool, info: CallInfo) -> Work:
+        """Make the call, which writes to the first of `buffers`; they are held until it has ended."""
+        if self._closed:
+            raise _closed_error(prepared.call)
         seq = self._calls
         self._calls += 1
         helper = self._helper
-        runs_here = not async_op and (helper is None or helper.is_idle)
-
-        def run() -> None:
-            try:
-                self._group.collective(
-                    op,
-                    call.numel,
-                    call.dtype or DType.UINT8,
-                    reduce,
-                    root,
-                    0 if source is None else source.data_ptr(),
-                    0 if out is None else out.data_ptr(),
-                    whole,
-                    patient=not runs_here,
-                )
-            except Failure as failure:
-                raise self._error(failure, seq, call) from None
-            if out is not None:
-                out.mark_written()
-
-        if runs_here:
-            run()
+        if not async_op and (helper is None or helper.is_idle):
+            self._run(prepared.eager, prepared, buffers, seq, info)
             return _DONE
         if helper is None:
             helper = self._helper = Background("polyaccel shm")
-        work = helper.carry(DeferredWork(run))
+        work = helper.carry(DeferredWork(lambda: self._run(prepared.patient, prepared, buffers, seq, info)))
         if not async_op:
             work.wait()
         return work
+
+    def _run(self, address: int, prepared: PreparedCall, buffers: tuple[Buffer, ...], seq: int, info: CallInfo) -> None:
+        try:
+            self._group.run(address)
+        except Failure as failure:
+            raise self._error(failure, seq, replace(prepared.call, info=info)) from None
+        if buffers:
+            buffers[0].mark_written()
 
     def _message(self, buffer: Buffer, peer: int, way: str, async_op: bool, info: CallInfo, *, sends: bool) -> Work:
         call = Call("message", buffer.numel, buffer.dtype, way, info)
         if peer == self.rank:
             raise CommError(f"rank {peer}: a message to itself", cure="copy the buffer instead", value=peer)
-        self._check_open(call)
+        if self._closed:
+            raise _closed_error(call)
         messenger = self._messengers.get((peer, sends))
         runs_here = not async_op and (messenger is None or messenger.is_idle)
 
@@ -255,6 +288,11 @@ class ShmCommunicator(Communicator):
         self._first_error = self._first_error or error
         return error
 
-    def _check_open(self, call: Call) -> None:
-        if self._closed:
-            raise CommError(f"{call} on a closed communicator", cure="close it after the last call")
+
+def _two(out: Buffer, source: Buffer) -> tuple[int, int, int, int, DType, DType]:
+    """All that a call depends on of its buffers."""
+    return out.data_ptr(), source.data_ptr(), out.numel, source.numel, out.dtype, source.dtype
+
+
+def _closed_error(call: Call) -> CommError:
+    return CommError(f"{call} on a closed communicator", cure="close it after the last call")

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Call
 from polyaccel.comm.base import Board
-from polyaccel.comm.shm_library import DTYPE_CODES, DTYPES, REDUCE_CODES, REDUCES, CCall, Op, Status, Told, shm_library
+from polyaccel.comm.shm_library import (
+    DTYPE_CODES,
+    DTYPES,
+    REDUCE_CODES,
+    REDUCES,
+    CCall,
+    Op,
+    Status,
+    Told,
+    shm_library,
+    waiting_library,
+)
 from polyaccel.comm.shm_memory import Bytes, Heap, Member, PeerFile, Place
 from polyaccel.errors import CommError, CommTimeout, ShardingError
 from polyaccel.types import DType, ReduceOp
@@ -43,6 +54,23 @@ class Failure(Exception):
         self.theirs = theirs
 
 
+class PreparedCall:
+    """A collective whose arguments were checked, as the library takes it. It stays valid as long as the buffers stay
+    where they are, and may be made again and again.
+
+    `eager` and `patient` are addresses: of the call for a thread that somebody waits for, which looks before it sleeps
+    and heeds signals, and of the call for a helper.
+    """
+
+    __slots__ = ("_structures", "call", "eager", "patient")
+
+    def __init__(self, call: Call, eager: CCall, patient: CCall) -> None:
+        self.call = call
+        self.eager = ctypes.addressof(eager)
+        self.patient = ctypes.addressof(patient)
+        self._structures = eager, patient
+
+
 class ShmGroup:
     """The ranks of one group. Calls come from one thread at a time, but for messages."""
 
@@ -66,63 +94,53 @@ class ShmGroup:
             raise CommError(f"a group of {world} ranks cannot be opened", value=tuple(ranks))
         self._missing = (c_uint8 * world)()
         self._theirs = Told()
+        self._missing_at, self._theirs_at = ctypes.addressof(self._missing), ctypes.addressof(self._theirs)
         self._timeout_ns = int(timeout_s * 1e9)
         self._spin_ns = _SPIN_NS if len(host.members) <= (os.cpu_count() or 1) else _SPIN_NS_OF_MANY
-        self._call = self._new_call()
-        self._library_call = self._library.pa_shm_collective
+        self._waiting = waiting_library()
+        self._run = self._waiting.pa_shm_collective
 
-    def _new_call(self) -> CCall:
-        return CCall(told=Told(), timeout_ns=self._timeout_ns, spin_ns=self._spin_ns)
-
-    def collective(
-        self,
-        op: Op,
-        numel: int,
-        dtype: DType,
-        reduce: ReduceOp,
-        root: int,
-        source: int,
-        out: int,
-        whole: Buffer | None,
-        *,
-        patient: bool,
-    ) -> None:
-        """Run one collective on the addresses `source` and `out`; `whole` is the buffer of `numel` elements if peers
-        may read it where it is. `patient`: sleep at once where there is nothing to do. Raises Failure."""
-        call = self._call
-        told = call.told
-        told.op = op
-        told.type = DTYPE_CODES[dtype]
-        told.reduce = REDUCE_CODES[reduce]
-        told.root = root
-        told.numel = numel
+    def prepare(
+        self, op: Op, call: Call, source: int, out: int, whole: Buffer | None, reduce: ReduceOp, root: int
+    ) -> PreparedCall:
+        """`call` on the addresses `source` and `out`; `whole` is the buffer of `call.numel` elements if peers may read
+        it where it is. Raises ShardingError when the ranks have in common what each should have of its own."""
         place, delta = (
             _NOWHERE if whole is None else self._host.heap.book.find(whole.data_ptr(), whole.nbytes) or _NOWHERE
         )
-        told.is_shared = place.base == 0
-        told.base, told.length, told.delta = place.base, place.length, delta
-        if told.is_shared and op not in (Op.ALL_GATHER, Op.BROADCAST):
+        is_shared = place.base == 0
+        if is_shared and op not in (Op.ALL_GATHER, Op.BROADCAST):
             raise ShardingError(
                 f"{op.name.lower()}: the ranks have this buffer in common, there is nothing to combine",
                 cure="reduce buffers from allocate(), of which each rank has its own",
-                value=numel,
+                value=call.numel,
             )
-        call.source, call.out = source, out
-        call.spin_ns = 0 if patient else self._spin_ns
-        status = self._library_call(self._group, call, self._missing, self._theirs)
+        dtype = DTYPE_CODES[call.dtype or DType.UINT8]
+        told = Told(op, dtype, REDUCE_CODES[reduce], root, call.numel, is_shared, 0, place.base, place.length, delta)
+        return PreparedCall(
+            call,
+            CCall(told, source, out, self._timeout_ns, self._spin_ns, heeds_signals=1),
+            CCall(told, source, out, self._timeout_ns, spin_ns=0),
+        )
+
+    def run(self, address: int) -> None:
+        """Carry a prepared call through. Raises Failure, and whatever the handler of a signal raises."""
+        status = self._run(self._group, address, self._missing_at, self._theirs_at)
         if status:
             raise self._failure(status, self._missing, self._theirs)
 
     def message(self, peer: int, buffer: Buffer, *, sends: bool, patient: bool) -> None:
-        """Send `buffer` to `peer`, or fill it with what comes from there. Raises Failure."""
-        call, missing, theirs = self._new_call(), (c_uint8 * len(self._missing))(), Told()
-        call.told.type, call.told.numel = DTYPE_CODES[buffer.dtype], buffer.numel
-        call.source = call.out = buffer.data_ptr()
-        call.spin_ns = 0 if patient else self._spin_ns
+        """Send `buffer` to `peer`, or fill it with what comes from there. `patient`: sleep at once where there is
+        nothing to do, whatever signals come. Raises Failure, and what the handler of a signal raises."""
+        missing, theirs = (c_uint8 * len(self._missing))(), Told()
+        told = Told(type=DTYPE_CODES[buffer.dtype], numel=buffer.numel)
+        where = buffer.data_ptr()
+        call = CCall(told, where, where, self._timeout_ns, 0 if patient else self._spin_ns, heeds_signals=not patient)
+        asked = self._group, peer, ctypes.addressof(call), ctypes.addressof(missing)
         if sends:
-            status = self._library.pa_shm_send(self._group, peer, call, missing)
+            status = self._waiting.pa_shm_send(*asked)
         else:
-            status = self._library.pa_shm_recv(self._group, peer, call, missing, theirs)
+            status = self._waiting.pa_shm_recv(*asked, ctypes.addressof(theirs))
         if status:
             raise self._failure(status, missing, theirs)
 
@@ -188,6 +206,11 @@ def explain(
         )
     if failure.status is Status.BROKEN and earlier is not None:
         return CommError(f"{what} failed, as {earlier.message}", cure=earlier.cure, value=earlier.value)
+    if failure.status is Status.BROKEN:
+        return CommError(
+            f"{what} failed: a signal interrupted an earlier call",
+            cure="end this process: its peers were told that it takes part no more",
+        )
     return CommError(f"{what} failed: {failure.status.name}", cure="POLYACCEL_COMM=gloo does without shared memory")
 
 

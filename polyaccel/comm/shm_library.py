@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -13,7 +13,7 @@ from polyaccel.errors import CommError, ConfigError
 from polyaccel.ops.native_library import native
 from polyaccel.types import DType, ReduceOp
 
-MOST_RANKS = 64
+MOST_RANKS = 256
 
 
 class Op(IntEnum):
@@ -38,6 +38,7 @@ class Status(IntEnum):
     BROKEN = 5
     NO_MEMORY = 6
     BAD_CALL = 7
+    INTERRUPTED = 8
 
 
 DTYPES = (
@@ -82,7 +83,15 @@ class CCall(ctypes.Structure):
         ("out", c_void_p),
         ("timeout_ns", c_int64),
         ("spin_ns", c_int64),
+        ("heeds_signals", c_int32),
+        ("unused", c_int32),
     )
+
+
+class CPython(ctypes.Structure):
+    """`pa_shm_python`: addresses of functions of Python's C API."""
+
+    _fields_ = (("release", c_void_p), ("take", c_void_p), ("check_signals", c_void_p))
 
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -90,11 +99,15 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pa_shm_open": (c_void_p, (c_void_p, c_int32, c_int32, POINTER(c_int32), POINTER(c_uint64), POINTER(c_int32))),
     "pa_shm_leave": (None, (c_void_p,)),
     "pa_shm_free": (None, (c_void_p,)),
-    "pa_shm_collective": (c_int32, (c_void_p, POINTER(CCall), POINTER(c_uint8), POINTER(Told))),
-    "pa_shm_send": (c_int32, (c_void_p, c_int32, POINTER(CCall), POINTER(c_uint8))),
-    "pa_shm_recv": (c_int32, (c_void_p, c_int32, POINTER(CCall), POINTER(c_uint8), POINTER(Told))),
+    "pa_shm_set_python": (None, (POINTER(CPython),)),
     "pa_shm_map": (c_void_p, (c_int32, c_int64, c_int64)),
     "pa_shm_unmap": (None, (c_void_p, c_int32, c_int64, c_int64, c_int32)),
+}
+# All addresses: converting arguments costs as much as the call.
+_WAITING_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "pa_shm_collective": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "pa_shm_send": (c_void_p, c_int32, c_void_p, c_void_p),
+    "pa_shm_recv": (c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
 }
 
 
@@ -108,7 +121,7 @@ def probe_library() -> Probe:
         return Probe(False, str(error))
     if found.library is None:
         return Probe(False, found.reason)
-    if not hasattr(found.library, "pa_shm_collective"):
+    if not hasattr(found.library, "pa_shm_set_python"):
         return Probe(False, f"{found.reason} was compiled without csrc/shm_*.cpp; install polyaccel again")
     return Probe(True, f"shared memory between the processes of this host ({found.reason})")
 
@@ -121,10 +134,27 @@ def shm_library() -> ctypes.CDLL:
     if library is None:
         raise CommError(
             f"comm backend 'shm' cannot be used: {probe.reason}",
-            cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+            cure="choose another one: POLYACCEL_COMM=gloo, or init_distributed(dist_backend=...)",
             value="shm",
         )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    api = (
+        ctypes.pythonapi.PyEval_SaveThread,
+        ctypes.pythonapi.PyEval_RestoreThread,
+        ctypes.pythonapi.PyErr_CheckSignals,
+    )
+    library.pa_shm_set_python(CPython(*(ctypes.cast(function, c_void_p) for function in api)))
+    return library
+
+
+@cache
+def waiting_library() -> ctypes.PyDLL:
+    """The functions that wait for peers. They let go of Python's lock themselves, so that while they wait they can run
+    a signal's handler in the main thread; what it raises, they raise."""
+    library = ctypes.PyDLL(shm_library()._name)
+    for name, arguments in _WAITING_SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = c_int32, arguments
     return library

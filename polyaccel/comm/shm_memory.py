@@ -86,9 +86,10 @@ class Region:
 
 
 class AddressBook:
-    """Which piece of shared memory an address of this process belongs to."""
+    """Which piece of shared memory an address of this process belongs to. `version` changes with every change."""
 
     def __init__(self) -> None:
+        self.version = 0
         self._starts: list[int] = []
         self._found: list[tuple[int, Place]] = []
         self._gone: deque[int] = deque()
@@ -100,10 +101,12 @@ class AddressBook:
             at = bisect_right(self._starts, start)
             self._starts.insert(at, start)
             self._found.insert(at, (start + nbytes, place))
+        self.version += 1
 
     def remove(self, start: int) -> None:
         """Forget what starts there. Takes no lock: finalizers call this, at any time and in any thread."""
         self._gone.append(start)
+        self.version += 1  # after the change: who reads the new number sees it
 
     def find(self, address: int, nbytes: int) -> tuple[Place, int] | None:
         """The place that holds these bytes, and how far behind its `base` they begin."""

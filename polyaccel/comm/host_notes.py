@@ -1,0 +1,169 @@
+"""Notes between the ranks of one host that share nothing yet, where there is no torch whose store would carry them.
+
+[Note: A door without a file]
+Rank 0 listens on a Unix socket in Linux's abstract namespace, which ends with the process: there is no file to protect
+and none to remove. Its name follows from the user and from where the launcher lets ranks meet, so anybody could guess
+it; therefore both sides ask the kernel whose process is at the other end, and talk to their own user's only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from hashlib import sha256
+from selectors import EVENT_READ, DefaultSelector
+from time import monotonic, sleep
+from typing import Any
+
+from polyaccel.errors import CommError, CommTimeout
+
+_MOST_NBYTES = 1 << 20
+_RETRY_S = 0.01
+_GRACE_S = 2.0  # the others wait longer than rank 0, which then tells them who is missing
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+
+def exchange_on_host(where: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str]:
+    """Every rank's `text`, in rank order; `where` is equal on all ranks and different in other jobs of this user.
+
+    Raises CommTimeout, naming them, when ranks do not come within `timeout_s`, and CommError when two jobs meet here.
+    """
+    door = f"\0polyaccel-{os.geteuid()}-{sha256(where.encode()).hexdigest()[:32]}"
+    deadline = monotonic() + timeout_s
+    if rank == 0:
+        return _collect(door, where, world_size, text, deadline, timeout_s)
+    return _bring(door, where, {"rank": rank, "world_size": world_size, "text": text}, deadline, timeout_s)
+
+
+def _collect(door: str, where: str, world_size: int, text: str, deadline: float, timeout_s: float) -> list[str]:
+    notes = {0: text}
+    callers: list[socket.socket] = []
+    try:
+        with _new_socket() as listener, DefaultSelector() as ready:
+            try:
+                listener.bind(door)
+            except OSError as error:
+                raise CommError(
+                    f"rank 0 cannot be met at {where}: {error.strerror}",
+                    cure="another job of yours meets there: give each its own MASTER_PORT",
+                    value=where,
+                ) from error
+            listener.listen(world_size)
+            ready.register(listener, EVENT_READ)
+            while len(notes) < world_size:
+                found = ready.select(max(0.0, deadline - monotonic()))
+                if not found and monotonic() >= deadline:
+                    missing = [rank for rank in range(world_size) if rank not in notes]
+                    _answer(callers, {"missing": missing})
+                    raise _timeout(missing, where, timeout_s)
+                for key, _ in found:
+                    if key.fileobj is listener:
+                        caller, _ = listener.accept()
+                        callers.append(caller)
+                        if _user_of(caller) == os.geteuid():
+                            ready.register(caller, EVENT_READ, caller)
+                        continue
+                    ready.unregister(key.data)
+                    problem = _take(notes, _heard(key.data), world_size)
+                    if problem:
+                        _answer([key.data], {"problem": problem})
+        everything = [notes[rank] for rank in range(world_size)]
+        _answer(callers, {"notes": everything})
+        return everything
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+def _take(notes: dict[int, str], message: bytes, world_size: int) -> str:
+    """Put a caller's note among `notes`; returns what is wrong with it."""
+    if not message:
+        return "nothing was said"  # the process has ended: its rank will be missing
+    note = json.loads(message)
+    rank, theirs = note["rank"], note["world_size"]
+    if theirs != world_size:
+        return f"rank {rank} is one of {theirs} ranks, and rank 0 one of {world_size}"
+    if rank in notes:
+        return f"there are two ranks {rank}"
+    notes[rank] = note["text"]
+    return ""
+
+
+def _bring(door: str, where: str, note: Mapping[str, Any], deadline: float, timeout_s: float) -> list[str]:
+    with _new_socket() as caller:
+        caller.settimeout(timeout_s)
+        while True:
+            try:
+                caller.connect(door)
+                break
+            except (ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
+                if monotonic() >= deadline:
+                    raise _timeout([0], where, timeout_s) from error
+                sleep(_RETRY_S)
+        if _user_of(caller) != os.geteuid():
+            raise CommError(
+                f"a process of user {_user_of(caller)} waits at {where}",
+                cure="choose another MASTER_PORT, and run all ranks as one user",
+                value=_user_of(caller),
+            )
+        caller.settimeout(max(0.0, deadline - monotonic()) + _GRACE_S)
+        try:
+            caller.send(json.dumps(note).encode())
+            answer = _heard(caller)
+        except TimeoutError as error:
+            raise _timeout([0], where, timeout_s) from error
+        except BrokenPipeError:
+            answer = b""
+    if not answer:
+        raise CommError(
+            f"rank 0 ended while ranks were meeting at {where}", cure="look for the first error among the ranks"
+        )
+    said = json.loads(answer)
+    if "problem" in said:
+        raise CommError(
+            f"two jobs meet at {where}: {said['problem']}", cure="give each job its own MASTER_PORT", value=where
+        )
+    if "missing" in said:
+        raise _timeout(said["missing"], where, timeout_s)
+    notes: list[str] = said["notes"]
+    return notes
+
+
+def _answer(callers: list[socket.socket], answer: Mapping[str, object]) -> None:
+    """Tell all of them. Who has ended meanwhile is missed by whatever the ranks do next."""
+    for caller in callers:
+        try:
+            caller.send(json.dumps(answer).encode())
+        except OSError:
+            continue
+
+
+def _heard(peer: socket.socket) -> bytes:
+    """The peer's message; empty if it has ended."""
+    try:
+        return peer.recv(_MOST_NBYTES)
+    except ConnectionResetError:
+        return b""
+
+
+def _new_socket() -> socket.socket:
+    # Keeps messages whole: one send is one recv.
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _user_of(peer: socket.socket) -> int:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
+
+
+def _timeout(missing: list[int], where: str, timeout_s: float) -> CommTimeout:
+    return CommTimeout(
+        f"ranks {missing} did not come to {where} within {timeout_s:g} s",
+        missing_ranks=missing,
+        cure="check that all ranks were started here, with the same address and port, and that none has failed",
+        value=tuple(missing),
+    )
