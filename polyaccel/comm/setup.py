@@ -22,6 +22,7 @@ from polyaccel.comm.discovery import discover, publish
 from polyaccel.comm.dump import Dumper, default_folder
 from polyaccel.comm.hosts import share_hosts
 from polyaccel.comm.record import RecordingCommunicator
+from polyaccel.comm.shm_library import MOST_RANKS
 from polyaccel.comm.torch_pg import initialized_world
 from polyaccel.errors import CommError, RanksApart
 from polyaccel.registry import PluginGroup, load_plugin
@@ -123,7 +124,7 @@ def connect(
         communicator = join(name)
     except RanksApart as error:
         own = accelerator.capabilities().default_comm
-        if backend is not None or name == own:
+        if backend is not None or own in (name, "local"):
             raise
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
@@ -137,10 +138,11 @@ def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
     if rendezvous.world_size == 1:
         return "local"
     own = accelerator.capabilities().default_comm
-    if own != "gloo" or rendezvous.local_world_size != rendezvous.world_size:
+    is_one_host = rendezvous.local_world_size == rendezvous.world_size <= MOST_RANKS
+    if own not in ("gloo", "local") or not is_one_host:
         return own
     probe = load_plugin(PluginGroup.COMM, "shm", CommBackend, API_VERSION).probe()
-    if not probe.usable and rendezvous.rank == 0:
+    if not probe.usable and own == "gloo" and rendezvous.rank == 0:
         _log.info("ranks talk by gloo, several times slower than by shared memory: %s", probe.reason)
     return "shm" if probe.usable else own
 

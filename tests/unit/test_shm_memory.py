@@ -142,7 +142,9 @@ def test_shm_is_chosen_on_one_host_and_gloo_where_it_cannot_be(monkeypatch, capl
     cpu = CpuAccelerator("torch")
     assert setup._own_backend(meeting(1, 1), cpu) == "local"
     assert setup._own_backend(meeting(2, 2), cpu) == "shm"
+    assert setup._own_backend(meeting(2, 2), CpuAccelerator("numpy")) == "shm"
     assert setup._own_backend(meeting(4, 2), cpu) == "gloo"
+    assert setup._own_backend(meeting(257, 257), cpu) == "gloo"
     monkeypatch.setattr(ShmBackend, "probe", classmethod(lambda cls: Probe(False, "csrc/ was not compiled")))
     with caplog.at_level(logging.INFO, "polyaccel"):
         assert setup._own_backend(meeting(2, 2), cpu) == "gloo"
@@ -154,7 +156,8 @@ def test_shm_is_chosen_on_one_host_and_gloo_where_it_cannot_be(monkeypatch, capl
 
 
 @pytest.mark.parametrize(
-    ("rendezvous", "reason"), [(meeting(4, 2), "2 of 4 ranks are on this host"), (meeting(99, 99), "99 ranks are more")]
+    ("rendezvous", "reason"),
+    [(meeting(4, 2), "2 of 4 ranks are on this host"), (meeting(257, 257), "257 ranks are more than 256")],
 )
 def test_what_shm_cannot_join_is_said_before_anybody_is_waited_for(rendezvous: Rendezvous, reason: str) -> None:
     with pytest.raises(CommError, match=reason):
