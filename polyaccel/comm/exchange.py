@@ -16,7 +16,7 @@ might fill the buffers with something.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,7 +47,7 @@ Steps = Iterator[list[Message]]
 """A collective as it runs: it starts messages and yields those that must be complete before it goes on."""
 
 
-class Exchange:
+class Exchange(ABC):
     """The messages of one collective, and its scratch memory. A transport says how one is started.
 
     `most_tag` is the largest tag that the transport takes.

@@ -12,10 +12,11 @@ _ROUND_NUMEL = 1024
 
 
 class ScratchPool:
-    """Hands out buffers and takes them back. Holds no more than were out at one time."""
+    """Hands out buffers and takes them back. Holds no more than were out at one time. `pinned`: host memory."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, pinned: bool = False) -> None:
         self._accelerator = accelerator
+        self._pinned = pinned
         self._free: dict[DType, list[Buffer]] = {}
         self._lock = Lock()
 
@@ -31,7 +32,7 @@ class ScratchPool:
             # A larger one replaces a smaller one, so that growing requests do not pile up.
             if free:
                 free.remove(min(free, key=lambda one: one.numel))
-        return self._accelerator.allocate(-(-numel // _ROUND_NUMEL) * _ROUND_NUMEL, dtype)
+        return self._accelerator.allocate(-(-numel // _ROUND_NUMEL) * _ROUND_NUMEL, dtype, pinned=self._pinned)
 
     def give_back(self, block: Buffer) -> None:
         with self._lock:

@@ -22,10 +22,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-from polyaccel.comm.base import Communicator, Rendezvous
+from polyaccel.comm.base import API_VERSION, CommBackend, Communicator, Rendezvous
 from polyaccel.errors import CommTimeout, LaunchError
+from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
@@ -35,7 +36,8 @@ Task = Callable[..., Any] | str
 
 
 class RankPool:
-    """`world_size` worker processes joined by `backend`. A context manager; `run` may be called any number of times.
+    """`world_size` worker processes joined by `backend`, the name of a comm plugin. A context manager; `run` may be
+    called any number of times.
 
     `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers.
     """
@@ -46,7 +48,7 @@ class RankPool:
         *,
         comm_timeout_s: float = 30.0,
         environ: dict[str, str] | None = None,
-        backend: Literal["gloo", "shm"] = "gloo",
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self._backend = backend
@@ -74,7 +76,7 @@ class RankPool:
         what the other ranks said. Raises LaunchError for a worker that died and CommTimeout if some did not answer
         within `timeout_s`.
         """
-        if not self._workers:
+        if not self._pipes:
             self._start()
         for pipe in self._pipes:
             pipe.send((task, args))
@@ -102,7 +104,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, None, None, "RankPool", meeting)
             worker = context.Process(
-                target=_work,
+                target=work_for_pool,
                 args=(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend),
                 name=f"rank {rank}",
                 daemon=True,
@@ -145,15 +147,17 @@ class RankPool:
         try:
             answer: tuple[BaseException | None, Any] = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            self._workers[rank].join(_GRACE_S)
-            code = self._workers[rank].exitcode
-            dead = LaunchError(
-                f"worker rank {rank} died with exit code {code}",
-                cure="a negative code is the signal that killed it; its own output says more",
-                value=(rank, code),
-            )
-            return dead, None
+            return self._death(rank), None
         return answer
+
+    def _death(self, rank: int) -> LaunchError:
+        self._workers[rank].join(_GRACE_S)
+        code = self._workers[rank].exitcode
+        return LaunchError(
+            f"worker rank {rank} died with exit code {code}",
+            cure="a negative code is the signal that killed it; its own output says more",
+            value=(rank, code),
+        )
 
 
 def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException:
@@ -167,7 +171,7 @@ def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException
     return first
 
 
-def _work(
+def work_for_pool(
     pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, environ: dict[str, str], backend: str
 ) -> None:
     """What a worker does: connect, then run tasks until the pool is gone."""
@@ -199,13 +203,12 @@ def _work(
 def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str) -> Communicator:
     from polyaccel.accelerators.cpu import CpuAccelerator
     from polyaccel.comm.default import set_default_communicator
-    from polyaccel.comm.shm import ShmBackend
-    from polyaccel.comm.torch_pg import GlooBackend
 
     warnings.simplefilter("error")
-    connector = ShmBackend() if backend == "shm" else GlooBackend()
-    communicator = connector.connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
-    sys.modules["torch"].set_num_threads(1)  # OMP_NUM_THREADS comes too late for a torch that the server has loaded
+    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, backend, CommBackend, API_VERSION)
+    communicator = plugin().connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
+    if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
+        sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)
     return communicator
 

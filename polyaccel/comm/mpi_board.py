@@ -1,0 +1,59 @@
+"""A notice board over MPI: every rank tells every other, in messages that wait for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+
+from mpi4py import MPI
+
+from polyaccel.comm.base import Board
+
+_MOST_NBYTES = 4096
+_TAG = 0
+
+
+class MpiBoard(Board):
+    """Notes as small messages on a communicator of their own; what arrived last is what a rank says.
+
+    Notes are written by a thread beside the one that hangs, so MPI must allow calls of several threads at a time. A
+    rank that does not fetch its messages is sent no second one before the first has left.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._rank = comm.Get_rank()
+        self._sending: dict[int, MPI.Request] = {}
+        self._notes: dict[int, str] = {}
+        self._lock = Lock()
+
+    def post(self, rank: int, text: str) -> None:
+        data = text.encode()[:_MOST_NBYTES]
+        with self._lock:
+            self._notes[rank] = text
+            if MPI.Is_finalized():
+                return
+            try:
+                for peer in range(self._comm.Get_size()):
+                    earlier = self._sending.get(peer)
+                    if peer != self._rank and (earlier is None or earlier.Test()):
+                        self._sending[peer] = self._comm.Isend([data, MPI.BYTE], peer, _TAG)
+                self._fetch()
+            except MPI.Exception:
+                return  # a board that cannot be reached says nothing; the error being reported matters more
+
+    def read(self, world_size: int) -> Mapping[int, str]:
+        with self._lock:
+            if not MPI.Is_finalized():
+                try:
+                    self._fetch()
+                except MPI.Exception:
+                    return {}
+            return {rank: text for rank, text in self._notes.items() if rank < world_size}
+
+    def _fetch(self) -> None:
+        status = MPI.Status()
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            self._notes[status.Get_source()] = data.decode(errors="replace")
