@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,11 @@ def dtype_of(dtype: torch.dtype) -> DType:
         ) from None
 
 
+@cache
+def _device_id(device: torch.device) -> DeviceId:
+    return DeviceId(device.type, device.index)
+
+
 class TorchBuffer(CountedBuffer):
     """A flat buffer over a one-dimensional contiguous tensor."""
 
@@ -45,7 +51,7 @@ class TorchBuffer(CountedBuffer):
         self._tensor = tensor
         self.numel = tensor.numel()
         self.dtype = dtype_of(tensor.dtype)
-        self.device = DeviceId(tensor.device.type, tensor.device.index)
+        self.device = _device_id(tensor.device)
 
     @property
     def raw(self) -> torch.Tensor:
@@ -53,7 +59,10 @@ class TorchBuffer(CountedBuffer):
 
     def view(self, offset: int, numel: int) -> TorchBuffer:
         self._check_range(offset, numel)
-        return TorchBuffer(self._tensor.narrow(0, offset, numel), writes=self._writes)
+        part = TorchBuffer.__new__(TorchBuffer)  # hundreds a step; what is cut from a buffer needs no check
+        part._writes, part._tensor = self._writes, self._tensor.narrow(0, offset, numel)
+        part.numel, part.dtype, part.device = numel, self.dtype, self.device
+        return part
 
     def copy_from(self, source: Buffer) -> None:
         self._check_source(source)

@@ -27,7 +27,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.torch.batch import device_of
 from polyaccel.torch.deferred import value_of
 from polyaccel.torch.external import external_parameters
-from polyaccel.torch.homes import has_changed, home_of, leave, note_version, settle
+from polyaccel.torch.homes import Home, leave, settle
 from polyaccel.torch.published import expect
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
@@ -75,8 +75,7 @@ class TorchAdapter(ModelAdapter):
         self._changed_in_passing: list[str] = []
         self._is_ending = False
         self._handles: list[Any] = []
-        for fqn, parameter in self._params.items():
-            settle(parameter, fqn, self)
+        self._homes = {fqn: settle(parameter, fqn, self) for fqn, parameter in self._params.items()}
         self.gradient_factor = 1.0
         """What gradients of the present pass are multiplied with before they enter their bucket."""
 
@@ -94,14 +93,13 @@ class TorchAdapter(ModelAdapter):
         return self._accelerator.wrap(value_of(self._params[fqn]).contiguous())
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
-        show(self._params[fqn], view.raw)
+        show(self._params[fqn], self._homes[fqn], view.raw)
         if self._sites is not None:
             self._sites.on_bound(self._bucket_of[fqn], view)
 
     def on_freed(self, fqn: str) -> None:
         parameter = self._params[fqn]
-        home = home_of(parameter)
-        if type(parameter) is not ShardedParameter and home is not None and home.version != parameter._version:
+        if type(parameter) is not ShardedParameter and self._homes[fqn].version != parameter._version:
             self._changed_in_passing.append(fqn)
         self._hide(fqn)
         if self._sites is not None:
@@ -127,7 +125,8 @@ class TorchAdapter(ModelAdapter):
             with self._step.params.peek(place.bucket.index) as full:
                 for slot in place.bucket.slots:
                     values = full.view(slot.offset, slot.param.numel).raw.clone()
-                    show(self._params[slot.param.fqn], values)
+                    fqn = slot.param.fqn
+                    show(self._params[fqn], self._homes[fqn], values)
 
     # Sharded parameters.
 
@@ -215,7 +214,7 @@ class TorchAdapter(ModelAdapter):
         parameter = self._params[fqn]
         self.step.params.write(fqn, wrap_torch(value.detach().expand(parameter.shape).contiguous()))
         if type(parameter) is not ShardedParameter:
-            note_version(parameter)
+            self._homes[fqn].version = parameter._version
 
     def is_trained(self, fqn: str) -> bool:
         return self._specs[fqn].trainable
@@ -248,10 +247,14 @@ class TorchAdapter(ModelAdapter):
         for fqn, parameter in self._params.items():
             place, slot = params.locate(fqn)
             if place.full is not None:
-                show(parameter, place.full.view(slot.offset, slot.param.numel).raw)
+                show(parameter, self._homes[fqn], place.full.view(slot.offset, slot.param.numel).raw)
 
     def _hide(self, fqn: str) -> None:
-        hide(self._params[fqn], torch_dtype(self._specs[fqn].dtype), device_of(self._accelerator))
+        hide(self._params[fqn], self._homes[fqn], torch_dtype(self._specs[fqn].dtype), self._device)
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return device_of(self._accelerator)
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
         """Begin with rank 0's buffers (running statistics and the like) on every rank."""
@@ -289,11 +292,11 @@ class TorchAdapter(ModelAdapter):
 
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
-        whole = [parameter for parameter in self._names if type(parameter) is not ShardedParameter]
-        known = [parameter for parameter in whole if not has_changed(parameter)]
-        torch.autograd.graph.increment_version(whole)
-        for parameter in known:
-            note_version(parameter)
+        whole = self._whole()
+        known = [(parameter, home) for parameter, home in whole if parameter._version == home.version]
+        torch.autograd.graph.increment_version([parameter for parameter, _ in whole])
+        for parameter, home in known:
+            home.version = parameter._version
         if self._sites is not None:
             self._sites.on_update()
         if self._step is not None and (arriving := self._step.params.arriving):
@@ -313,11 +316,19 @@ class TorchAdapter(ModelAdapter):
                 cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
                 value=lost,
             )
-        for parameter, fqn in self._names.items():
-            if type(parameter) is not ShardedParameter and has_changed(parameter):
-                self.step.params.note_change(fqn)
-                self.step.params.adopt(fqn)
-                note_version(parameter)
+        for parameter, home in self._whole():
+            if parameter._version != home.version:
+                self.step.params.note_change(home.fqn)
+                self.step.params.adopt(home.fqn)
+                home.version = parameter._version
+
+    def _whole(self) -> list[tuple[nn.Parameter, Home]]:
+        """The parameters that have their values now."""
+        return [
+            (parameter, self._homes[fqn])
+            for fqn, parameter in self._params.items()
+            if type(parameter) is not ShardedParameter
+        ]
 
     def check_frozen(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""

@@ -80,14 +80,13 @@ class ShardedParameter(nn.Parameter):
         raise _not_here(self, "pickle")
 
 
-def hide(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Take the values of `parameter`, which has a home, away; operations on it ask its adapter.
+def hide(parameter: nn.Parameter, home: Home, dtype: torch.dtype, device: torch.device) -> None:
+    """Take the values of `parameter`, whose home is `home`, away; operations on it ask its adapter.
 
     `dtype` and `device` are those that its values will have.
     """
     if type(parameter) is ShardedParameter:
         return
-    home = _home(parameter)
     if home.placeholder is None:
         home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
         home.placeholder.untyped_storage().resize_(0)
@@ -97,10 +96,9 @@ def hide(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> N
     parameter.__class__ = ShardedParameter
 
 
-def show(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give `parameter` its values: `values`, flat."""
+def show(parameter: nn.Parameter, home: Home, values: Tensor) -> None:
+    """Give `parameter`, whose home is `home`, its values: `values`, flat."""
     if type(parameter) is ShardedParameter:
-        home = _home(parameter)
         parameter.__class__ = home.kind  # type: ignore[assignment]
         home.version = parameter._version
     parameter.data = values.view(parameter.shape)
