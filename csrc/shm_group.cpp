@@ -108,6 +108,7 @@ void shm_take_python() {
 }
 
 void shm_count(ShmWord& word, uint32_t to) {
+    word.core.store(sched_getcpu(), std::memory_order_relaxed);
     word.count.store(to, std::memory_order_seq_cst);
     if (word.sleepers.load(std::memory_order_seq_cst))
         syscall(SYS_futex, &word.count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -118,12 +119,12 @@ int32_t shm_wait(const pa_shm_group* group, ShmWord& word, uint32_t target, cons
     if (has_reached(word, target)) return PA_SHM_OK;
     const int64_t began = now_ns();
     for (int64_t spent = 0; spent < patience.spin_ns; spent = now_ns() - began) {
+        // The peer may be waiting for this very core: a wake-up tends to bring ranks together.
+        if (spent > ALONE_NS || word.core.load(std::memory_order_relaxed) == sched_getcpu()) sched_yield();
         for (int32_t i = 0; i < LOOKS; i++) {
             if (has_reached(word, target)) return PA_SHM_OK;
             relax();
         }
-        // The peer may be waiting for this very core: a wake-up tends to bring ranks together.
-        if (spent > ALONE_NS) sched_yield();
     }
     for (int64_t nap = SHORTEST_SLEEP_NS; !has_reached(word, target); nap = nap * 2) {
         if (nap > LONGEST_SLEEP_NS) nap = LONGEST_SLEEP_NS;

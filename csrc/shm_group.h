@@ -16,6 +16,7 @@
 struct alignas(64) ShmWord {
     std::atomic<uint32_t> count{0};
     std::atomic<uint32_t> sleepers{0};
+    std::atomic<int32_t> core{0};  // where the writer last counted
 };
 
 struct alignas(64) ShmSeat {
