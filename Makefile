@@ -7,13 +7,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 LOCK := requirements-dev.lock
 EXTRAS := torch,examples,dev
+PACKAGES :=
 TORCH := 2.13.0
-INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]'
+INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]' $(PACKAGES)
 # Another lock, another pyproject.toml or other C++ is another environment.
-SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp))
+SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test lint bench sanitize soak-shm lock clean
+.PHONY: help train test test-ccl environment lint bench sanitize soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -25,6 +26,13 @@ train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there i
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
+	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
+	$(VENV)-ccl/bin/polyaccel build ccl
+	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py $(ARGS)
+
+environment: $(STAMP)
 
 lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/ruff check .
@@ -58,7 +66,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

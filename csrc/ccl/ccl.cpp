@@ -39,10 +39,7 @@ struct Job {
 class Caller {
   public:
     static Caller& instance() {
-        static Caller* const caller = [] {
-            on_exit([](int status, void*) { instance().leave_process(status); }, nullptr);
-            return new Caller;
-        }();
+        static Caller* const caller = new Caller;
         return *caller;
     }
 
@@ -65,16 +62,12 @@ class Caller {
         return job.state;
     }
 
-  private:
-    // oneCCL's own destructors run after this one, and crash under a call that is still inside of it.
-    void leave_process(int status) {
+    bool is_calling() {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (is_calling_) {
-            fflush(nullptr);
-            _exit(status);
-        }
+        return is_calling_;
     }
 
+  private:
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -179,6 +172,18 @@ const char* pa_ccl_loaded() {
         return version(found.major, found.minor, found.update);
     }();
     return text.c_str();
+}
+
+void pa_ccl_guard_exit() {
+    on_exit(
+        [](int status, void*) {
+            if (Caller::instance().is_calling()) {
+                fflush(nullptr);
+                _exit(status);
+            }
+        },
+        nullptr
+    );
 }
 
 pa_ccl_group* pa_ccl_new_group() {

@@ -56,6 +56,10 @@ PA_CCL_EXPORT int32_t pa_ccl_abi_version(void);
 PA_CCL_EXPORT const char* pa_ccl_built_for(void);
 PA_CCL_EXPORT const char* pa_ccl_loaded(void);
 
+// End the process at once, with the code that it exits with, if a call is still under way then: oneCCL's own destructors
+// would crash. To be called as late as possible, for what is asked for last happens first.
+PA_CCL_EXPORT void pa_ccl_guard_exit(void);
+
 PA_CCL_EXPORT pa_ccl_group* pa_ccl_new_group(void);
 
 // Make a meeting place in this process and write its address (PA_CCL_ADDRESS_NBYTES bytes) for the other ranks.

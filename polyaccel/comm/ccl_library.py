@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
@@ -73,6 +74,7 @@ class CCall(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pa_ccl_built_for": (c_char_p, ()),
     "pa_ccl_loaded": (c_char_p, ()),
+    "pa_ccl_guard_exit": (None, ()),
     "pa_ccl_new_group": (c_void_p, ()),
     "pa_ccl_host": (c_void_p, (c_void_p, c_char_p)),
     "pa_ccl_join": (c_void_p, (c_void_p, c_char_p, c_int32, c_int32)),
@@ -111,7 +113,9 @@ def ccl_library() -> ctypes.CDLL:
         )
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    return load(path)
+    library = load(path)
+    atexit.register(library.pa_ccl_guard_exit)
+    return library
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -1,13 +1,16 @@
-"""ccl keeps the contract of communicators over real processes; alone, it is one process."""
+"""ccl keeps the contract of communicators over real processes, also with more ranks than cores."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 
+from polyaccel.comm.base import Communicator
 from polyaccel.comm.ccl import CclBackend
+from polyaccel.comm.ccl_communicator import CclCommunicator
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.procs import RankPool
 
@@ -37,3 +40,13 @@ class TestCcl(CommContract):
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return self.pools(world_size).run(body, *args)
+
+
+def settings(comm: Communicator) -> list[str | None]:
+    assert isinstance(comm, CclCommunicator)
+    return [os.environ.get(name) for name in ("CCL_ATL_SHM", "CCL_WORKER_OFFLOAD", "CCL_PROCESS_LAUNCHER")]
+
+
+def test_what_the_user_sets_is_kept_and_the_rest_is_set() -> None:
+    with RankPool(2, backend="ccl", environ={"CCL_ATL_SHM": "0"}) as pool:
+        assert pool.run(settings) == [["0", "0", "none"]] * 2

@@ -1,0 +1,161 @@
+"""Finding oneCCL and compiling against it, as far as that goes without oneCCL."""
+
+from __future__ import annotations
+
+import ctypes
+import site
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.cli.main import main
+from polyaccel.comm import ccl_build, ccl_library
+from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.ccl import CclBackend
+from polyaccel.errors import CommError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="oneCCL is a library for Linux")
+COMPILER = """#!/bin/sh
+printf '%s\\n' "$@" > "{folder}/arguments"
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+"""
+
+
+@pytest.fixture
+def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without oneCCL, with an empty cache."""
+    monkeypatch.delenv("CCL_ROOT", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    monkeypatch.setattr(site, "getuserbase", lambda: str(tmp_path / "user"))
+    monkeypatch.setattr(ccl_build, "_package_folders", lambda: [tmp_path / "package"])
+    return tmp_path
+
+
+def install(root: Path, version: tuple[int, int, int] = (2021, 15, 7)) -> None:
+    """What of oneCCL's headers is looked at."""
+    (root / "include" / "oneapi" / "ccl").mkdir(parents=True)
+    (root / "include" / "oneapi" / "ccl.hpp").touch()
+    names = ("MAJOR", "MINOR", "UPDATE")
+    lines = [f"#define CCL_{name}_VERSION   {number}\n" for name, number in zip(names, version, strict=True)]
+    (root / "include" / "oneapi" / "ccl" / "config.h").write_text("".join(lines))
+
+
+@pytest.fixture
+def compiler(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes down its arguments, and a word instead of a library."""
+    script = nothing / "c++"
+    script.write_text(COMPILER.format(folder=nothing))
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def test_the_installation_that_is_named_goes_before_the_environments(
+    nothing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ccl_build.find_oneccl() is None
+    install(nothing / "environment")
+    assert ccl_build.find_oneccl() == ccl_build.OneCcl(nothing / "environment", "2021.15.7")
+    install(nothing / "named", (2022, 1, 0))
+    monkeypatch.setenv("CCL_ROOT", str(nothing / "named"))
+    assert ccl_build.find_oneccl() == ccl_build.OneCcl(nothing / "named", "2022.1.0")
+
+
+def test_the_probe_says_what_is_missing(nothing: Path, compiler: Path) -> None:
+    probe = CclBackend.probe()
+    assert not probe.usable
+    assert "pip install oneccl-devel" in probe.reason
+    install(nothing / "environment")
+    probe = CclBackend.probe()
+    assert not probe.usable
+    assert probe.reason == "csrc/ccl is not compiled for oneCCL 2021.15.7: run `polyaccel build ccl`"
+    with pytest.raises(CommError, match="run `polyaccel build ccl`"):
+        CclBackend().connect(Rendezvous(0, 1, 0, 1, None, None, "test"), CpuAccelerator(), timeout_s=1)
+    built = ccl_build.build()
+    probe = CclBackend.probe()
+    assert probe.usable
+    assert str(built) in probe.reason
+
+
+def test_a_build_goes_into_the_users_cache_and_knows_its_oneccl(nothing: Path, compiler: Path) -> None:
+    root = nothing / "environment"
+    install(root)
+    built = ccl_build.build()
+    assert built.read_text() == "compiled\n"
+    assert built.parent == nothing / "cache" / "polyaccel"
+    assert list(built.parent.iterdir()) == [built], "nothing half made stays"
+    arguments = (nothing / "arguments").read_text().splitlines()
+    assert f"-I{root}/include" in arguments
+    assert f"{root}/lib/libccl.so" in arguments
+    assert f"-Wl,--disable-new-dtags,-rpath,{root}/lib" in arguments
+    assert any(Path(argument).name == "ccl.cpp" and Path(argument).exists() for argument in arguments)
+
+
+def test_what_was_compiled_for_another_oneccl_is_not_taken(nothing: Path, compiler: Path) -> None:
+    install(nothing / "environment")
+    built = ccl_build.build()
+    mine = ccl_build.OneCcl(nothing / "environment", "2021.15.7")
+    assert ccl_build.compiled(mine) == built
+    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "environment", "2022.1.0")) is None
+    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "elsewhere", "2021.15.7")) is None
+    installed = nothing / "package" / "lib" / "libpolyaccel_ccl.so"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    assert ccl_build.compiled(mine) == built, "the user's own build goes first"
+    built.unlink()
+    assert ccl_build.compiled(mine) == installed
+
+
+def test_the_command_names_the_pip_package(nothing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "ccl"]) == 1
+    said = capsys.readouterr().err
+    assert "the headers of oneCCL are not installed" in said
+    assert str(nothing / "environment" / "include" / "oneapi" / "ccl.hpp") in said
+    assert "cure: pip install oneccl-devel, or set CCL_ROOT" in said
+
+
+def test_a_missing_compiler_is_named(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(nothing / "environment")
+    monkeypatch.setenv("PATH", str(nothing / "nowhere"))
+    with pytest.raises(CommError, match=r"there is no c\+\+, g\+\+ or clang\+\+\n  cure: install one"):
+        ccl_build.build()
+    monkeypatch.setenv("CXX", "/nonexistent/c++ -march=native")
+    with pytest.raises(CommError, match=r"CXX=/nonexistent/c\+\+ -march=native is not there"):
+        ccl_build.build()
+
+
+def test_the_compilers_words_are_shown(nothing: Path, compiler: Path) -> None:
+    install(nothing / "environment")
+    compiler.write_text("#!/bin/sh\necho 'ccl.cpp: no such template' >&2\nexit 3\n")
+    with pytest.raises(CommError, match=r"exit code 3\):\nccl.cpp: no such template\n  cure: "):
+        ccl_build.build()
+    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "environment", "2021.15.7")) is None
+
+
+def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("not a library")
+    with pytest.raises(CommError, match=r"broken.so cannot be loaded: .*\n  cure: run `polyaccel build ccl` again"):
+        ccl_library.load(broken)
+
+    class Library:
+        """What ctypes would show of a library."""
+
+        def __init__(self, abi: int, built: str, loaded: str) -> None:
+            self.pa_ccl_abi_version = lambda: abi
+            for name in ("guard_exit", "new_group", "host", "join", "collective", "leave", "wait", "error", "free"):
+                setattr(self, f"pa_ccl_{name}", lambda: None)
+            self.pa_ccl_built_for, self.pa_ccl_loaded = (lambda: built.encode()), (lambda: loaded.encode())
+
+    for library, message in (
+        (Library(99, "2022.1.0", "2022.1.0"), r"is of another polyaccel \(99, not 1\)"),
+        (Library(1, "2021.15.7", "2022.1.0"), r"was compiled for oneCCL 2021.15.7, but 2022.1.0 was loaded"),
+    ):
+        monkeypatch.setattr(ctypes, "CDLL", lambda path, library=library: library)
+        with pytest.raises(CommError, match=message):
+            ccl_library.load(broken)
