@@ -3,7 +3,8 @@
     polyaccel run --nproc 2 examples/gpt/train.py
     polyaccel run --nproc 2 examples/gpt/train.py --resume
 
-Also runs under torchrun, and alone: `python examples/gpt/train.py`. All there is to see afterwards is in runs/NAME.
+Also runs under torchrun, mpirun and srun, and alone: `python examples/gpt/train.py`. All there is to see afterwards is
+in runs/NAME.
 """
 
 from __future__ import annotations

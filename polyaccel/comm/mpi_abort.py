@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 import threading
+from contextlib import redirect_stderr
 from threading import ExceptHookArgs
 from types import TracebackType
 from typing import TextIO
@@ -46,7 +47,9 @@ class AbortOnFailure:
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            self._previous[0](kind, error, trace)
+            # torch's hook, which calls this one, collects what is written to sys.stderr, to print it later.
+            with redirect_stderr(sys.__stderr__ or sys.stderr):
+                self._previous[0](kind, error, trace)
         finally:
             self.abort()
 

@@ -5,14 +5,11 @@ Messages are point to point and looked for until a deadline, so that whoever is 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from polyaccel.comm import host_address
@@ -57,11 +54,11 @@ def meet(here: Place, request: Request) -> Rendezvous:
     Raises CommError where MPI contradicts the launcher or no address can be found, and CommTimeout naming the ranks
     that were not heard of within `request.timeout_s`.
     """
-    mpi = _started(here)
+    mpi, library = _start(here)
     world = mpi.COMM_WORLD
     if world.rank != here.rank or here.world_size not in (None, world.size):
         raise CommError(
-            f"{here.launcher} says {here.shown}, but MPI.COMM_WORLD of {_library(mpi)} says "
+            f"{here.launcher} says {here.shown}, but MPI.COMM_WORLD of {library.name()} says "
             f"rank {world.rank} of {world.size}",
             cure="install an mpi4py for the MPI whose mpirun starts the ranks (pip install --no-binary=mpi4py mpi4py), "
             "or set MASTER_ADDR and MASTER_PORT and pass auto_mpi_discovery=False",
@@ -145,10 +142,14 @@ def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> 
     return received
 
 
-def _started(here: Place) -> Any:
-    """`mpi4py.MPI`, with MPI started."""
+def _start(here: Place) -> tuple[Any, Any]:
+    """`mpi4py.MPI`, with MPI started and this rank's failure the whole job's end; and `mpi_library`."""
     try:
-        mpi: Any = import_module("mpi4py.MPI")
+        # These start MPI.
+        from mpi4py import MPI
+
+        from polyaccel.comm import mpi_library
+        from polyaccel.comm.mpi_abort import abort_on_failure
     except (ImportError, RuntimeError) as error:
         raise CommError(
             f"{here.launcher} started this process ({here.shown}), but mpi4py cannot be used: {error}",
@@ -156,27 +157,6 @@ def _started(here: Place) -> Any:
             "pass auto_mpi_discovery=False",
             value=str(error),
         ) from error
-    if not mpi.Is_initialized():  # mpi4py was told to leave that to the script
-        mpi.Init()
-    if mpi.COMM_WORLD.size > 1:
-        _abort_on_errors(mpi)
-    return mpi
-
-
-def _library(mpi: Any) -> str:
-    return str(mpi.Get_library_version()).strip("\0").split(",")[0].split("\n")[0]
-
-
-def _abort_on_errors(mpi: Any) -> None:
-    """End the whole job when an exception ends this rank: else it would wait in MPI's finalize for the others, and they
-    for it in a collective."""
-    before = sys.excepthook
-
-    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if not mpi.Is_finalized():
-            mpi.COMM_WORLD.Abort(1)
-
-    sys.excepthook = abort
+    if mpi_library.world().size > 1:
+        abort_on_failure()
+    return MPI, mpi_library

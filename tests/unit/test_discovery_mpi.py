@@ -5,11 +5,8 @@ MPI itself is played here; tests/procs/test_discovery_mpirun.py has real ones.
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -98,16 +95,17 @@ def test_variables_that_contradict_each_other_are_both_shown(
         assert part in str(caught.value)
 
 
-def test_mpi4py_is_not_imported_when_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> Any:
-        raise AssertionError(f"{name} imported")
+def test_mpi_is_not_asked_when_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("MPI was asked")
 
-    monkeypatch.setattr(mpi_meeting, "find_spec", importlib.util.find_spec)
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.setattr(mpi_meeting, "import_module", refuse, raising=False)
+    monkeypatch.setattr(mpi_meeting, "find_spec", lambda name: name)
+    monkeypatch.setattr(mpi_meeting, "meet", refuse)
     assert discover(environ=LAUNCHERS["PMI"] | MEETING, ask_mpi=False).rank == 3
     with pytest.raises(CommError, match="auto_mpi_discovery=False"):
         discover(environ=LAUNCHERS["PMI"], ask_mpi=False)
+    with pytest.raises(AssertionError, match="MPI was asked"):
+        discover(environ=LAUNCHERS["PMI"])
 
 
 def note(host: str, *addresses: str, address: str | None = None, port: str | None = None) -> Note:
