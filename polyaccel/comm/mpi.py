@@ -42,6 +42,7 @@ class MpiBackend(CommBackend):
         from polyaccel.comm.mpi_board import MpiBoard
         from polyaccel.comm.mpi_communicator import MpiCommunicator
         from polyaccel.comm.mpi_device import takes_memory_of
+        from polyaccel.comm.mpi_progress import PROGRESS
         from polyaccel.comm.staged import StagedCommunicator
 
         world = mpi_library.world()
@@ -52,7 +53,9 @@ class MpiBackend(CommBackend):
                 cure="start the ranks with the mpirun of the MPI that mpi4py was built for",
                 value=(world.rank, world.size),
             )
-        abort_on_failure().use()
+        abort_on_failure()
+        if rendezvous.local_world_size > (os.cpu_count() or 1):
+            PROGRESS.share_cores()
         device = accelerator.current_device().type
         is_direct = device == "cpu" or takes_memory_of(device)
         worker = accelerator if is_direct else host_accelerator(accelerator)

@@ -25,18 +25,14 @@ _EXIT_CODE = 1
 
 
 class AbortOnFailure:
-    """The hooks of one process. `use` says that the present thread plays a rank."""
+    """The hooks of one process."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._threads: set[int | None] = set()
         self._previous = sys.excepthook, threading.excepthook
         sys.excepthook = self._on_error
         threading.excepthook = self._on_thread_error
         atexit.register(self._at_exit)
-
-    def use(self) -> None:
-        self._threads.add(threading.get_ident())
 
     def abort(self) -> None:
         """End the job at once, on every rank. A forked child is no rank and ends only itself."""
@@ -57,8 +53,8 @@ class AbortOnFailure:
         try:
             self._previous[1](what)
         finally:
-            # A thread that has nothing to do with ranks may fail without anybody waiting for it.
-            if what.thread is not None and what.thread.ident in self._threads:
+            # A thread that has called no collective may fail without anybody waiting for it.
+            if what.thread is not None and what.thread.ident in PROGRESS.threads:
                 self.abort()
 
     def _at_exit(self) -> None:
@@ -75,12 +71,10 @@ class AbortOnFailure:
 _installed: AbortOnFailure | None = None
 
 
-def abort_on_failure() -> AbortOnFailure:
-    """The hooks of this process, installed by the first call."""
+def abort_on_failure() -> None:
+    """Install the hooks, once a process."""
     global _installed
-    if _installed is None:
-        _installed = AbortOnFailure()
-    return _installed
+    _installed = _installed or AbortOnFailure()
 
 
 def _flush(stream: TextIO | None) -> None:

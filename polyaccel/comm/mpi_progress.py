@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, get_ident
 from time import monotonic, sleep
 from typing import Any
 
@@ -23,8 +23,7 @@ from polyaccel.comm.exchange import Message, Steps
 from polyaccel.errors import CommError
 
 _EAGER_POLLS = 20  # a message that is about to arrive is not worth a call of the scheduler
-_AWAKE_S = 0.05  # so long a wait looks all the time, then
-_NAP_S = 50e-6  # is left between looks, for whoever is late may need the core
+_NAP_S = 50e-6  # see `Progress.awake_s`
 _yield_core = getattr(os, "sched_yield", lambda: None)
 
 Failed = Callable[[Exception | None, list[int]], CommError]
@@ -32,9 +31,17 @@ Failed = Callable[[Exception | None, list[int]], CommError]
 
 
 class Progress:
-    """Everything that this process has under way. Any thread may poll; one at a time does."""
+    """Everything that this process has under way. Any thread may poll; one at a time does.
+
+    `awake_s`: how long a wait looks all the time before it takes naps between looks. Naps cost a third of the speed of
+    messages that take that long, but leave the core to whoever is late; where ranks share cores they are late for want
+    of one.
+    """
 
     def __init__(self) -> None:
+        self.awake_s = 0.05
+        self.threads: set[int] = set()
+        """Those that have started a call."""
         self._running: dict[MpiWork, None] = {}
         self._lock = Lock()
 
@@ -42,6 +49,10 @@ class Progress:
     def running(self) -> list[MpiWork]:
         """What is not complete, in the order in which it was started."""
         return list(self._running)
+
+    def share_cores(self) -> None:
+        """There are more ranks than cores."""
+        self.awake_s = 100e-6
 
     def add(self, work: MpiWork) -> None:
         self._running[work] = None
@@ -76,6 +87,7 @@ class MpiWork(Work):
         self._awaited: list[Message] = []
         self._requests: list[Any] = []
         self._go_on()
+        PROGRESS.threads.add(get_ident())
         if not self._is_complete:
             PROGRESS.add(self)
 
@@ -88,7 +100,7 @@ class MpiWork(Work):
                 continue
             now = monotonic()
             began = now if began is None else began
-            if now - began < _AWAKE_S:
+            if now - began < PROGRESS.awake_s:
                 _yield_core()
             elif now - began < self._timeout_s:
                 sleep(_NAP_S)

@@ -1,7 +1,7 @@
 """Ranks that `mpirun` has started, as a pool: run a function once per rank, any number of times.
 
-`python -m polyaccel.testkit.mpi SOCKET TIMEOUT_S` is what mpirun starts: a rank that connects to the pool's socket,
-joins the others over MPI and works off tasks.
+`python -m polyaccel.testkit.mpi SOCKET TIMEOUT_S MEMORY` is what mpirun starts: a rank that connects to the pool's
+socket, joins the others over MPI and works off tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.discovery_mpi import place
 from polyaccel.comm.discovery_request import Request
 from polyaccel.errors import InvariantError, LaunchError
-from polyaccel.testkit.procs import RankPool, work_for_pool
+from polyaccel.testkit.procs import Memory, RankPool, work_for_pool
 
 _START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.2
@@ -63,8 +63,15 @@ def mpirun(world_size: int, *command: str) -> list[str]:
 class MpiRankPool(RankPool):
     """`world_size` ranks of one mpirun, joined by the backend `mpi`."""
 
-    def __init__(self, world_size: int, *, comm_timeout_s: float = 30.0, environ: dict[str, str] | None = None) -> None:
-        super().__init__(world_size, comm_timeout_s=comm_timeout_s, environ=environ, backend="mpi")
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        comm_timeout_s: float = 30.0,
+        environ: dict[str, str] | None = None,
+        memory: Memory = "torch",
+    ) -> None:
+        super().__init__(world_size, comm_timeout_s=comm_timeout_s, environ=environ, backend="mpi", memory=memory)
         self._mpirun: subprocess.Popen[bytes] | None = None
         self._pids: dict[int, int] = {}
 
@@ -92,10 +99,17 @@ class MpiRankPool(RankPool):
             server.bind(str(folder / "pool"))
             server.listen(self.world_size)
             server.settimeout(_LOOK_EVERY_S)
-            worker = [sys.executable, "-m", __name__, str(folder / "pool"), str(self._comm_timeout_s)]
+            worker = [
+                sys.executable,
+                "-m",
+                __name__,
+                str(folder / "pool"),
+                str(self._comm_timeout_s),
+                str(self._memory),
+            ]
             self._mpirun = subprocess.Popen(
                 mpirun(self.world_size, *worker),
-                env=mpi_environ() | self._environ,
+                env=mpi_environ() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -145,7 +159,7 @@ def _kill(pid: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """A rank: join, then work off tasks until the pool is gone."""
-    address, timeout_s = arguments
+    address, timeout_s, memory = arguments
     here = place(Request(os.environ))
     if here is None or here.world_size is None:
         raise InvariantError("mpirun has not said who this rank is", value=here)
@@ -155,7 +169,7 @@ def main(arguments: Sequence[str]) -> None:
     pipe.send_bytes(pickle.dumps((here.rank, os.getpid())))
     local = (here.local_rank or 0, here.local_world_size or here.world_size)
     rendezvous = Rendezvous(here.rank, here.world_size, *local, None, None, here.launcher)
-    work_for_pool(pipe, rendezvous, float(timeout_s), {}, "mpi")
+    work_for_pool(pipe, rendezvous, float(timeout_s), {}, "mpi", "numpy" if memory == "numpy" else "torch")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from polyaccel.comm.base import API_VERSION, CommBackend, Communicator, Rendezvous
 from polyaccel.errors import CommTimeout, LaunchError
@@ -33,13 +33,15 @@ _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0  # how long the others may take to answer after the first failure
 _PRELOAD = ("polyaccel.comm.torch_exchange", "polyaccel.accelerators.torch_memory", "polyaccel.ops.torch_kernels")
 Task = Callable[..., Any] | str
+Memory = Literal["torch", "numpy"]
 
 
 class RankPool:
     """`world_size` worker processes joined by `backend`, the name of a comm plugin. A context manager; `run` may be
     called any number of times.
 
-    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers.
+    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers. `memory`: what their buffers
+    are made of, as in `CpuAccelerator`.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class RankPool:
         comm_timeout_s: float = 30.0,
         environ: dict[str, str] | None = None,
         backend: str = "gloo",
+        memory: Memory | None = None,
     ) -> None:
         self.world_size = world_size
         self._backend = backend
+        self._memory = memory
         self._comm_timeout_s = comm_timeout_s
         self._environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
         self._workers: list[ForkServerProcess] = []
@@ -105,7 +109,7 @@ class RankPool:
             rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, None, None, "RankPool", meeting)
             worker = context.Process(
                 target=work_for_pool,
-                args=(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend),
+                args=(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend, self._memory),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -172,12 +176,17 @@ def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException
 
 
 def work_for_pool(
-    pipe: Connection, rendezvous: Rendezvous, comm_timeout_s: float, environ: dict[str, str], backend: str
+    pipe: Connection,
+    rendezvous: Rendezvous,
+    comm_timeout_s: float,
+    environ: dict[str, str],
+    backend: str,
+    memory: Memory | None,
 ) -> None:
     """What a worker does: connect, then run tasks until the pool is gone."""
     os.environ.update(environ)
     try:
-        communicator = _connect(rendezvous, comm_timeout_s, backend)
+        communicator = _connect(rendezvous, comm_timeout_s, backend, memory)
     except BaseException as error:
         pipe.send_bytes(_packed(error, None))
         return
@@ -200,13 +209,13 @@ def work_for_pool(
     communicator.close()
 
 
-def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str) -> Communicator:
+def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, memory: Memory | None) -> Communicator:
     from polyaccel.accelerators.cpu import CpuAccelerator
     from polyaccel.comm.default import set_default_communicator
 
     warnings.simplefilter("error")
     plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, backend, CommBackend, API_VERSION)
-    communicator = plugin().connect(rendezvous, CpuAccelerator(), timeout_s=comm_timeout_s)
+    communicator = plugin().connect(rendezvous, CpuAccelerator(memory), timeout_s=comm_timeout_s)
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)

@@ -1,26 +1,34 @@
-"""mpi keeps the contract of communicators under a real mpirun, with more ranks than cores too."""
+"""mpi keeps the contract of communicators under a real mpirun, with and without torch, and over staged buffers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
+from far_device import FarDevice
 from mpi_ranks import needs_mpi
 
-from polyaccel.testkit.comm import CommContract
+from polyaccel.comm.base import Communicator, Rendezvous
+from polyaccel.comm.mpi import MpiBackend
+from polyaccel.comm.staged import StagedCommunicator
+from polyaccel.testkit.comm import CommContract, all_gather_puts_parts_side_by_side, all_reduce_combines_everywhere
 from polyaccel.testkit.mpi import MpiRankPool
+from polyaccel.testkit.procs import Memory
 
 pytestmark = needs_mpi
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], MpiRankPool]]:
+    """Ranks by number; four of them have no torch."""
     started: dict[int, MpiRankPool] = {}
 
     def pool(world_size: int) -> MpiRankPool:
         if world_size not in started:
-            started[world_size] = MpiRankPool(world_size, comm_timeout_s=20.0)
+            memory: Memory = "numpy" if world_size == 4 else "torch"
+            started[world_size] = MpiRankPool(world_size, comm_timeout_s=20.0, memory=memory)
         return started[world_size]
 
     yield pool
@@ -28,12 +36,61 @@ def pools() -> Iterator[Callable[[int], MpiRankPool]]:
         one.close()
 
 
-class TestMpi(CommContract):
-    world_sizes: ClassVar[tuple[int, ...]] = (2, 3, 4)
-
+class OverMpi(CommContract):
     @pytest.fixture(autouse=True)
     def _pools(self, pools: Callable[[int], MpiRankPool]) -> None:
         self.pools = pools
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return self.pools(world_size).run(body, *args)
+
+
+class TestMpi(OverMpi):
+    world_sizes: ClassVar[tuple[int, ...]] = (2, 3)
+
+
+class TestMpiWithoutTorch(OverMpi):
+    world_sizes: ClassVar[tuple[int, ...]] = (4,)
+
+    def test_torch_is_not_loaded(self) -> None:
+        self.check(torch_is_not_loaded)
+
+
+class TestMpiStaged(OverMpi):
+    """Over a device whose memory MPI does not reach."""
+
+    world_sizes: ClassVar[tuple[int, ...]] = (2,)
+
+    def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        return super().run(world_size, staged, body, *args)
+
+
+def torch_is_not_loaded(comm: Communicator) -> int:
+    assert "torch" not in sys.modules
+    return 1
+
+
+def staged(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
+    world = Rendezvous(comm.rank, comm.world_size, comm.rank, comm.world_size, None, None, "this test")
+    far = MpiBackend().connect(world, FarDevice(), timeout_s=20.0)
+    assert isinstance(far, StagedCommunicator)
+    try:
+        return body(far, *args)
+    finally:
+        far.close()
+
+
+def messages_of_several_pieces(comm: Communicator) -> int:
+    """As those of more than a GiB are."""
+    from polyaccel.comm import mpi_communicator
+
+    before, mpi_communicator._MOST_NBYTES = mpi_communicator._MOST_NBYTES, 1000
+    try:
+        checks = all_reduce_combines_everywhere(comm) + all_gather_puts_parts_side_by_side(comm)
+    finally:
+        mpi_communicator._MOST_NBYTES = before
+    return checks
+
+
+def test_large_messages_are_cut(pools: Callable[[int], MpiRankPool]) -> None:
+    assert all(pools(2).run(messages_of_several_pieces))
