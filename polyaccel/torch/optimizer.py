@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyaccel.errors import ConfigError, InvariantError, Problem
+from polyaccel.errors import ConfigError, InvariantError, Problem, ShardingError
 from polyaccel.runtime import NATIVE_OPTIMIZERS
 
 ParamGroups = list[dict[str, Any]]
@@ -54,10 +54,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: ParamGroups, update: Callable[[], None]) -> None:
-        # The base class refuses an empty list of groups or of parameters' types that ZeRO does not mind; give it the
-        # fields that it promises to schedulers and leave the rest to the slices.
+        # The base class refuses an empty list of groups; give it the fields that it promises to schedulers and leave
+        # the rest to the slices.
         self._update = update
+        self._is_built = False
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
+        self._is_built = True
         self.param_groups = groups
         self.defaults = _hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
 
@@ -65,6 +67,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise InvariantError("the engine's optimizer takes no closure", cure="compute the loss, then engine.step()")
         self._update()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ShardingError: what is trained was laid out when the engine was built.
+
+        The base class's own would load torch's compiler, seconds of every start, for nothing.
+        """
+        if self._is_built:
+            raise ShardingError(
+                "a group of parameters was added to an engine's optimizer, which would not train it",
+                cure="pass all groups to polyaccel.initialize; lr 0 keeps one still until it is wanted",
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

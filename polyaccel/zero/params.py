@@ -128,6 +128,8 @@ class ParamStore:
         self.buckets: list[BucketParams] = []
         for bucket in layout.buckets:
             self.buckets.append(self._bind(bucket, read_param))
+        self.is_any_sharded = any(place.is_sharded for place in self.buckets)
+        """Some bucket is whole only while it is gathered; the same on every rank."""
         self.gathering = Gathering(
             [ShardedBucket(place.bucket, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
             gather_policy,
@@ -198,11 +200,6 @@ class ParamStore:
             if place.full is not None and place.is_shared:
                 self.wait_published(index)
                 self._meet(place.full, place.own, place.bucket)
-
-    @property
-    def is_any_sharded(self) -> bool:
-        """Some bucket is whole only while it is gathered; the same on every rank."""
-        return any(place.is_sharded for place in self.buckets)
 
     def note_change(self, fqn: str) -> None:
         """A user changed a parameter by hand. Where it is shared, say once what that means."""

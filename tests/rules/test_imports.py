@@ -60,3 +60,18 @@ def test_importing_loads_no_framework(module: str) -> None:
     found = {name.partition(".")[0] for name in json.loads(loaded.stdout)}
     assert "polyaccel" in found
     assert found.isdisjoint({*FRAMEWORKS, "stevedore"} if module != "polyaccel.registry" else FRAMEWORKS)
+
+
+def test_training_does_not_load_the_compiler() -> None:
+    """torch's own optimizers load it when they are made: seconds of every start, on every rank."""
+    script = """
+import sys, torch, polyaccel
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+engine, *_ = polyaccel.initialize(model=torch.nn.Linear(4, 4), config=config)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+assert engine.global_steps == 1
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

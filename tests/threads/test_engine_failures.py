@@ -283,3 +283,13 @@ def test_initialize_without_a_model():
 def test_mpu_is_refused():
     with pytest.raises(PolyaccelError, match="mpu is not available"):
         polyaccel.initialize(model=parity_model(), mpu=object(), config=make_config(0))
+
+
+def test_a_group_that_comes_too_late_is_refused():
+    def work(communicator, model):
+        engine, *_ = polyaccel.initialize(model=model, config=make_config(1))
+        with pytest.raises(ShardingError, match="which would not train it"):
+            engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert len(engine.optimizer.param_groups) == 1
+
+    on_threads(1, work, parity_model)
