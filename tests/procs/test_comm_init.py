@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from polyaccel import comm
 from polyaccel.comm.base import Communicator
@@ -131,10 +132,11 @@ def test_two_scripts_meet_under_torchruns_variables(tmp_path: Path) -> None:
     assert [out for out, _ in outputs] == ["False [3.0, 3.0, 3.0, 3.0, 3.0, 3.0] [0, 1]\n"] * 2
 
 
-def adopt(inner: Communicator, world_size: int) -> tuple[str, list[Any]]:
-    """In a worker of a pool, whose script has initialised torch.distributed already."""
+def adopt(inner: Communicator, world_size: int, wanted: str = "") -> tuple[str, list[Any]]:
+    """In a worker of a pool, whose script has initialised torch.distributed already, and goes on using it."""
     comm.set_default_communicator(None)
     os.environ.update(RANK=str(inner.rank), WORLD_SIZE=str(world_size), MASTER_ADDR="nowhere.invalid")
+    os.environ.update(POLYACCEL_COMM=wanted)
     try:
         comm.init_distributed(dist_init_required=False, timeout=20)
         group = comm.new_group([0, 1])
@@ -142,16 +144,22 @@ def adopt(inner: Communicator, world_size: int) -> tuple[str, list[Any]]:
         comm.all_gather_object(values, inner.rank)
         assert not isinstance(group, comm.NonMember)
         group.close()
+        ours = torch.full((3,), 1.0 + inner.rank)
+        torch.distributed.all_reduce(ours)
+        assert torch.distributed.get_backend() == "gloo"
+        assert ours.tolist() == [3.0] * 3
         return comm.default_communicator().backend, values
     finally:
         comm.set_default_communicator(inner)
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "POLYACCEL_COMM"):
             del os.environ[name]
 
 
-def test_a_group_that_the_script_made_is_adopted(rank_pool: Callable[[int], RankPool]) -> None:
-    backend = "shm" if ShmBackend.probe().usable else "gloo"
-    assert rank_pool(2).run(adopt, 2) == [(backend, [0, 1])] * 2
+@pytest.mark.parametrize("wanted", ["", "gloo"])
+def test_a_group_that_the_script_made_is_adopted(rank_pool: Callable[[int], RankPool], wanted: str) -> None:
+    """It stays the script's, and ours use shared memory beside it, unless somebody wants gloo."""
+    backend = "shm" if ShmBackend.probe().usable and not wanted else "gloo"
+    assert rank_pool(2).run(adopt, 2, wanted) == [(backend, [0, 1])] * 2
 
 
 def test_a_group_that_contradicts_the_launcher_is_an_error(rank_pool: Callable[[int], RankPool]) -> None:

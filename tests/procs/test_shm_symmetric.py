@@ -120,6 +120,36 @@ def look_inside_if_whole(communicator: Communicator, config: Any, stage: int) ->
     return [], is_any_sharded, False, []
 
 
+def change_on_one_rank(communicator: Communicator, config: Any) -> tuple[float, list[str]]:
+    """What this rank sees of rank 1's change, and what the next step says of it here."""
+    records = Records()
+    logging.getLogger("polyaccel").addHandler(records)
+    model = parity_model()
+    engine, *_ = polyaccel.initialize(model=model, model_parameters=model.parameters(), config=config)
+    parameter = next(model.parameters())
+    communicator.barrier()
+    if communicator.rank == 1:
+        with torch.no_grad():
+            parameter.fill_(3.0)
+    communicator.barrier()
+    seen = float(parameter.detach().mean())
+    communicator.barrier()
+    engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+    engine.step()
+    engine.destroy()
+    logging.getLogger("polyaccel").removeHandler(records)
+    return seen, [one for one in records.messages if "in place" in one]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_change_on_one_rank_is_one_on_all_and_is_said_where_it_was_made(pools: Pools, stage: int) -> None:
+    (first, silence), (second, said) = pools(2, True).run(change_on_one_rank, make_config(stage, zero=ZERO))
+    assert (first, second) == (3.0, 3.0)
+    assert silence == []
+    assert len(said) == 1
+    assert "The ranks of this host have one memory for it" in said[0]
+
+
 def change_by_hand(communicator: Communicator, config: Any) -> tuple[float, float]:
     """Rank 1 changes a parameter for all, and each rank loads the same state dict; what this rank sees of both."""
     model = parity_model()
