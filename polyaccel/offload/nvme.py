@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -14,11 +13,12 @@ from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
+from polyaccel.offload.file_fetch import DirectFetch, Rooms, StagedFetch
 from polyaccel.offload.folder import RankFolder
 from polyaccel.offload.native_transfers import describe_transfers, open_transfers
 from polyaccel.offload.pinning import HostMemory
-from polyaccel.offload.state_file import Access, StateFile, padded
-from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.offload.state_file import StateFile, padded
+from polyaccel.offload.tier import Fetch, Tier, TierOptions
 from polyaccel.offload.transfers import Transfers
 from polyaccel.offload.walk import Walk
 from polyaccel.types import DType
@@ -43,8 +43,8 @@ class NvmeTier(Tier):
         self._buffers: dict[str, FileBuffer] = {}
         self._free: dict[DType, list[Buffer]] = {}
         """Host buffers between walks."""
-        self._rooms: dict[tuple[DType, int], list[Buffer]] = {}
-        """Host buffers on the way to the device."""
+        self._rooms: dict[tuple[DType, int], Rooms] = {}
+        """Host buffers on the way to the device, by type and length."""
         self._largest_nbytes: dict[DType, int] = {}
         """Bytes of the largest file of each type, in whole blocks: what a host buffer for it has."""
         self._transfers: Transfers
@@ -91,38 +91,16 @@ class NvmeTier(Tier):
     def stage(self, numel: int, dtype: DType) -> Buffer:
         return self._opened.allocate(numel, dtype)
 
-    def read(self, source: Buffer, target: Buffer) -> None:
+    def fetch(self, source: Buffer, target: Buffer) -> Fetch:
         file = _file_buffer(source).file
         if self._opened.is_the_devices:
-            file.start_reading(self._transfers, target).finish()
-        else:
-            self._read_in_pieces(file, target)
-        target.mark_written()
-
-    def _read_in_pieces(self, file: StateFile, target: Buffer) -> None:
-        """Read a file to the device's memory: as many pieces ahead as there are host buffers, while one is copied."""
+            return DirectFetch(file, target, self._transfers)
         dtype = target.dtype
         step = max(1, min(self._options.piece_numel, self._largest_nbytes[dtype] // dtype.itemsize))
-        starts = deque(range(0, target.numel, step))
-        rooms = self._rooms.setdefault((dtype, step), [])
-        while len(rooms) < min(self._options.buffer_count, len(starts)):
-            rooms.append(self.stage(step, dtype))
-        under_way: deque[tuple[int, Buffer, Buffer, Access]] = deque()
-        try:
-            while starts or under_way:
-                while starts and rooms:
-                    start, room = starts.popleft(), rooms.pop()
-                    piece = room.view(0, min(step, target.numel - start))
-                    reading = file.start_reading(self._transfers, piece, start * dtype.itemsize)
-                    under_way.append((start, room, piece, reading))
-                start, room, piece, reading = under_way.popleft()
-                rooms.append(room)
-                reading.finish()
-                target.view(start, piece.numel).copy_from(piece)
-        finally:
-            for _, room, _, reading in under_way:
-                reading.wait()
-                rooms.append(room)
+        key = (dtype, step)
+        if key not in self._rooms:
+            self._rooms[key] = Rooms(self._options.buffer_count, lambda: self.stage(step, dtype))
+        return StagedFetch(file, target, self._transfers, step, self._rooms[key])
 
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:

@@ -30,7 +30,7 @@ class TierOptions:
     host memory that the device copies from and to without the processor. `buffer_count` is how many host buffers may
     stand between kernels and files, `pipeline_read` and `pipeline_write` whether the next group is read, and the last
     one written, while one is in use. `piece_numel` bounds what a host buffer holds where contents only pass through it
-    to the device (`Tier.read`).
+    to the device (`Tier.fetch`).
     """
 
     run_id: str = "0"
@@ -41,6 +41,28 @@ class TierOptions:
     pipeline_read: bool = False
     pipeline_write: bool = False
     piece_numel: int = 100_000_000
+
+
+class Fetch(ABC):
+    """A buffer's contents on their way to the device. Source and target are the fetch's until it is over."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the target has the contents. Raises OffloadError when they cannot be read; it is over then too."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Wait until nothing is under way; what the target has then is undefined. Does nothing to one that is over."""
+
+
+class DoneFetch(Fetch):
+    """One that was over when it was started."""
+
+    def finish(self) -> None:
+        return None
+
+    def drop(self) -> None:
+        return None
 
 
 class Tier(ABC):
@@ -76,12 +98,10 @@ class Tier(ABC):
         """Memory of `compute` through which gradients and parameters pass between its kernels and the device."""
         return self.compute.allocate(numel, dtype)
 
-    def read(self, source: Buffer, target: Buffer) -> None:
-        """Copy a whole buffer that `allocate` gave to `target` on the device, of equal type and length.
-
-        Raises OffloadError when the contents cannot be read.
-        """
+    def fetch(self, source: Buffer, target: Buffer) -> Fetch:
+        """Start to copy a whole buffer that `allocate` gave to `target` on the device, of equal type and length."""
         target.copy_from(source)
+        return DoneFetch()
 
     @abstractmethod
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:

@@ -11,24 +11,28 @@ it is freed at once, or kept while its next use is near. What "near" means follo
 held its buckets: the same order is expected again, gives prefetching its targets, and tells how many elements will be
 held before a bucket is needed once more. An order that deviates is served on demand: the same collectives happen, only
 not ahead. Every rank sees the same holds in the same order, so every rank decides alike.
+
+[Note: Reading ahead]
+A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
+affair: a gather launched when the file happens to be there would meet other gathers in another order on another rank.
+So prefetching such a bucket has two beginnings, each at a hold. The first reserves its memory and starts to read. The
+gather follows when the next units begin (at the first hold after something was dropped), waiting for its own file only,
+or when the bucket is needed, if that is earlier. The bounds on what is gathered hold from the first beginning on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from logging import INFO, WARNING, getLogger
-from math import inf
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, Communicator, DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
-from polyaccel.offload.tier import Tier
+from polyaccel.offload.tier import DoneFetch, Fetch, Tier
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.pool import BufferPool
-
-log = getLogger(__name__)
+from polyaccel.zero.use_order import UseOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,60 +50,6 @@ class GatherPolicy:
     warn_of_deviations: bool = False
 
 
-class UseOrder:
-    """The order in which buckets were held in the last step, and where the present step stands in it."""
-
-    def __init__(self, numels: Mapping[int, int], *, warn: bool) -> None:
-        self._numels = numels
-        self._warn = warn
-        self._learned: list[int] = []
-        self._present: list[int] = []
-        self._position = 0
-        self._has_deviated = False
-        self._is_changing = self._may_deviate = False
-
-    def note(self, index: int) -> None:
-        """Bucket `index` is used now."""
-        self._present.append(index)
-        if not self._learned:
-            return
-        try:
-            expected = self._learned.index(index, self._position)
-        except ValueError:
-            expected = -1
-        if expected != self._position and not self._has_deviated and not self._may_deviate:
-            self._has_deviated = True
-            level = WARNING if self._warn else INFO
-            log.log(level, "buckets are used in another order than in the last step; they are gathered on demand")
-        if expected >= 0:
-            self._position = expected + 1
-
-    def upcoming(self) -> Iterator[int]:
-        """The buckets that come next, nearest first, if the order holds."""
-        yield from self._learned[self._position :]
-
-    def distance(self, index: int) -> float:
-        """Elements that will be used before bucket `index` is; infinite if it is not expected again."""
-        passed = 0
-        for upcoming in self.upcoming():
-            if upcoming == index:
-                return passed
-            passed += self._numels[upcoming]
-        return inf
-
-    def end_step(self) -> None:
-        """The step is over: expect its order from now on."""
-        if self._present:
-            self._learned, self._present = self._present, []
-        self._position = 0
-        self._has_deviated &= not self._warn
-        self._may_deviate, self._is_changing = self._is_changing, False
-
-    def will_change(self) -> None:
-        """A use was found out in this step, and will come earlier in the next one: no reason to tell anybody."""
-        self._is_changing = True
-
-
 class ShardedBucket:
     """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed.
 
@@ -111,12 +61,25 @@ class ShardedBucket:
         self.own = own
         self.source = source
         self.full: Buffer | None = None
+        self.fetch: Fetch | None = None
+        """This rank's part of `full` is under way from `source`, and the gather not launched yet."""
         self.work: Work | None = None
         self.holds = 0
         self.is_ahead = False
         """Gathered before anybody needed it."""
         self.references = 0
         """To the memory of `full` when it was lent."""
+        self.began_in = 0
+        """The period in which the fetch began."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.full is not None and self.fetch is None and self.work is None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether fetching takes so long that it is worth beginning ahead of the gather."""
+        return self.source is not None and not self.source.is_resident
 
 
 class Gathering:
@@ -150,6 +113,9 @@ class Gathering:
         self.is_suspended = False
         """The ranks' slices are elsewhere; nothing can be gathered."""
         self._ahead_numel = 0
+        self._period = 0
+        """Grows with every hold that follows a drop: each period works on other units than the one before."""
+        self._has_dropped = False
 
     def __contains__(self, index: int) -> bool:
         return index in self._buckets
@@ -157,17 +123,19 @@ class Gathering:
     def full(self, index: int) -> Buffer:
         """The whole bucket. Raises ShardingError while it is sharded."""
         place = self._buckets[index]
-        if place.full is None or place.work is not None:
+        if place.full is None or not place.is_whole:
             raise ShardingError(f"bucket {index} is sharded at present", cure="hold it first", value=index)
         return place.full
 
     def is_whole(self, index: int) -> bool:
-        place = self._buckets[index]
-        return place.full is not None and place.work is None
+        return self._buckets[index].is_whole
 
     def whole_or_none(self, index: int) -> Buffer | None:
-        """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for."""
+        """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
+        under way is forgotten."""
         place = self._buckets[index]
+        if place.fetch is not None:
+            self._free(place)
         if place.work is not None:
             self._settle(place)
         return place.full
@@ -179,10 +147,14 @@ class Gathering:
         self._require_active(index)
         if place.holds == 0 and learn:
             self._order.note(index)
-        place.holds += 1
+        self._period += self._has_dropped
+        self._has_dropped = False
         if place.full is None:
             self._make_room(place.bucket.numel)
+            self._begin(place)
+        if place.fetch is not None:
             self._launch(place)
+        place.holds += 1
         if place.work is not None:
             self._settle(place)
         if learn:
@@ -194,6 +166,7 @@ class Gathering:
         if place.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
         place.holds -= 1
+        self._has_dropped = True
         if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
             self._free(place)
 
@@ -202,12 +175,10 @@ class Gathering:
         place = self._buckets[index]
         if place.full is None:
             return
-        if place.work is not None:
-            self._settle(place)
         if place.holds == 0:
             self._free(place)
         elif not self._is_own(place):
-            self._start_gather(place, place.full, async_op=False)
+            self._gather(place, place.full, self._start_fetch(place, place.full), async_op=False)
 
     @contextmanager
     def peek(self, index: int) -> Iterator[Buffer]:
@@ -222,7 +193,7 @@ class Gathering:
         self._count_live(place.bucket.numel)
         full = self._pool.acquire(place.bucket.numel, place.own.dtype)
         try:
-            self._start_gather(place, full, async_op=False)
+            self._gather(place, full, self._start_fetch(place, full), async_op=False)
             yield full
         finally:
             self._count_live(-place.bucket.numel)
@@ -233,8 +204,6 @@ class Gathering:
         ended."""
         for place in self._buckets.values():
             if place.holds == 0 and place.full is not None:
-                if place.work is not None:
-                    self._settle(place)
                 self._free(place)
 
     def will_change_order(self) -> None:
@@ -287,12 +256,11 @@ class Gathering:
         idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
         idle.sort(key=self._order.distance)
         while idle and self.live_numel + numel > self._policy.max_live_numel:
-            place = self._buckets[idle.pop()]
-            if place.work is not None:
-                self._settle(place)
-            self._free(place)
+            self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
+        """Begin with what comes next, then gather what was begun before. See [Note: Reading ahead]."""
+        begun = [self._buckets[index] for index in self._order.upcoming() if self._buckets[index].fetch is not None]
         for index in self._order.upcoming():
             place = self._buckets[index]
             if place.full is not None:
@@ -300,10 +268,15 @@ class Gathering:
             numel = place.bucket.numel
             within = self._ahead_numel + numel <= self._policy.prefetch_numel
             if not within or self.live_numel + numel > self._policy.max_live_numel:
-                return
-            self._launch(place)
+                break
+            self._begin(place)
             self._ahead_numel += numel
             place.is_ahead = True
+            if not place.is_slow:
+                self._launch(place)
+        for place in begun:
+            if place.fetch is not None and place.began_in < self._period:
+                self._launch(place)
 
     def _require_active(self, index: int) -> None:
         if self.is_suspended:
@@ -313,25 +286,46 @@ class Gathering:
         self.live_numel += numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 
-    def _launch(self, place: ShardedBucket) -> None:
-        self._count_live(place.bucket.numel)
+    def _begin(self, place: ShardedBucket) -> None:
+        """Give a bucket its memory, and start to fetch this rank's part of it."""
         if self._is_own(place):
-            place.full, place.work = place.own, DoneWork()
-            return
-        place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
-        place.references = place.full.references()
-        place.work = self._start_gather(place, place.full, async_op=True)
+            place.full, place.fetch = place.own, DoneFetch()
+        else:
+            place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+            place.references = place.full.references()
+            place.fetch = self._start_fetch(place, place.full)
+        place.began_in = self._period
+        self._count_live(place.bucket.numel)
 
-    def _start_gather(self, place: ShardedBucket, full: Buffer, *, async_op: bool) -> Work:
-        """Gather into `full`. A slice off the device is read to its place in `full` and gathered from there, so that
-        it needs no other memory."""
-        own = place.own
-        if place.source is not None:
-            low, high = place.bucket.shard_bounds(self._communicator.rank)
-            own = full.view(low, high - low)
-            place.source.read(place.own, own)
+    def _launch(self, place: ShardedBucket) -> None:
+        """Gather a bucket that was begun. If that fails, it is as if it had not been."""
+        assert place.fetch is not None  # the callers' condition
+        assert place.full is not None
+        try:
+            place.work = self._gather(place, place.full, place.fetch, async_op=True)
+        except BaseException:
+            self._free(place)
+            raise
+        place.fetch = None
+
+    def _start_fetch(self, place: ShardedBucket, full: Buffer) -> Fetch:
+        """Start to bring this rank's slice to where `_gather` expects it: a slice off the device to its place in
+        `full`, so that it needs no other memory."""
+        if place.source is None:
+            return DoneFetch()
+        return place.source.fetch(place.own, self._own_part(place, full))
+
+    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, async_op: bool) -> Work:
+        fetch.finish()
+        if self._is_own(place):
+            return DoneWork()
+        own = place.own if place.source is None else self._own_part(place, full)
         info = CallInfo("parameters", place.bucket.index)
         return self._communicator.all_gather(full, own, async_op=async_op, info=info)
+
+    def _own_part(self, place: ShardedBucket, full: Buffer) -> Buffer:
+        low, high = place.bucket.shard_bounds(self._communicator.rank)
+        return full.view(low, high - low)
 
     def _settle(self, place: ShardedBucket) -> None:
         """Finish the gather under way and let the frontend see the parameters."""
@@ -340,13 +334,24 @@ class Gathering:
         with self._waiting():
             place.work.wait()
         place.work = None
-        self._ahead_numel -= place.bucket.numel * place.is_ahead
-        place.is_ahead = False
+        self._end_ahead(place)
         self._on_bound(place.bucket, place.full)
 
+    def _end_ahead(self, place: ShardedBucket) -> None:
+        self._ahead_numel -= place.bucket.numel * place.is_ahead
+        place.is_ahead = False
+
     def _free(self, place: ShardedBucket) -> None:
+        """Let go of a bucket; what is under way is waited for."""
         assert place.full is not None  # the callers' condition
-        self._on_freed(place.bucket)
+        if place.work is not None:
+            self._settle(place)
+        if place.fetch is not None:
+            place.fetch.drop()
+            place.fetch = None
+            self._end_ahead(place)
+        else:
+            self._on_freed(place.bucket)
         if not self._is_own(place):
             is_kept = place.full.references() > place.references
             (self._pool.forget if is_kept else self._pool.release)(place.full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +20,11 @@ from polyaccel.buffer import Buffer
 from polyaccel.config import load_config
 from polyaccel.errors import ConfigError
 from polyaccel.offload.file_buffer import FileBuffer
+from polyaccel.offload.state_file import StateFile
 from polyaccel.ops.base import ADAM, KernelTable
 from polyaccel.testkit.threads import run_threads
 from polyaccel.types import DType
+from polyaccel.zero.gathering import Gathering
 
 STEPS = 2
 BF16 = {"bf16": {"enabled": True}}
@@ -252,6 +255,55 @@ def test_parameters_pass_between_host_and_device(tmp_path, monkeypatch, place, p
         assert_same_run(runs[0], wanted)
     assert updates
     assert all(memory == {False} for memory in updates)
+
+
+# Reading ahead.
+
+
+def test_files_are_read_before_the_hold_that_needs_them(tmp_path, monkeypatch):
+    """Within the bounds on what is gathered, and without a descriptor more after some steps."""
+    log: list[tuple[str, int]] = []
+    start, hold = StateFile.start_reading, Gathering.hold
+
+    def noted_start(file: StateFile, *rest: Any) -> Any:
+        log.append(("read", int(file.path.name.removeprefix("bucket").partition(".")[0])))
+        return start(file, *rest)
+
+    def noted_hold(gathering: Gathering, index: int, **rest: Any) -> None:
+        log.append(("hold", index))
+        hold(gathering, index, **rest)
+        log.append(("held", index))
+
+    monkeypatch.setattr(StateFile, "start_reading", noted_start)
+    monkeypatch.setattr(Gathering, "hold", noted_hold)
+    build, loss = CASES["gpt"]
+
+    def work(communicator: Any, model: nn.Module, settings: Any) -> tuple[int, int, int]:
+        engine, *_ = polyaccel.initialize(model=model, config=settings)
+        open_files = set()
+        for step in range(4):
+            engine.backward(loss(engine, step, 0, communicator.rank))
+            engine.step()
+            if step:
+                open_files.add(len(os.listdir("/proc/self/fd")))
+            if step < 2:
+                log.clear()
+        assert len(open_files) == 1
+        told = list(log)
+        peak = engine.zero.params.gathering.peak_numel
+        engine.destroy()
+        reads = [index for index, (what, _) in enumerate(told) if what == "read"]
+        on_demand = [index for index in reads if told[index - 1] == ("hold", told[index][1])]
+        return len(reads), len(reads) - len(on_demand), peak
+
+    def trained_with(zero: dict[str, Any]) -> Any:
+        return on_threads(1, work, build, config("files", "none", tmp_path, zero))[0]
+
+    reads, ahead, peak = trained_with({})
+    assert reads >= 10
+    assert ahead >= 0.8 * reads
+    assert trained_with({"stage3_prefetch_bucket_size": 0})[:2] == (reads, 0)
+    assert trained_with({"offload_param": {"device": "none"}}) == (0, 0, peak)
 
 
 # Refusals.

@@ -84,7 +84,7 @@ def test_a_device_that_is_not_the_host_gets_contents_in_pieces(tmp_path: Path, n
     source.from_bytes(np.arange(numel, dtype=np.float32).tobytes())
     for _ in range(2):
         target.fill(-1.0)
-        tier.read(source, target)
+        tier.fetch(source, target).finish()
         assert target.raw.tolist() == list(range(numel))
     assert len(rooms) <= min(3, -(-numel // piece_numel))  # for good
     assert all(0 < room <= max(piece_numel, numel + 1023) for room in rooms)
