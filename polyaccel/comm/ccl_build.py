@@ -109,7 +109,10 @@ def _compile(command: list[str]) -> None:
 def _source() -> Path:
     source = next((path for path in _sources() if path.exists()), None)
     if source is None:
-        raise CommError("csrc/ccl is not in this installation of polyaccel", cure="install polyaccel again")
+        raise CommError(
+            "csrc/ccl is not in this installation: polyaccel was installed without compiling",
+            cure="install CMake and a C++ compiler (GCC or Clang), then polyaccel again",
+        )
     return source
 
 

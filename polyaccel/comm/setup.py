@@ -10,7 +10,8 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
-from polyaccel.comm.base import API_VERSION, DEFAULT_TIMEOUT_S, CommBackend, Communicator, Rendezvous
+from polyaccel.comm.backends import comm_backend
+from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
 from polyaccel.comm.default import (
     default_communicator,
     is_initialized,
@@ -25,7 +26,6 @@ from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.shm_library import MOST_RANKS
 from polyaccel.comm.torch_pg import initialized_world
 from polyaccel.errors import CommError, RanksApart
-from polyaccel.registry import PluginGroup, load_plugin
 
 _log = logging.getLogger(__name__)
 
@@ -47,15 +47,16 @@ def init_distributed(
 ) -> None:
     """Join all ranks in the default process group; nothing happens if it exists. DeepSpeed's arguments and meaning.
 
-    `dist_backend` is the name of a comm plugin; None takes `POLYACCEL_COMM`, else the accelerator's own. One process
-    connects to nobody. `timeout` (a timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a
-    torch URL that replaces address and port. `dist_init_required=False` refuses to make a group and raises CommError if
-    there is none; True and None make it where it is missing. `config` may hold `comm` (backend, timeout_s,
-    debug, dump_dir) as mapping or as a config object; arguments win; its `accelerator` chooses the device.
-    `rank` and `world_size` below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's
-    variables are set to what was found. `auto_mpi_discovery=False` never imports mpi4py: mpirun's ranks then need
-    MASTER_ADDR and MASTER_PORT. `distributed_port` None is a port that no other job will use where the ranks can agree
-    on one, else 29500. Raises CommError and CommTimeout as `CommBackend.connect`.
+    `dist_backend` is the name of a comm plugin, or of a backend that a package registers with torch; None takes
+    `POLYACCEL_COMM`, else the accelerator's own. One process connects to nobody. `timeout` (a timedelta, or seconds;
+    600 s if None) limits every collective. `init_method` is a torch URL that replaces address and port.
+    `dist_init_required=False` refuses to make a group and raises CommError if there is none; True and None make it
+    where it is missing. `config` may hold `comm` (backend, timeout_s, debug, dump_dir) as mapping or as a config
+    object; arguments win; its `accelerator` chooses the device. `rank` and `world_size` below 0 are found by
+    `comm.discovery`; under another launcher than torchrun, torchrun's variables are set to what was found.
+    `auto_mpi_discovery=False` never imports mpi4py: mpirun's ranks then need MASTER_ADDR and MASTER_PORT.
+    `distributed_port` None is a port that no other job will use where the ranks can agree on one, else 29500. Raises
+    CommError and CommTimeout as `CommBackend.connect`.
     """
     if is_initialized():
         return
@@ -117,8 +118,7 @@ def connect(
     name = backend or _own_backend(rendezvous, accelerator)
 
     def join(name: str) -> Communicator:
-        plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, name, CommBackend, API_VERSION)
-        return plugin().connect(rendezvous, accelerator, timeout_s=timeout_s)
+        return comm_backend(name)().connect(rendezvous, accelerator, timeout_s=timeout_s)
 
     try:
         communicator = join(name)
@@ -141,7 +141,7 @@ def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
     is_one_host = rendezvous.local_world_size == rendezvous.world_size <= MOST_RANKS
     if own not in ("gloo", "local") or not is_one_host:
         return own
-    probe = load_plugin(PluginGroup.COMM, "shm", CommBackend, API_VERSION).probe()
+    probe = comm_backend("shm").probe()
     if not probe.usable and own == "gloo" and rendezvous.rank == 0:
         _log.info("ranks talk by gloo, several times slower than by shared memory: %s", probe.reason)
     return "shm" if probe.usable else own

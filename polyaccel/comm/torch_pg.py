@@ -1,4 +1,5 @@
-"""The backends that torch brings along: gloo, nccl, xccl and hccl. Light to import; torch is loaded when connecting.
+"""The backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
+Light to import; torch is loaded when connecting.
 
 [Note: Two process groups]
 Scripts use `torch.distributed` beside us (a DistributedSampler asks it for the rank), so its default group always
@@ -9,16 +10,21 @@ all ranks, which has our time limit and in which no call of the script can stand
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.errors import CommError, CommTimeout
+
+REGISTRARS = "torch.distributed.backends"
+"""The entry-point group in which packages offer backends to torch."""
 
 
 def initialized_world() -> tuple[int, int] | None:
@@ -34,16 +40,17 @@ class TorchBackend(CommBackend):
 
     library: ClassVar[str | None] = None
     """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
-    module: ClassVar[str | None] = None
-    """A module whose import adds the backend to torch."""
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """By the accelerator's name, the module whose import adds the backend to torch; empty if torch always has it."""
 
     @classmethod
     def probe(cls) -> Probe:
         spec = find_spec("torch")
         if spec is None or spec.origin is None:
             return Probe(False, "torch is not installed")
-        if cls.module is not None and find_spec(cls.module) is None:
-            return Probe(False, f"{cls.module} is not installed")
+        packages = {module.partition(".")[0] for module in cls.modules.values()}
+        if packages and not any(map(find_spec, packages)):
+            return Probe(False, f"{' or '.join(sorted(packages))} is not installed")
         library = Path(spec.origin).parent / "lib" / cls.library if cls.library else None
         if library is not None and not library.exists():
             return Probe(False, f"this torch is built without {cls.name} (no {library.name})")
@@ -57,6 +64,7 @@ class TorchBackend(CommBackend):
                 cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
                 value=self.name,
             )
+        self.register(accelerator)
         join_default_group(type(self), rendezvous, timeout_s)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
@@ -72,14 +80,25 @@ class TorchBackend(CommBackend):
             raise CommError(f"rank {rendezvous.rank} is not in its own world {ranks}", value=ranks)
         return kind(group, ranks, accelerator, self.name, timeout_s)
 
+    def register(self, accelerator: Accelerator) -> None:
+        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be."""
+        if not self.modules:
+            return
+        module = self.modules.get(accelerator.name)
+        if module is None:
+            raise CommError(
+                f"comm backend {self.name!r} is for {' and '.join(self.modules)}, not for {accelerator.name}",
+                cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+                value=accelerator.name,
+            )
+        import_module(module)
+
 
 def join_default_group(backend: type[TorchBackend], rendezvous: Rendezvous, timeout_s: float) -> None:
     """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one."""
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
-    if backend.module is not None:
-        import_module(backend.module)
     if adopted is None:
         _make_default_group(backend.name, rendezvous, timeout_s)
     elif adopted != (rendezvous.rank, rendezvous.world_size):
@@ -167,7 +186,52 @@ class XcclBackend(TorchBackend):
 
 
 class HcclBackend(TorchBackend):
-    """Ascend NPUs through torch_npu. Not run on hardware."""
+    """Two libraries of one name: Ascend's for `npu`, Gaudi's for `hpu`. Not run on hardware."""
 
     name: ClassVar[str] = "hccl"
-    module: ClassVar[str | None] = "torch_npu"
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"npu": "torch_npu", "hpu": "habana_frameworks.torch.distributed.hccl"}
+    )
+
+
+class OutOfTreeBackend(TorchBackend):
+    """A backend that another package registers with torch: it did, or its entry point will."""
+
+    registrar: ClassVar[metadata.EntryPoint | None] = None
+
+    def register(self, accelerator: Accelerator) -> None:
+        import torch.distributed as dist
+
+        known = dist.Backend.backend_list
+        if self.registrar is None or self.name in known:
+            return
+        # Younger versions of torch do this themselves when the name is first used.
+        try:
+            self.registrar.load()()
+        except Exception as error:
+            raise CommError(
+                f"{self.registrar.value} could not register backend {self.name!r}: {type(error).__name__}: {error}",
+                cure=f"it is the entry point of a package, in group {REGISTRARS!r}: repair or uninstall that",
+                value=self.registrar.value,
+            ) from error
+        if self.name not in known:
+            raise CommError(
+                f"{self.registrar.value} registered no backend {self.name!r} with torch, which has {known}",
+                cure="the entry point's name is the backend's, in lower case",
+                value=self.name,
+            )
+
+
+def out_of_tree_backend(name: str) -> type[TorchBackend] | None:
+    """The backend that torch knows, or would by an entry point of REGISTRARS, as `name`; None if there is none.
+
+    A package registers its backend when it is imported (`Backend.register_backend`), or by the entry point, a function
+    without arguments that does. Neither torch nor the package is imported here.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    is_known = dist is not None and dist.is_available() and name in dist.Backend.backend_list
+    registrars = metadata.entry_points(group=REGISTRARS, name=name)
+    if not is_known and not registrars:
+        return None
+    members = {"name": name, "registrar": next(iter(registrars), None), "__doc__": OutOfTreeBackend.__doc__}
+    return type("OutOfTreeBackend", (OutOfTreeBackend,), members)
