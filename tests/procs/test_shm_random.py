@@ -100,3 +100,25 @@ def test_random_collectives_give_the_bits_of_one_process(world_size: int) -> Non
     with RankPool(world_size, backend="shm") as pool:
         seed = world_size
         assert pool.run(random_collectives, seed, count, timeout_s=50 + COLLECTIVES // 10) == [count] * world_size
+
+
+def same_call_on_other_memory(comm: Communicator) -> tuple[int, list[set[float]]]:
+    """How many addresses the buffers had, and what each sum was."""
+    addresses, sums = set(), []
+    for turn in range(12):
+        buffer = comm.allocate(100_000, DType.FLOAT32)
+        addresses.add(buffer.data_ptr())
+        buffer.fill(turn + comm.rank)
+        comm.all_reduce(buffer)
+        sums.append(set(buffer.raw.tolist()))
+        comm.barrier()  # or a peer might still write when the memory goes
+        del buffer
+    return len(addresses), sums
+
+
+def test_memory_in_the_place_of_other_memory_is_looked_at_anew() -> None:
+    """The calls are equal in all that can be seen of them, yet each buffer lies elsewhere in the heap file."""
+    with RankPool(2, backend="shm") as pool:
+        for addresses, sums in pool.run(same_call_on_other_memory):
+            assert addresses < len(sums)
+            assert sums == [{2.0 * turn + 1.0} for turn in range(12)]
