@@ -67,6 +67,11 @@ def look(request: Request) -> Sighting:
     return Sighting(False, f"none of {', '.join(launcher.rank for launcher in _LAUNCHERS)} is set")
 
 
+def may_start(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher, Slurm with PMI among them, has prepared this process for MPI's start."""
+    return any(launcher.rank in environ for launcher in _LAUNCHERS)
+
+
 def place(request: Request) -> Place | None:
     """The rank that the launchers' variables say; None without them. Raises CommError where two disagree."""
     places = [place_by(launcher, request.environ) for launcher in _seen(request)]

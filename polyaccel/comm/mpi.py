@@ -15,7 +15,7 @@ from typing import ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import CallInfo, CommBackend, Communicator, Rendezvous
-from polyaccel.comm.discovery_mpi import look
+from polyaccel.comm.discovery_mpi import look, may_start
 from polyaccel.comm.discovery_request import Request
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.errors import CommError
@@ -68,11 +68,11 @@ class MpiBackend(CommBackend):
 
     def _check_startable(self, rendezvous: Rendezvous) -> None:
         probe = self.probe()
-        launcher = look(Request(os.environ))
         if not probe.usable:
             reason, cure = probe.reason, "pip install 'polyaccel[mpi]', with the MPI whose mpirun starts the ranks"
-        elif not launcher.applies and "mpi4py.MPI" not in sys.modules:
-            reason, cure = f"no launcher of MPI started this process: {launcher.text}", "start the ranks with mpirun"
+        elif not may_start(os.environ) and "mpi4py.MPI" not in sys.modules:
+            seen = look(Request(os.environ)).text
+            reason, cure = f"no launcher of MPI started this process: {seen}", "start the ranks with mpirun"
         else:
             return
         raise CommError(

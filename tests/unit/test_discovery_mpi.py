@@ -12,6 +12,7 @@ import pytest
 
 from polyaccel.comm import host_address, mpi_meeting
 from polyaccel.comm.discovery import discover
+from polyaccel.comm.discovery_mpi import may_start
 from polyaccel.comm.mpi_meeting import Answer, Note, decide
 from polyaccel.errors import CommError
 
@@ -106,6 +107,12 @@ def test_mpi_is_not_asked_when_told_not_to(monkeypatch: pytest.MonkeyPatch) -> N
         discover(environ=LAUNCHERS["PMI"], ask_mpi=False)
     with pytest.raises(AssertionError, match="MPI was asked"):
         discover(environ=LAUNCHERS["PMI"])
+
+
+def test_mpi_may_start_where_a_launcher_or_slurm_has_prepared_it() -> None:
+    for environ in (*LAUNCHERS.values(), {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "PMI_RANK": "0"}):
+        assert may_start(environ)
+    assert not may_start({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", **MEETING, "RANK": "0"})
 
 
 def note(host: str, *addresses: str, address: str | None = None, port: str | None = None) -> Note:
