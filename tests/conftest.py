@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from polyaccel.testkit.procs import RankPool
+from polyaccel.testkit.mpi import MpiRankPool
+from polyaccel.testkit.procs import Memory, RankPool
 
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
@@ -20,3 +21,16 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def mpi_pool() -> Iterator[Callable[..., MpiRankPool]]:
+    """`mpi_pool(world_size, memory="torch")`: ranks of an mpirun, shared by the session and started on first use."""
+    pools: dict[tuple[int, Memory], MpiRankPool] = {}
+
+    def pool(world_size: int, memory: Memory = "torch") -> MpiRankPool:
+        return pools.setdefault((world_size, memory), MpiRankPool(world_size, memory=memory))
+
+    yield pool
+    for one in pools.values():
+        one.close()

@@ -14,7 +14,11 @@ from mpi4py import MPI
 
 _KINDS = {"cuda": ("cuda", "rocm"), "xpu": ("level_zero",)}
 """Kinds of memory in MPI's names, by the type of a torch device; ROCm's devices are called cuda there."""
-_QUERIES = {"cuda": "MPIX_Query_cuda_support", "rocm": "MPIX_Query_rocm_support", "level_zero": "MPIX_Query_ze_support"}
+_QUERIES = {
+    "cuda": ("MPIX_Query_cuda_support",),
+    "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
+    "level_zero": ("MPIX_Query_ze_support",),
+}
 _SWITCHES = {
     "cuda": ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA"),
     "rocm": ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_ROCM"),
@@ -26,7 +30,9 @@ def takes_memory_of(device_type: str, environ: Mapping[str, str] | None = None) 
     """Whether buffers on devices of this type may be passed to MPI as they are."""
     environ = os.environ if environ is None else environ
     return any(
-        _is_announced(kind) or _answers_yes(_QUERIES[kind]) or any(_is_on(environ, name) for name in _SWITCHES[kind])
+        _is_announced(kind)
+        or any(_answers_yes(query) for query in _QUERIES[kind])
+        or any(_is_on(environ, name) for name in _SWITCHES[kind])
         for kind in _KINDS.get(device_type, ())
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -20,29 +20,15 @@ from polyaccel.testkit.procs import Memory
 pytestmark = needs_mpi
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], MpiRankPool]]:
-    """Ranks by number; four of them have no torch."""
-    started: dict[int, MpiRankPool] = {}
-
-    def pool(world_size: int) -> MpiRankPool:
-        if world_size not in started:
-            memory: Memory = "numpy" if world_size == 4 else "torch"
-            started[world_size] = MpiRankPool(world_size, comm_timeout_s=20.0, memory=memory)
-        return started[world_size]
-
-    yield pool
-    for one in started.values():
-        one.close()
-
-
 class OverMpi(CommContract):
+    memory: ClassVar[Memory] = "torch"
+
     @pytest.fixture(autouse=True)
-    def _pools(self, pools: Callable[[int], MpiRankPool]) -> None:
-        self.pools = pools
+    def _pool(self, mpi_pool: Callable[..., MpiRankPool]) -> None:
+        self.pool = mpi_pool
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.pools(world_size).run(body, *args)
+        return self.pool(world_size, self.memory).run(body, *args)
 
 
 class TestMpi(OverMpi):
@@ -51,6 +37,7 @@ class TestMpi(OverMpi):
 
 class TestMpiWithoutTorch(OverMpi):
     world_sizes: ClassVar[tuple[int, ...]] = (4,)
+    memory: ClassVar[Memory] = "numpy"
 
     def test_torch_is_not_loaded(self) -> None:
         self.check(torch_is_not_loaded)
@@ -92,5 +79,5 @@ def messages_of_several_pieces(comm: Communicator) -> int:
     return checks
 
 
-def test_large_messages_are_cut(pools: Callable[[int], MpiRankPool]) -> None:
-    assert all(pools(2).run(messages_of_several_pieces))
+def test_large_messages_are_cut(mpi_pool: Callable[..., MpiRankPool]) -> None:
+    assert all(mpi_pool(2).run(messages_of_several_pieces))

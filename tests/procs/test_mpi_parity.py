@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from mpi_ranks import needs_mpi
@@ -15,14 +15,6 @@ pytestmark = needs_mpi
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], MpiRankPool]]:
-    started: dict[int, MpiRankPool] = {}
-    yield lambda world: started.setdefault(world, MpiRankPool(world))
-    for pool in started.values():
-        pool.close()
-
-
 def train_here(communicator: Communicator, config: Config) -> Run:
     return train(communicator, parity_model(), config, STEPS)
 
@@ -30,13 +22,13 @@ def train_here(communicator: Communicator, config: Config) -> Run:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_stage_over_mpi_equals_threads_bitwise(
-    pools: Callable[[int], MpiRankPool], world: int, stage: int
+    mpi_pool: Callable[[int], MpiRankPool], world: int, stage: int
 ) -> None:
     zero = {"reduce_bucket_size": SMALL_BUCKET, "stage3_prefetch_bucket_size": SMALL_BUCKET}
     for changes in ({"gradient_clipping": 0.5, "accumulation": 3}, {"bf16": {"enabled": True}}):
         config = make_config(stage, zero=zero, **changes)
         expected = train_on_threads(world, config, STEPS)
-        for rank, run in enumerate(pools(world).run(train_here, config)):
+        for rank, run in enumerate(mpi_pool(world).run(train_here, config)):
             assert_bitwise(run.params, expected.params)
             assert run.norms == expected.norms
             assert rank or run.losses == expected.losses

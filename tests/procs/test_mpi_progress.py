@@ -18,7 +18,7 @@ from polyaccel.testkit.mpi import MpiRankPool
 from polyaccel.types import DType
 
 pytestmark = needs_mpi
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 
 
 @pytest.fixture(scope="module")
