@@ -14,7 +14,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl environment lint bench sanitize soak-shm lock clean
+.PHONY: help train test test-ccl test-mpi environment lint bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,6 +31,12 @@ test-ccl: ## run the tests of the ccl backend in an environment of its own: oneC
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
 	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py $(ARGS)
+
+test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
+	for mpi in mpich impi-rt; do \
+		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
+			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/test_mpi_*.py tests/procs/test_discovery_launchers.py $(ARGS) || exit 1; \
+	done
 
 environment: $(STAMP)
 
@@ -53,6 +59,13 @@ sanitize: ## build csrc/ with address, undefined and thread sanitizers, and run 
 			&& ctest --test-dir build/sanitize-$$kind --output-on-failure --timeout 300 || exit 1; \
 	done
 
+test-neon: ## build csrc/ for 64-bit ARM and run its kernel tests in an emulator (g++-aarch64-linux-gnu, qemu-user-static)
+	cmake -S . -B build/neon -DPA_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+		"-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64-static;-L;/usr/aarch64-linux-gnu" >/dev/null
+	cmake --build build/neon -j 2
+	ctest --test-dir build/neon --output-on-failure --timeout 300 --tests-regex 'kernels|files'
+
 soak-shm: $(STAMP) ## run 10,000 random collectives and 100 random kills over shared memory
 	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/test_shm_random.py \
 		tests/procs/test_shm_failures.py $(ARGS)
@@ -66,7 +79,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)
