@@ -39,7 +39,7 @@ _OPS = ("all-reduce", "reduce-scatter", "all-gather")
 _WAYS = ("shm", "private", "gloo", "exchange", "mpi", "deepspeed")
 _SMALL_NBYTES = 64 * _KIB  # measured by many, for one alone is shorter than the ranks are apart
 _MANY = 30
-_MOST_S = 15.0  # of one size's rounds
+_MOST_S = 12.0  # of one size's rounds
 Seconds = dict[str, float]
 """Median seconds by "way op", and of "memcpy"."""
 
