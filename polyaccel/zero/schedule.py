@@ -67,7 +67,8 @@ def plan_step(policy: ZeroPolicy, layout: ShardLayout, *, micro_batches: int = 1
     """One optimizer step over `micro_batches` micro-batches.
 
     Forward runs the buckets in reverse and backward in layout order, which is the order in which gradients appear.
-    Norms and overflow are agreed on between the last reduction and the first `UPDATE`. Updates come in forward order,
+    Where norm or overflow decide something, they are agreed on between the last reduction and the first `UPDATE`.
+    Updates come in forward order,
     so that what the next forward needs first is published first. Frozen buckets run forward and backward and nothing
     else. Raises ShardingError when there is no micro-batch.
     """
