@@ -16,6 +16,7 @@ from polyaccel.comm.functions import get_global_rank as get_global_rank
 from polyaccel.comm.functions import get_local_rank as get_local_rank
 from polyaccel.comm.functions import get_rank as get_rank
 from polyaccel.comm.functions import get_world_size as get_world_size
+from polyaccel.comm.functions import inference_all_reduce as inference_all_reduce
 from polyaccel.comm.functions import irecv as irecv
 from polyaccel.comm.functions import isend as isend
 from polyaccel.comm.functions import new_group as new_group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import NO_INFO, CallInfo
@@ -10,8 +10,7 @@ from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType, ReduceOp
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):  # made for every collective, in half the time of a frozen dataclass
     """One collective as its caller described it: what the ranks of a group must agree on, and what it is for.
 
     `numel` counts the buffer that is whole on this rank (the source of a reduce-scatter, the result of an all-gather).
@@ -48,6 +47,12 @@ def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
         raise ShardingError(
             f"{kind}: the average of {dtype.value} is not defined", cure="use SUM and divide, or cast first", value=op
         )
+
+
+def check_reducible(kind: str, dtype: DType) -> None:
+    """Refuse to add truth values, of which every library means something else."""
+    if dtype is DType.BOOL:
+        raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
 
 
 def check_root(kind: str, root: int, world_size: int) -> None:

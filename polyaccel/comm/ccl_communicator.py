@@ -7,12 +7,11 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import Call, check_members, check_reducible, check_reduction, check_root, is_own_part
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.ccl_group import CclFailure, CclGroup, CclJob, CclTimeout
 from polyaccel.comm.ccl_library import Op
 from polyaccel.comm.objects import gather_objects
-from polyaccel.comm.shm_group import check_reducible
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.ops.base import SCALE

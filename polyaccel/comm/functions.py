@@ -71,6 +71,11 @@ def all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, as
     return _result(comm.all_reduce(_buffer(comm, tensor), op, async_op=async_op), async_op)
 
 
+def inference_all_reduce(tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None) -> None:
+    """`all_reduce`, by the name that DeepSpeed has for what a forward pass waits for. It is the same one here."""
+    all_reduce(tensor, op, group)
+
+
 def reduce_scatter_tensor(
     output: Any,
     input: Any,  # noqa: A002

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import Call, check_members, check_reducible, check_reduction, check_root, is_own_part
 from polyaccel.comm.background import Background, DeferredWork
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.objects import gather_objects
-from polyaccel.comm.shm_group import Failure, Host, PreparedCall, ShmGroup, check_reducible, explain
+from polyaccel.comm.shm_group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.shm_library import Op, shm_library
 from polyaccel.comm.shm_memory import AddressBook, Bytes, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.single import SingleCommunicator
@@ -252,7 +251,7 @@ class ShmCommunicator(Communicator):
         try:
             self._group.run(address)
         except Failure as failure:
-            raise self._error(failure, seq, replace(prepared.call, info=info)) from None
+            raise self._error(failure, seq, prepared.call._replace(info=info)) from None
         if buffers:
             buffers[0].mark_written()
 

@@ -159,12 +159,6 @@ class ShmGroup:
                 self._group = None
 
 
-def check_reducible(kind: str, dtype: DType) -> None:
-    """Refuse to add truth values, of which every library means something else."""
-    if dtype is DType.BOOL:
-        raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
-
-
 def explain(
     failure: Failure,
     seq: int,

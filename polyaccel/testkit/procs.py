@@ -17,6 +17,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -24,9 +25,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-from polyaccel.comm.base import API_VERSION, CommBackend, Communicator, Rendezvous
+from polyaccel.comm.backends import comm_backend
+from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.errors import CommTimeout, LaunchError
-from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
@@ -83,7 +84,8 @@ class RankPool:
         if not self._pipes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((task, args))
+            with suppress(BrokenPipeError):  # a worker that is dead, which `_collect` finds out
+                pipe.send((task, args))
         return self._collect(timeout_s)
 
     def close(self) -> None:
@@ -214,8 +216,7 @@ def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, memory
     from polyaccel.comm.default import set_default_communicator
 
     warnings.simplefilter("error")
-    plugin: type[CommBackend] = load_plugin(PluginGroup.COMM, backend, CommBackend, API_VERSION)
-    communicator = plugin().connect(rendezvous, CpuAccelerator(memory), timeout_s=comm_timeout_s)
+    communicator = comm_backend(backend)().connect(rendezvous, CpuAccelerator(memory), timeout_s=comm_timeout_s)
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)

@@ -17,6 +17,8 @@ def test_tensors_go_in_and_results_come_back_in_them() -> None:
         tensor = torch.full((2, 3), float(rank))
         assert comm.all_reduce(tensor, comm.ReduceOp.MAX) is None
         assert tensor.tolist() == [[n - 1.0] * 3] * 2
+        comm.inference_all_reduce(tensor)
+        assert tensor.tolist() == [[n * (n - 1.0)] * 3] * 2
         part = torch.zeros(2)
         work = comm.reduce_scatter_tensor(part, torch.arange(2.0 * n), async_op=True)
         assert work is not None
