@@ -48,9 +48,8 @@ Steps = Iterator[list[Message]]
 
 
 class Exchange(ABC):
-    """The messages of one collective, and its scratch memory. A transport says how one is started.
-
-    `most_tag` is the largest tag that the transport takes.
+    """The messages of one collective, which own their buffers, and its scratch memory. A transport says how one is
+    started; `most_tag` is the largest tag that it takes.
     """
 
     def __init__(self, call: Call, seq: int, pool: ScratchPool, *, most_tag: int = 0x7FFFFFFF) -> None:
@@ -60,6 +59,7 @@ class Exchange(ABC):
         self._sends: list[Message] = []
         self._receives: list[Message] = []
         self._blocks: list[Buffer] = []
+        self._held: list[Buffer] = []
         agreed = crc32(f"{call.op} {call.detail} {call.numel} {call.dtype}".encode())
         self._tag = agreed % (most_tag // _WINDOW) * _WINDOW
         self._turn = seq * _PHASES
@@ -91,14 +91,16 @@ class Exchange(ABC):
         return sends
 
     def release(self) -> None:
-        """Give the scratch back: no message touches it any more."""
+        """Let go of the buffers and give the scratch back: no message touches them any more."""
         for block in self._blocks:
             self._pool.give_back(block)
-        self._blocks = []
+        self._blocks, self._held = [], []
 
     def _start(self, buffer: Buffer, peer: int, phase: int, started: list[Message], *, sends: bool) -> None:
         if not buffer.numel:
             return
+        # The caller may have let go of what it sends; what it sends from must stay until the peer has it.
+        self._held.append(buffer)
         message = self.start(buffer, peer, self._tag + (self._turn + phase) % _WINDOW, sends=sends)
         if message is not None:
             started.append(message)

@@ -43,6 +43,8 @@ class Progress:
         self.threads: set[int] = set()
         """Those that have started a call."""
         self._running: dict[MpiWork, None] = {}
+        self.failed: list[MpiWork] = []
+        """Kept for good: MPI may still write to their buffers."""
         self._lock = Lock()
 
     @property
@@ -140,8 +142,11 @@ class MpiWork(Work):
 
     def _end(self, error: CommError | None) -> None:
         self._error = error
-        self._awaited, self._requests = [], []
-        self._steps = iter(())  # lets go of the buffers
+        if error is not None:
+            PROGRESS.failed.append(self)
+        else:
+            self._awaited, self._requests = [], []
+            self._steps = iter(())  # lets go of the buffers
         self._is_complete = True
 
     def _missing(self) -> list[int]:
