@@ -1,5 +1,6 @@
 #include "parallel.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -24,6 +25,26 @@ struct Job {
     }
 };
 
+void work_on(void* job) { static_cast<Job*>(job)->work(); }
+
+// What compilers make of `omp parallel`: calls the function on so many threads, and returns when all have. GNU's
+// run-time has it, and so have those of LLVM and Intel.
+typedef void (*gomp_parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+// A child of fork has none of the threads that its copy of the run-time counts on.
+std::atomic<bool> is_forked{false};
+
+gomp_parallel loaded_openmp() {
+    static std::atomic<gomp_parallel> known{nullptr};
+    if (is_forked.load(std::memory_order_relaxed)) return nullptr;
+    gomp_parallel found = known.load(std::memory_order_relaxed);
+    if (!found) {
+        found = reinterpret_cast<gomp_parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+        known.store(found, std::memory_order_relaxed);
+    }
+    return found;
+}
+
 // [Note: Joining a job]
 // A job lives on its caller's stack. The caller opens `seats` on it; a worker takes a seat and is counted in `seated`
 // until it leaves, both under the mutex. The caller works too, and when it finds no part left it closes the seats and waits
@@ -34,6 +55,7 @@ class Pool {
     void run(Job& job, int32_t helpers) {
         std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
         if (!turn.owns_lock()) return job.work();
+        if (const gomp_parallel parallel = loaded_openmp()) return parallel(work_on, &job, (unsigned)helpers + 1, 0);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             while (workers_ < helpers && start_worker()) workers_++;
@@ -87,8 +109,13 @@ alignas(Pool) unsigned char room[sizeof(Pool)];
 
 void make_pool() { new (room) Pool; }
 
+void in_child() {
+    is_forked.store(true, std::memory_order_relaxed);
+    make_pool();
+}
+
 Pool& pool() {
-    static const bool made = (make_pool(), pthread_atfork(nullptr, nullptr, make_pool), true);
+    static const bool made = (make_pool(), pthread_atfork(nullptr, nullptr, in_child), true);
     (void)made;
     return *std::launder(reinterpret_cast<Pool*>(room));
 }
