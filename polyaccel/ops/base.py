@@ -246,6 +246,21 @@ class LinearWeightGradFn(Protocol):
         """A new array (outputs, inputs): `grad.T @ x` for grad (rows, outputs), x (rows, inputs)."""
 
 
+class MatmulFn(Protocol):
+    def __call__(self, left: Any, right: Any) -> Any:
+        """A new array (rows, columns): `left @ right` for left (rows, inner), right (inner, columns)."""
+
+
+class MatmulLeftGradFn(Protocol):
+    def __call__(self, grad: Any, right: Any) -> Any:
+        """A new array (rows, inner): `grad @ right.T` for grad (rows, columns), right (inner, columns)."""
+
+
+class MatmulRightGradFn(Protocol):
+    def __call__(self, left: Any, grad: Any) -> Any:
+        """A new array (inner, columns): `left.T @ grad` for left (rows, inner), grad (rows, columns)."""
+
+
 COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 CAST: Op[CastFn] = Op("cast", "copy into another element type, rounded to nearest or stochastically")
@@ -269,8 +284,14 @@ ALL_OPS: tuple[Op[Any], ...] = (
 LINEAR: Op[LinearFn] = Op("linear", "a linear layer's output")
 LINEAR_INPUT_GRAD: Op[LinearInputGradFn] = Op("linear_input_grad", "gradient of a linear layer's input")
 LINEAR_WEIGHT_GRAD: Op[LinearWeightGradFn] = Op("linear_weight_grad", "gradient of a linear layer's weight")
+MATMUL: Op[MatmulFn] = Op("matmul", "a product of two matrices")
+MATMUL_LEFT_GRAD: Op[MatmulLeftGradFn] = Op("matmul_left_grad", "gradient of the left matrix of a product")
+MATMUL_RIGHT_GRAD: Op[MatmulRightGradFn] = Op("matmul_right_grad", "gradient of the right matrix of a product")
 
-MATRIX_OPS: tuple[Op[Any], ...] = (LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD)
+MATRIX_OPS: tuple[Op[Any], ...] = (
+    *(LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD),
+    *(MATMUL, MATMUL_LEFT_GRAD, MATMUL_RIGHT_GRAD),
+)
 """What an accelerator may have. See [Note: Matrix products]."""
 
 

@@ -172,3 +172,18 @@ def linear_input_grad(grad: Float64s, weight: Float64s) -> Float64s:
 def linear_weight_grad(grad: Float64s, x: Float64s) -> Float64s:
     result: Float64s = grad.T @ x
     return result
+
+
+def matmul(left: Float64s, right: Float64s) -> Float64s:
+    result: Float64s = left @ right
+    return result
+
+
+def matmul_left_grad(grad: Float64s, right: Float64s) -> Float64s:
+    result: Float64s = grad @ right.T
+    return result
+
+
+def matmul_right_grad(left: Float64s, grad: Float64s) -> Float64s:
+    result: Float64s = left.T @ grad
+    return result

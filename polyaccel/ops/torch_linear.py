@@ -1,7 +1,7 @@
-"""Matrix products of linear layers by oneDNN, which comes with torch, and how they compare with torch's own.
+"""Matrix products by oneDNN, which comes with torch, and how they compare with torch's own.
 
 For float32 on a CPU torch asks MKL where it was built with it, and MKL takes a generic path on processors that are not
-Intel's: half of what oneDNN reaches there. Each of the three products is compared and chosen by itself.
+Intel's: half of what oneDNN reaches there. Each of the products is compared and chosen by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable, Op
+from polyaccel.ops.base import (
+    LINEAR,
+    LINEAR_INPUT_GRAD,
+    LINEAR_WEIGHT_GRAD,
+    MATMUL,
+    MATMUL_LEFT_GRAD,
+    MATMUL_RIGHT_GRAD,
+    KernelTable,
+    Op,
+)
 from polyaccel.ops.matrix_choice import LEAST_SPEEDUP, load_measured, save_measured
 
 log = getLogger(__name__)
@@ -47,12 +56,35 @@ def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     return linear(grad.t(), x.t(), None)
 
 
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """See `MatmulFn`."""
+    return linear(left, right.t(), None)
+
+
+def matmul_left_grad(grad: Tensor, right: Tensor) -> Tensor:
+    """See `MatmulLeftGradFn`."""
+    return linear(grad, right, None)
+
+
+def matmul_right_grad(left: Tensor, grad: Tensor) -> Tensor:
+    """See `MatmulRightGradFn`."""
+    return linear(left.t(), grad.t(), None)
+
+
 def onednn_kernels() -> KernelTable:
     """The table of these kernels; empty where torch was built without oneDNN."""
     if not (torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return KernelTable("oneDNN", {})
     return KernelTable(
-        "oneDNN", {LINEAR: linear, LINEAR_INPUT_GRAD: linear_input_grad, LINEAR_WEIGHT_GRAD: linear_weight_grad}
+        "oneDNN",
+        {
+            LINEAR: linear,
+            LINEAR_INPUT_GRAD: linear_input_grad,
+            LINEAR_WEIGHT_GRAD: linear_weight_grad,
+            MATMUL: matmul,
+            MATMUL_LEFT_GRAD: matmul_left_grad,
+            MATMUL_RIGHT_GRAD: matmul_right_grad,
+        },
     )
 
 
@@ -120,10 +152,14 @@ def _pairs(table: KernelTable) -> list[tuple[Op[Any], Run, Run]]:
         x, weight, grad = (
             torch.randn(shape, generator=generator) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
         )
+        right = weight.t().contiguous()
         pairs += [
             (LINEAR, partial(functional.linear, x, weight), partial(table[LINEAR], x, weight, None)),
             (LINEAR_INPUT_GRAD, partial(torch.mm, grad, weight), partial(table[LINEAR_INPUT_GRAD], grad, weight)),
             (LINEAR_WEIGHT_GRAD, partial(torch.mm, grad.t(), x), partial(table[LINEAR_WEIGHT_GRAD], grad, x)),
+            (MATMUL, partial(torch.mm, x, right), partial(table[MATMUL], x, right)),
+            (MATMUL_LEFT_GRAD, partial(torch.mm, grad, right.t()), partial(table[MATMUL_LEFT_GRAD], grad, right)),
+            (MATMUL_RIGHT_GRAD, partial(torch.mm, x.t(), grad), partial(table[MATMUL_RIGHT_GRAD], x, grad)),
         ]
     return pairs
 

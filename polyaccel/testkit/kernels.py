@@ -21,6 +21,9 @@ from polyaccel.ops.base import (
     LINEAR,
     LINEAR_INPUT_GRAD,
     LINEAR_WEIGHT_GRAD,
+    MATMUL,
+    MATMUL_LEFT_GRAD,
+    MATMUL_RIGHT_GRAD,
     QUANTIZE,
     SQUARE_SUMS,
     KernelTable,
@@ -38,10 +41,14 @@ _ROUNDINGS = 4  # how many a kernel may take on the way to a value
 
 
 def check_meaning(
-    accelerator: Accelerator, case: KernelCase, numel: int, *, finite: bool = True, seed: int = 0
+    accelerator: Accelerator, case: KernelCase, numel: int, *, finite: bool = True, offset: int = 0, seed: int = 0
 ) -> None:
-    """Run `case` on `numel` random elements, with NaN and infinities among them unless `finite`."""
-    buffers = _filled(accelerator, case, numel, finite=finite, seed=seed)
+    """Run `case` on `numel` random elements, with NaN and infinities among them unless `finite`.
+
+    Buffers start `offset` elements behind where an allocation starts, so that few of them are aligned.
+    """
+    whole = _filled(accelerator, case, offset + numel, finite=finite, seed=seed)
+    buffers = [buffer.view(offset, numel) for buffer in whole]
     generations = [buffer.generation for buffer in buffers]
     with np.errstate(all="ignore"):
         expected = case.meaning([_contents(buffer) for buffer in buffers])
@@ -55,7 +62,7 @@ def check_meaning(
         if values is not None:
             # Absolute as well: a value near zero is a difference of larger ones, and they are all about 1.
             tolerance = _ROUNDINGS * max(_EPSILON[argument.dtype], computing)
-            what = f"{case}, {argument.role}, {numel=}"
+            what = f"{case}, {argument.role}, {numel=}, {offset=}"
             np.testing.assert_allclose(_contents(buffer), values, rtol=tolerance, atol=tolerance, err_msg=what)
         if argument.written and buffer.generation <= generation:
             raise AssertionError(f"{case} wrote {argument.role} without mark_written")
@@ -192,7 +199,13 @@ def check_matrix_products(
 ) -> None:
     """The matrix products of `table`, as far as it has them, are the reference's, and a NaN spoils what it should."""
     draw = np.random.default_rng(seed)
-    shapes = {"x": (rows, inputs), "weight": (outputs, inputs), "bias": (outputs,), "grad": (rows, outputs)}
+    shapes = {
+        "x": (rows, inputs),
+        "weight": (outputs, inputs),
+        "bias": (outputs,),
+        "grad": (rows, outputs),
+        "right": (inputs, outputs),
+    }
     arrays, exact = {}, {}
     for name, shape in shapes.items():
         values = draw.standard_normal(shape)
@@ -206,6 +219,9 @@ def check_matrix_products(
         (LINEAR, lambda x, weight: reference.linear(x, weight, None), ("x", "weight")),
         (LINEAR_INPUT_GRAD, reference.linear_input_grad, ("grad", "weight")),
         (LINEAR_WEIGHT_GRAD, reference.linear_weight_grad, ("grad", "x")),
+        (MATMUL, reference.matmul, ("x", "right")),
+        (MATMUL_LEFT_GRAD, reference.matmul_left_grad, ("grad", "right")),
+        (MATMUL_RIGHT_GRAD, reference.matmul_right_grad, ("x", "grad")),
     )
     for op, meaning, names in calls:
         if op in table:
@@ -239,8 +255,9 @@ def _filled(accelerator: Accelerator, case: KernelCase, numel: int, *, finite: b
         values = draw.standard_normal(numel)
         if argument.role == "square":
             values = np.abs(values) + 0.01
-        elif not finite and argument.role in ("grad", "source"):
-            values[::7], values[1::7], values[2::7] = np.nan, np.inf, -np.inf
+        elif not finite and argument.role in ("grad", "source", "target"):
+            every = 5 if argument.role == "target" else 7  # so that each meets each
+            values[::every], values[1::every], values[2::every] = np.nan, np.inf, -np.inf
         buffer = accelerator.allocate(numel, argument.dtype)
         buffer.from_bytes(encode(values, argument.dtype))
         buffers.append(buffer)
