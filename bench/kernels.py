@@ -1,7 +1,9 @@
-"""The host's kernels beside torch's fused AdamW and what memory allows, in one interleaved sitting.
+"""The host's kernels beside torch's fused AdamW, DeepSpeed's CPUAdam where that is installed, and what memory allows.
 
-GB/s count each byte that an operation has to read or write once. `copy` and `triad` are the limits; an update in place
-beats them where a store first reads the line that it fills, for an update has read it anyway.
+All in one sitting, in another order each round. GB/s count each byte that an operation has to read or write once, and
+*of stream* is their share of what the better of `copy` and `triad` moved in the same sitting; an update in place beats
+those where a store first reads the line that it fills, for an update has read it anyway. *speed* is that over the best
+peer with the same element types, by medians.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 
@@ -22,7 +28,11 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import (
     ADAGRAD,
     ADAM,
+    CAST,
     COMBINE,
+    DEQUANTIZE,
+    LAMB_APPLY,
+    LAMB_DIRECTION,
     LION,
     QUANTIZE,
     SGD,
@@ -32,6 +42,7 @@ from polyaccel.ops.base import (
     KernelTable,
     LionHyper,
     SgdHyper,
+    StochasticRounding,
 )
 from polyaccel.ops.native_library import describe_native
 from polyaccel.types import DType, ReduceOp
@@ -40,6 +51,13 @@ _ADAM = AdamHyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, s
 _BLOCK_NUMEL = 256
 Case = tuple[int, Callable[[], object]]
 """Bytes that must move for an element, and what moves them."""
+STREAMS = ("copy", "triad")
+PEERS = {
+    "AdamW": ("torch fused AdamW", "DeepSpeed CPUAdam"),
+    "AdamW, bf16 weights and gradients": ("DeepSpeed CPUAdam, bf16 weights and gradients",),
+    "AdamW, all bf16": ("torch fused AdamW, all bf16", "DeepSpeed CPUAdam, all bf16"),
+}
+"""What each of our cases is compared with."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,12 +78,18 @@ def main(argv: Sequence[str]) -> int:
         seconds = measure(cases, args.rounds)
         figures[threads] = seconds
         title = f"{args.millions} M elements, {threads} thread{'s' if threads > 1 else ''}, {args.rounds} rounds"
-        table = make_table(title, ("kernel", "B/element", "median ms", "GB/s", "best GB/s"))
+        columns = ("kernel", "B/element", "median ms", "GB/s", "best GB/s", "of stream", "speed")
+        table = make_table(title, columns)
+        rates = {name: cases[name][0] * args.millions * 1e-3 / median(spent) for name, spent in seconds.items()}
+        stream = max(rates[name] for name in STREAMS)
         for name, (nbytes, _) in cases.items():
-            total = nbytes * args.millions * 1e-3  # GB
-            middle, best = median(seconds[name]), min(seconds[name])
-            row = (name, str(nbytes), f"{1e3 * middle:.2f}", f"{total / middle:.1f}", f"{total / best:.1f}")
-            table.add_row(*row)
+            best = nbytes * args.millions * 1e-3 / min(seconds[name])
+            peers = [median(seconds[peer]) for peer in PEERS.get(name, ()) if peer in seconds]
+            speed = f"{min(peers) / median(seconds[name]):.2f}" if peers else ""
+            spent = f"{1e3 * median(seconds[name]):.2f}"
+            table.add_row(
+                name, str(nbytes), spent, f"{rates[name]:.1f}", f"{best:.1f}", f"{rates[name] / stream:.2f}", speed
+            )
         console.print(table)
     if args.out is not None:
         with args.out.open("a") as file:
@@ -76,8 +100,11 @@ def main(argv: Sequence[str]) -> int:
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
     """Seconds of each case in each round, after one that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    order, random = list(cases), Random(0)
     for number in range(rounds + 1):
-        for name, (_, run) in cases.items():
+        random.shuffle(order)
+        for name in order:
+            run = cases[name][1]
             began = perf_counter()
             run()
             if number:
@@ -88,47 +115,84 @@ def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
 def make_cases(numel: int) -> dict[str, Case]:
     cpu = CpuAccelerator("torch")
     generator = torch.Generator().manual_seed(0)
-    master, grad, average, square, spare = (torch.rand(numel, generator=generator) for _ in range(5))
-    step = torch.tensor(float(_ADAM.step))
 
-    def fused() -> None:
-        torch._fused_adamw_(
-            *([master], [grad], [average], [square], [], [step]),
-            lr=_ADAM.lr,
-            beta1=_ADAM.beta1,
-            beta2=_ADAM.beta2,
-            weight_decay=_ADAM.weight_decay,
-            eps=_ADAM.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+    def filled(dtype: DType) -> torch.Tensor:
+        tensor: torch.Tensor = cpu.allocate(numel, dtype).raw
+        return tensor.copy_(torch.rand(numel, generator=generator))
 
-    return {
-        "copy": (8, lambda: spare.copy_(grad)),
-        "triad": (12, lambda: torch.add(grad, average, alpha=3.0, out=spare)),
-        "torch fused AdamW": (28, fused),
-        **_ours(cpu, cpu.kernels(), [master, grad, average, square]),
+    wide = [filled(DType.FLOAT32) for _ in range(4)]
+    narrow = [filled(DType.BFLOAT16) for _ in range(4)]
+    spare = filled(DType.FLOAT32)
+    cases: dict[str, Case] = {
+        "copy": (8, lambda: spare.copy_(wide[1])),
+        "triad": (12, lambda: torch.add(wide[1], wide[2], alpha=3.0, out=spare)),
+        "torch fused AdamW": (28, partial(_torchs_adamw, *wide)),
+        "torch fused AdamW, all bf16": (14, partial(_torchs_adamw, *narrow)),
     }
+    if find_spec("deepspeed"):
+        update = _deepspeeds_adamw()
+        cases["DeepSpeed CPUAdam"] = (28, partial(update, *wide))
+        cases["DeepSpeed CPUAdam, bf16 weights and gradients"] = (22, partial(update, *narrow[:2], *wide[2:]))
+        cases["DeepSpeed CPUAdam, all bf16"] = (14, partial(update, *narrow))
+    return {**cases, **_ours(cpu, cpu.kernels(), wide, narrow, spare)}
 
 
-def _ours(cpu: CpuAccelerator, table: KernelTable, tensors: list[torch.Tensor]) -> dict[str, Case]:
-    p, g, m, v = map(cpu.wrap, tensors)
+def _torchs_adamw(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+    torch._fused_adamw_(
+        *([p], [g], [m], [v], [], [torch.tensor(float(_ADAM.step))]),
+        lr=_ADAM.lr,
+        beta1=_ADAM.beta1,
+        beta2=_ADAM.beta2,
+        weight_decay=_ADAM.weight_decay,
+        eps=_ADAM.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _deepspeeds_adamw() -> Callable[..., object]:
+    """Its kernel, compiled at the first use on a machine (minutes)."""
+    library = import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
+    settings = (_ADAM.lr, _ADAM.beta1, _ADAM.beta2, _ADAM.eps, _ADAM.weight_decay, True)
+    library.create_adam(0, *settings, False)
+    update: Callable[..., object] = partial(library.adam_update, 0, _ADAM.step, *settings)
+    return update
+
+
+def _ours(
+    cpu: CpuAccelerator,
+    table: KernelTable,
+    wide: list[torch.Tensor],
+    narrow: list[torch.Tensor],
+    spare: torch.Tensor,
+) -> dict[str, Case]:
+    (p, g, m, v), (p16, g16, m16, v16), to = map(cpu.wrap, wide), map(cpu.wrap, narrow), cpu.wrap(spare)
     numel = p.numel
-    g16, out16 = cpu.wrap(tensors[1].bfloat16()), cpu.allocate(numel, DType.BFLOAT16)
     sums, codes = cpu.allocate(1, DType.FLOAT64), cpu.allocate(numel, DType.INT8)
     scales = cpu.allocate(-(-numel // _BLOCK_NUMEL), DType.FLOAT32)
+    four_bits = cpu.allocate(-(-numel // 2), DType.UINT8)
     sgd = SgdHyper(lr=1e-3, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=False, first=False)
     adagrad = AdagradHyper(lr=1e-3, eps=1e-10, weight_decay=0.0, lr_decay=0.0, step=3)
     lion = LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.01)
+    chance = StochasticRounding(key=1)
     return {
         "AdamW": (28, lambda: table[ADAM](p, g, m, v, None, _ADAM, 1.0)),
-        "AdamW, gradient scale": (28, lambda: table[ADAM](p, g, m, v, None, _ADAM, 0.5)),
-        "AdamW, bf16 gradient and out": (28, lambda: table[ADAM](p, g16, m, v, out16, _ADAM, 0.5)),
+        "AdamW, bf16 weights and gradients": (22, lambda: table[ADAM](p16, g16, m, v, None, _ADAM, 1.0)),
+        "AdamW, all bf16": (14, lambda: table[ADAM](p16, g16, m16, v16, None, _ADAM, 1.0)),
+        "AdamW, bf16 gradient and out": (28, lambda: table[ADAM](p, g16, m, v, p16, _ADAM, 0.5)),
+        "the same, rounded stochastically": (28, lambda: table[ADAM](p, g16, m, v, p16, _ADAM, 0.5, chance)),
         "SGD with momentum": (20, lambda: table[SGD](p, g, m, None, sgd, 1.0)),
         "Adagrad": (20, lambda: table[ADAGRAD](p, g, v, None, adagrad, 1.0)),
         "Lion": (20, lambda: table[LION](p, g, m, None, lion, 1.0)),
+        "LAMB, direction": (28, lambda: table[LAMB_DIRECTION](p, g, m, v, to, _ADAM, 1.0)),
+        "LAMB, apply": (12, lambda: table[LAMB_APPLY](p, to, None, 1e-3)),
         "sum of squares": (4, lambda: table[SQUARE_SUMS](sums, [(0, g)])),
+        "cast fp32 to bf16": (6, lambda: table[CAST](g, p16)),
+        "cast bf16 to fp32": (6, lambda: table[CAST](g16, to)),
+        "cast to bf16 stochastically": (6, lambda: table[CAST](g, p16, chance)),
         "sum into fp32": (12, lambda: table[COMBINE](m, g, ReduceOp.SUM)),
         "sum bf16 into fp32": (10, lambda: table[COMBINE](m, g16, ReduceOp.SUM)),
         f"int8 blocks of {_BLOCK_NUMEL}": (5, lambda: table[QUANTIZE](g, codes, scales, _BLOCK_NUMEL)),
+        "int8 back": (5, lambda: table[DEQUANTIZE](to, codes, scales, _BLOCK_NUMEL)),
+        f"4-bit blocks of {_BLOCK_NUMEL}": (5, lambda: table[QUANTIZE](g, four_bits, scales, _BLOCK_NUMEL)),
     }
