@@ -141,6 +141,14 @@ def nothing(comm: Communicator) -> None:
     comm.barrier()
 
 
+def test_a_rank_that_died_before_its_task_is_named(trio: RankPool) -> None:
+    trio.run(nothing)
+    os.kill(trio.pids[1], signal.SIGKILL)
+    trio._workers[1].join(20.0)
+    with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9"):
+        trio.run(nothing, timeout_s=30)
+
+
 def test_a_stranger_s_memory_is_refused(tmp_path: Path) -> None:
     heap = Heap()
     mine = Member.of_this_process(heap)
