@@ -1,5 +1,5 @@
-"""A signal ends a wait for peers over shared memory: its handler runs while the rank waits, and what it raises comes out
-of the call."""
+"""A signal ends a wait for peers over shared memory: its handler runs while the rank waits, and what it raises comes
+out of the call."""
 
 from __future__ import annotations
 
