@@ -15,6 +15,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.comm.quantized import QuantizedCommunicator
 from polyaccel.comm.summary import start_log
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.offload import OffloadDevice
@@ -29,6 +30,8 @@ from polyaccel.zero.layout import ShardLayout, plan_layout
 from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
 from polyaccel.zero.placement import StatePlacement, first_shards, offloaded_buckets
 from polyaccel.zero.policy import Placement, ZeroPolicy
+from polyaccel.zero.routes import Routes
+from polyaccel.zero.travel import AS_THEY_ARE, BLOCK_NUMEL, Bits, TravelPolicy
 from polyaccel.zero.update import StepPolicy
 
 NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
@@ -67,6 +70,31 @@ class Runtime:
     def step_policy_for(self, layout: ShardLayout) -> StepPolicy:
         """The step's policy, with the bounds on gathered parameters that suit a layout; see `gather_policy_for`."""
         return replace(self.step_policy, gathering=gather_policy_for(self.config, layout))
+
+    def routes(self) -> Routes:
+        """How parameters and gradients travel (`travel_of`). Collective where near ranks keep second copies."""
+        travel, communicator = travel_of(self.config), self.communicator
+        near = None
+        if travel.near_ranks > 1:
+            for first in range(0, communicator.world_size, travel.near_ranks):
+                near = communicator.split(range(first, first + travel.near_ranks)) or near
+            if near is not None:
+                near.barrier()  # every rank has joined before any may leave
+
+        def route(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
+            if gather_bits is None and reduce_bits is None:
+                return communicator
+            return QuantizedCommunicator(
+                communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
+            )
+
+        return Routes(
+            exact=communicator,
+            trained=route(travel.trained_bits, None),
+            frozen=route(travel.frozen_bits, None),
+            gradients=route(None, travel.gradient_bits),
+            near=near,
+        )
 
     def place_states(self, layout: ShardLayout, *, resident: bool) -> StatePlacement:
         """Open the tiers of `zero_optimization.offload_optimizer` and `offload_param`, and choose the buckets whose
@@ -218,6 +246,19 @@ def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPoli
         prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
         max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
         warn_of_deviations=zero.log_trace_cache_warnings,
+    )
+
+
+def travel_of(config: ResolvedConfig) -> TravelPolicy:
+    """How parameters and gradients travel: ZeRO++ where `zero_optimization` asks for it and parameters are sharded."""
+    zero = config.zero_optimization
+    if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
+        return AS_THEY_ARE
+    return TravelPolicy(
+        trained_bits=8 if zero.zero_quantized_weights else None,
+        frozen_bits=8 if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights else None,
+        gradient_bits=4 if zero.zero_quantized_gradients else None,
+        near_ranks=zero.zero_hpz_partition_size,
     )
 
 

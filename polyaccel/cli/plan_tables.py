@@ -22,7 +22,7 @@ _COLUMNS = (
     ("states", (Purpose.OPTIM,)),
     ("grads", (Purpose.GRADS,)),
     ("moving", (Purpose.GRADS_IN_FLIGHT, Purpose.GRAD_OUTSIDE, Purpose.STAGING)),
-    ("gathered", (Purpose.GATHERED,)),
+    ("gathered", (Purpose.GATHERED, Purpose.SECOND, Purpose.CODES)),
     ("peak", tuple(Purpose)),
 )
 _LEGEND = (

@@ -47,6 +47,22 @@ def _gradients(config: Config) -> list[Problem]:
 
 
 def _zero(config: Config) -> list[Problem]:
+    return [*_travel(config), *_buckets(config)]
+
+
+def _travel(config: Config) -> list[Problem]:
+    """ZeRO++ is about sharded parameters."""
+    zero = config.zero_optimization
+    return [
+        Problem(f"zero_optimization.{name}", value, f"is for stage 3, not {zero.stage}", 'use "stage": 3')
+        for name, field in ZeroConfig.model_fields.items()
+        if name.startswith(("zero_quantized", "zero_hpz"))
+        and zero.stage != 3
+        and (value := getattr(zero, name)) != field.default
+    ]
+
+
+def _buckets(config: Config) -> list[Problem]:
     zero = config.zero_optimization
     default = ZeroConfig.model_fields["allgather_bucket_size"].default
     if "zero_optimization.reduce_bucket_size" in config.auto_keys:

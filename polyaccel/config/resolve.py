@@ -53,6 +53,12 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     if config.data_parallel_size not in (None, world_size):
         expected = f"should be the world size, {world_size}"
         problems.append(Problem("data_parallel_size", config.data_parallel_size, expected, "leave it out"))
+    near = config.zero_optimization.zero_hpz_partition_size
+    if world_size % near:
+        cure = "use a divisor, such as the ranks of a host"
+        problems.append(
+            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {world_size} ranks", cure)
+        )
     if problems:
         raise ConfigError(_unique(problems), source=draft.source)
     return _final(config, triad)

@@ -116,10 +116,15 @@ class ZeroConfig(Section):
     """Stage 3: keep Muon's momentum on the device."""
 
     zero_hpz_partition_size: PositiveInt = 1
-    """ZeRO++ hpZ: ranks that share a secondary copy of the parameters."""
+    """Stage 3, ZeRO++ hpZ: so many neighbouring ranks keep what was gathered first in a step among them, and gather it
+    from each other from then on. Must divide the number of ranks; the ranks of a host are a good choice. The numbers
+    are those of 1, which is off."""
     zero_quantized_weights: bool = False
-    """ZeRO++ qwZ: gather parameters as 8-bit integers."""
+    """Stage 3, ZeRO++ qwZ: gather parameters for forward and backward as 8-bit integers, with a scale for every 256.
+    Persistent parameters and whatever a user sees or saves stay exact."""
     zero_quantized_nontrainable_weights: bool = False
-    """ZeRO++: keep frozen parameters as 8-bit integers."""
+    """Stage 3, ZeRO++: gather frozen parameters as 8-bit integers (`zero_quantized_weights` does so too). Each rank's
+    slice stays as it is, so checkpoints lose nothing and memory is not saved."""
     zero_quantized_gradients: bool = False
-    """ZeRO++ qgZ: reduce gradients as 4-bit integers."""
+    """Stage 3, ZeRO++ qgZ: send gradients as 4-bit integers, with a scale for every 256, and add them in float32. Also
+    on a single host, where DeepSpeed does not."""

@@ -20,6 +20,7 @@ from polyaccel.runtime import (
     params_offloaded_by,
     plan_for,
     step_policy_of,
+    travel_of,
 )
 from polyaccel.zero.layout import ShardLayout
 from polyaccel.zero.memory import MemoryEstimate, Offload, Place, estimate_layout
@@ -102,6 +103,7 @@ def memory_of(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -
     """What the engine of `config` holds on each rank. `is_remote`: the device's memory is not the host's."""
     policy = ZeroPolicy.of_stage(config.zero_optimization.stage)
     reduction = step_policy_of(config).reduction
+    gather_policy = gather_policy_for(config, layout)
     return estimate_layout(
         policy,
         layout,
@@ -109,8 +111,10 @@ def memory_of(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -
         state_count=state_count(config),
         micro_batches=config.gradient_accumulation_steps,
         buckets_in_flight=reduction.max_in_flight if reduction.overlap else 1,
-        max_gathered_numel=gather_policy_for(config, layout).max_live_numel,
+        max_gathered_numel=gather_policy.max_live_numel,
         offload=_offload(config, layout, is_remote),
+        travel=travel_of(config),
+        prefetch_numel=gather_policy.prefetch_numel,
     )
 
 
@@ -118,7 +122,7 @@ def traffic_of(config: ResolvedConfig, layout: ShardLayout) -> StepTraffic:
     """What each rank sends in a step of `config`."""
     policy = ZeroPolicy.of_stage(config.zero_optimization.stage)
     operations = plan_step(policy, layout, micro_batches=config.gradient_accumulation_steps)
-    return step_traffic(operations, layout, precision_of(config))
+    return step_traffic(operations, layout, precision_of(config), travel_of(config))
 
 
 def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:

@@ -22,9 +22,12 @@ _INERT = {
     "remote_device": (None, 'say in the config where parameters live: "zero_optimization": {"offload_param": ...}'),
     "pin_memory": (False, 'say it in the config: "zero_optimization": {"offload_param": {"pin_memory": true}}'),
     "mpu": (None, "all ranks are data-parallel"),
-    "zero_param_parallel_group": (None, "there are no secondary shards"),
-    "zero_quantized_weights": (False, "weights travel as they are"),
-    "zero_quantized_nontrainable_weights": (False, "weights travel as they are"),
+    "zero_param_parallel_group": (None, 'say it in the config: "zero_optimization": {"zero_hpz_partition_size": 8}'),
+    "zero_quantized_weights": (False, 'say it in the config: "zero_optimization": {"zero_quantized_weights": true}'),
+    "zero_quantized_nontrainable_weights": (
+        False,
+        'say it in the config: "zero_optimization": {"zero_quantized_nontrainable_weights": true}',
+    ),
     "sequence_data_parallel_group": (None, "the engine shards over all ranks"),
     "param_swapper": (None, "the engine has its own tiers"),
 }

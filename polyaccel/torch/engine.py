@@ -100,6 +100,7 @@ class TorchEngine(nn.Module, Engine):
             self.adapter.read_param,
             self.adapter,
             self.timer,
+            runtime.routes(),
         )
         self.optimizer: Any = None
         self.adapter.attach(self.zero)

@@ -27,11 +27,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator, DoneWork, Work
+from polyaccel.comm.base import CallInfo, DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import DoneFetch, Fetch, Tier
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.pool import BufferPool
+from polyaccel.zero.routes import Routes, SecondCopies
 from polyaccel.zero.use_order import UseOrder
 
 
@@ -65,6 +66,8 @@ class ShardedBucket:
         """This rank's part of `full` is under way from `source`, and the gather not launched yet."""
         self.work: Work | None = None
         self.holds = 0
+        self.is_exact = True
+        """`full` has the values of the slices, not what is left of them after a quantised gather."""
         self.is_ahead = False
         """Gathered before anybody needed it."""
         self.references = 0
@@ -93,18 +96,19 @@ class Gathering:
         self,
         buckets: Sequence[ShardedBucket],
         policy: GatherPolicy,
-        communicator: Communicator,
+        routes: Routes,
         on_bound: Callable[[Bucket, Buffer], None],
         on_freed: Callable[[Bucket], None],
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
-        self._communicator = communicator
+        self._routes = routes
+        self._second = SecondCopies(routes.near)
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
-        self._pool = BufferPool(communicator, policy.max_live_numel)
+        self._pool = BufferPool(routes.exact, policy.max_live_numel)
         numels = {index: place.bucket.numel for index, place in self._buckets.items()}
         self._order = UseOrder(numels, warn=policy.warn_of_deviations)
         self.live_numel = 0
@@ -116,6 +120,8 @@ class Gathering:
         self._period = 0
         """Grows with every hold that follows a drop: each period works on other units than the one before."""
         self._has_dropped = False
+        if not buckets:
+            routes.say_nothing_is_gathered()
 
     def __contains__(self, index: int) -> bool:
         return index in self._buckets
@@ -140,9 +146,10 @@ class Gathering:
             self._settle(place)
         return place.full
 
-    def hold(self, index: int, *, learn: bool = True) -> None:
+    def hold(self, index: int, *, learn: bool = True, exact: bool = False) -> None:
         """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
-        step. Raises ShardingError while gathering is suspended."""
+        step. `exact`: somebody reads or changes values, so that quantised ones will not do. Raises ShardingError while
+        gathering is suspended."""
         place = self._buckets[index]
         self._require_active(index)
         if place.holds == 0 and learn:
@@ -151,12 +158,15 @@ class Gathering:
         self._has_dropped = False
         if place.full is None:
             self._make_room(place.bucket.numel)
-            self._begin(place)
+            self._begin(place, exact=exact)
         if place.fetch is not None:
             self._launch(place)
         place.holds += 1
         if place.work is not None:
             self._settle(place)
+        if exact and place.full is not None and not place.is_exact:
+            place.is_exact = True
+            self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
         if learn:
             self._prefetch()
 
@@ -173,27 +183,34 @@ class Gathering:
     def refresh(self, index: int) -> None:
         """This rank's slice has new values: free the bucket, or gather it again if somebody holds it. Collective."""
         place = self._buckets[index]
+        self._second.forget(index)
         if place.full is None:
             return
         if place.holds == 0:
             self._free(place)
         elif not self._is_own(place):
-            self._gather(place, place.full, self._start_fetch(place, place.full), async_op=False)
+            fetch = self._start_fetch(place, place.full)
+            self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
+
+    def note_change(self, index: int) -> None:
+        """Somebody changed values of the bucket, alike on all ranks."""
+        self._second.forget(index)
 
     @contextmanager
     def peek(self, index: int) -> Iterator[Buffer]:
-        """The whole bucket, to be read at once, while the frontend sees its parameters where they are. Collective,
-        unless it is whole already."""
+        """The whole bucket in exact values, to be read at once, while the frontend sees its parameters where they are.
+        Collective, unless it is whole already."""
         place = self._buckets[index]
         self._require_active(index)
-        if (whole := self.whole_or_none(index)) is not None or self._is_own(place):
+        whole = self.whole_or_none(index)
+        if (whole is not None and place.is_exact) or self._is_own(place):
             yield place.own if whole is None else whole
             return
         self._make_room(place.bucket.numel)
         self._count_live(place.bucket.numel)
         full = self._pool.acquire(place.bucket.numel, place.own.dtype)
         try:
-            self._gather(place, full, self._start_fetch(place, full), async_op=False)
+            self._gather(place, full, self._start_fetch(place, full), exact=True, async_op=False)
             yield full
         finally:
             self._count_live(-place.bucket.numel)
@@ -215,12 +232,14 @@ class Gathering:
         held."""
         self.require_idle()
         self.free_idle()
+        self._second.trim()
         self.is_suspended = True
 
     def trim(self) -> None:
         """Free what nobody holds, and give the memory back."""
         self.free_idle()
         self._pool.trim()
+        self._second.trim()
 
     def end_step(self) -> None:
         """The optimizer step is over: what was gathered is stale, and the next step begins.
@@ -229,6 +248,7 @@ class Gathering:
         """
         self.require_idle()
         self.free_idle()
+        self._second.forget_all()
         self._order.end_step()
 
     def require_idle(self) -> None:
@@ -269,7 +289,7 @@ class Gathering:
             within = self._ahead_numel + numel <= self._policy.prefetch_numel
             if not within or self.live_numel + numel > self._policy.max_live_numel:
                 break
-            self._begin(place)
+            self._begin(place, exact=False)
             self._ahead_numel += numel
             place.is_ahead = True
             if not place.is_slow:
@@ -286,8 +306,9 @@ class Gathering:
         self.live_numel += numel
         self.peak_numel = max(self.peak_numel, self.live_numel)
 
-    def _begin(self, place: ShardedBucket) -> None:
+    def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
         """Give a bucket its memory, and start to fetch this rank's part of it."""
+        place.is_exact = exact or self._is_own(place) or self._routes.are_exact(place.bucket)
         if self._is_own(place):
             place.full, place.fetch = place.own, DoneFetch()
         else:
@@ -302,7 +323,7 @@ class Gathering:
         assert place.fetch is not None  # the callers' condition
         assert place.full is not None
         try:
-            place.work = self._gather(place, place.full, place.fetch, async_op=True)
+            place.work = self._gather(place, place.full, place.fetch, exact=place.is_exact, async_op=True)
         except BaseException:
             self._free(place)
             raise
@@ -315,16 +336,20 @@ class Gathering:
             return DoneFetch()
         return place.source.fetch(place.own, self._own_part(place, full))
 
-    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, async_op: bool) -> Work:
+    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
         if self._is_own(place):
             return DoneWork()
+        work = self._second.gather(place.bucket, full, exact=exact, async_op=async_op)
+        if work is not None:
+            return work
+        route = self._routes.exact if exact else self._routes.of_passes(place.bucket)
         own = place.own if place.source is None else self._own_part(place, full)
         info = CallInfo("parameters", place.bucket.index)
-        return self._communicator.all_gather(full, own, async_op=async_op, info=info)
+        return route.all_gather(full, own, async_op=async_op, info=info)
 
     def _own_part(self, place: ShardedBucket, full: Buffer) -> Buffer:
-        low, high = place.bucket.shard_bounds(self._communicator.rank)
+        low, high = place.bucket.shard_bounds(self._routes.exact.rank)
         return full.view(low, high - low)
 
     def _settle(self, place: ShardedBucket) -> None:
@@ -335,6 +360,8 @@ class Gathering:
             place.work.wait()
         place.work = None
         self._end_ahead(place)
+        if place.is_exact is self._routes.are_exact(place.bucket):  # as passes see it
+            self._second.keep(place.bucket, place.full, is_exact=place.is_exact)
         self._on_bound(place.bucket, place.full)
 
     def _end_ahead(self, place: ShardedBucket) -> None:

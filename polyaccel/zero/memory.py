@@ -19,6 +19,7 @@ from polyaccel.zero.layout import Bucket, ShardLayout
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.precision import DEFAULT_PRECISION, Precision
 from polyaccel.zero.schedule import OpKind, plan_step
+from polyaccel.zero.travel import AS_THEY_ARE, Bits, TravelPolicy, part_nbytes
 
 
 class Purpose(Enum):
@@ -31,12 +32,14 @@ class Purpose(Enum):
     GRADS_IN_FLIGHT = "gradient buckets in flight"
     GRAD_OUTSIDE = "gradient outside its bucket"
     GATHERED = "gathered parameters"
+    SECOND = "second copies for near ranks"
+    CODES = "quantised parameters and gradients on their way"
     STAGING = "staging of offloaded states"
 
     @property
     def is_transient(self) -> bool:
         """Whether it is in use only inside a step."""
-        return self not in (Purpose.PARAMS, Purpose.MASTER, Purpose.OPTIM, Purpose.GRADS)
+        return self not in (Purpose.PARAMS, Purpose.MASTER, Purpose.OPTIM, Purpose.GRADS, Purpose.SECOND)
 
 
 class Place(Enum):
@@ -119,13 +122,16 @@ def estimate_layout(
     buckets_in_flight: int = 3,
     max_gathered_numel: int | None = None,
     offload: Offload = NO_OFFLOAD,
+    travel: TravelPolicy = AS_THEY_ARE,
+    prefetch_numel: int = 0,
 ) -> MemoryEstimate:
     """Bytes of `layout` under `policy`, padding included: exact, but for gathered parameters, which are bounded.
 
     `state_count` is the optimizer's tensors per parameter (Adam 2, momentum 1, plain SGD 0), `buckets_in_flight` how
     many full gradient buckets may exist at once where gradients are sharded or change their type on the way.
     `max_gathered_numel` bounds gathered parameters (`GatherPolicy.max_live_numel`); None takes the peak of the
-    schedule, which frees a unit as soon as it is done.
+    schedule, which frees a unit as soon as it is done. `prefetch_numel` of them are gathered ahead of their use; that,
+    like `buckets_in_flight`, bounds what stands in codes where `travel` quantises.
     """
     accumulates = micro_batches > 1
     nbytes: Counter[tuple[Place, Purpose]] = Counter()
@@ -142,6 +148,9 @@ def estimate_layout(
     outside = (param.nbytes for param in layout.params if param.trainable)
     nbytes[device, Purpose.GRAD_OUTSIDE] = max(outside, default=0)
     nbytes[device, Purpose.GATHERED] = _gathered_nbytes(policy, layout, max_gathered_numel, offload)
+    if policy.params is Placement.SHARDED:
+        nbytes[device, Purpose.SECOND] = _second_nbytes(layout, travel)
+        nbytes[device, Purpose.CODES] = _codes_nbytes(layout, travel, prefetch_numel, buckets_in_flight)
     nbytes[Place.HOST, Purpose.STAGING] = _staging_nbytes(policy, layout, precision, accumulates, offload)
     nbytes.update(_outgoing(policy, layout, precision, offload))
     return _estimate(nbytes)
@@ -266,6 +275,41 @@ def _outgoing(
     for place, dtype in staged:
         nbytes[place, Purpose.STAGING] += most * dtype.itemsize
     return nbytes
+
+
+def _second_nbytes(layout: ShardLayout, travel: TravelPolicy) -> int:
+    """Slices of gathered buckets that this rank keeps for its neighbours."""
+    if travel.near_ranks == 1:
+        return 0
+    sharded = (bucket for bucket in layout.buckets if not bucket.kind.persistent)
+    return sum(bucket.numel // travel.near_ranks * bucket.kind.dtype.itemsize for bucket in sharded)
+
+
+def _codes_nbytes(layout: ShardLayout, travel: TravelPolicy, prefetch_numel: int, buckets_in_flight: int) -> int:
+    """The most bytes of codes and scales at once, and of two parts in float32 in which gradients are added."""
+    if layout.world_size == 1:
+        return 0
+
+    def whole(bucket: Bucket, bits: Bits | None) -> int:
+        nbytes = part_nbytes(bucket.shard_numel, bucket.kind.dtype, bits) * layout.world_size
+        return 0 if bits is None else nbytes
+
+    gathers = [
+        (bucket.numel, whole(bucket, travel.gathered_bits(trainable=bucket.kind.trainable)))
+        for bucket in layout.buckets
+        if not bucket.kind.persistent
+    ]
+    most, ahead = max((nbytes for _, nbytes in gathers), default=0), 0
+    for numel, nbytes in sorted(gathers, reverse=True):
+        if numel <= prefetch_numel:
+            prefetch_numel -= numel
+            ahead += nbytes
+    trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
+    gradients = sorted((2 * whole(bucket, travel.gradient_bits) for bucket in trained), reverse=True)
+    parts = 0
+    if travel.gradient_bits is not None:
+        parts = 2 * max((bucket.shard_numel for bucket in trained), default=0) * DType.FLOAT32.itemsize
+    return most + ahead + sum(gradients[:buckets_in_flight]) + parts
 
 
 def _gathered_nbytes(policy: ZeroPolicy, layout: ShardLayout, max_numel: int | None, offload: Offload) -> int:

@@ -26,6 +26,7 @@ from polyaccel.zero.layout import Bucket, ShardLayout, Slice, Slot
 from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.rounding import WeightRounding
+from polyaccel.zero.routes import Routes
 
 log = getLogger(__name__)
 
@@ -108,7 +109,7 @@ class ParamStore:
         policy: ZeroPolicy,
         gather_policy: GatherPolicy,
         placement: StatePlacement,
-        communicator: Communicator,
+        routes: Routes,
         accelerator: Accelerator,
         read_param: Callable[[str], Buffer],
         rounding: WeightRounding,
@@ -118,7 +119,7 @@ class ParamStore:
         self._layout = layout
         self._policy = policy
         self._placement = placement
-        self._communicator = communicator
+        self._communicator = routes.exact
         self._accelerator = accelerator
         self._rounding = rounding
         self._observer = observer
@@ -133,7 +134,7 @@ class ParamStore:
         self.gathering = Gathering(
             [ShardedBucket(place.bucket, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
             gather_policy,
-            communicator,
+            routes,
             self._show,
             self._hide,
             waiting,
@@ -241,7 +242,7 @@ class ParamStore:
         if place.full is not None and self._policy.optim is Placement.SHARDED:
             info = CallInfo("updated parameters", index)
             self._publishing[index] = self._communicator.all_gather(place.full, place.own, async_op=True, info=info)
-        place.own.mark_written()
+        self._mark_written(place)
 
     def publish_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
@@ -284,7 +285,7 @@ class ParamStore:
     def hold(self, index: int) -> Buffer:
         """The whole bucket, kept whole until a matching `drop`. Collective where it is sharded."""
         if index in self.gathering:
-            self.gathering.hold(index, learn=False)
+            self.gathering.hold(index, learn=False, exact=True)
         return self.full(index)
 
     @contextmanager
@@ -315,7 +316,7 @@ class ParamStore:
                 self._rounding.write(part, own, slot.param, start)
             if master is not None:
                 master.copy_from(part)
-        place.own.mark_written()
+        self._mark_written(place)
 
     def adopt(self, fqn: str) -> None:
         """Take over what was written into the whole parameter, alike on all ranks. Raises ShardingError while it is
@@ -330,7 +331,12 @@ class ParamStore:
                 own.copy_from(part)
             if master is not None and not self._rounding.leads_to(part, master, slot.param, start):
                 master.copy_from(part)
+        self._mark_written(place)
+
+    def _mark_written(self, place: BucketParams) -> None:
         place.own.mark_written()
+        if place.is_sharded:
+            self.gathering.note_change(place.bucket.index)
 
     def differs(self, fqn: str) -> bool:
         """Whether the whole parameter has other values than this rank's slice and master weights know."""

@@ -31,6 +31,7 @@ from polyaccel.zero.placement import StatePlacement
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
 from polyaccel.zero.rounding import WeightRounding
+from polyaccel.zero.routes import Routes
 from polyaccel.zero.staging import Staging
 from polyaccel.zero.states import StateStore
 from polyaccel.zero.update import StepPolicy, StepResult, Update
@@ -44,8 +45,9 @@ class ZeroStep:
     `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
     start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `observer`
     is told where each parameter stands from then on. `timed` is entered around waiting for others. The layout's
-    order is the order in which gradients are expected. `placement` says which tier holds the states, and is closed with
-    the step. Raises what the accelerator and the communicator raise.
+    order is the order in which gradients are expected. `placement` says which tier holds the states, and `routes` what
+    travels otherwise than over `communicator`; both are closed with the step. Raises what accelerator and communicator
+    raise.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ZeroStep:
         read_param: Callable[[str], Buffer],
         observer: ParamObserver | None = None,
         timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
+        routes: Routes | None = None,
     ) -> None:
         if layout.world_size != communicator.world_size:
             raise InvariantError(
@@ -74,6 +77,7 @@ class ZeroStep:
         self.step_policy = step_policy
         self.optimizer = optimizer
         self.communicator = communicator
+        self._routes = routes or Routes.plain(communicator)
         self.accelerator = accelerator
         self._timed = timed
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
@@ -85,7 +89,7 @@ class ZeroStep:
             policy,
             step_policy.gathering,
             placement,
-            communicator,
+            self._routes,
             accelerator,
             read_param,
             self._rounding,
@@ -101,7 +105,7 @@ class ZeroStep:
                 bucket,
                 policy,
                 step_policy.reduction,
-                communicator,
+                self._routes.gradients,
                 accelerator,
                 self._pool,
                 placement.gradients_tier_of(bucket, policy),
@@ -341,6 +345,7 @@ class ZeroStep:
         self._gradients.clear()
         self._staging.clear()
         self._states.close()
+        self._routes.close()
 
 
 def _unused(names: Sequence[str]) -> ShardingError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from polyaccel.zero.layout import ShardLayout
 from polyaccel.zero.precision import DEFAULT_PRECISION, Precision
 from polyaccel.zero.schedule import Operation, OpKind
+from polyaccel.zero.travel import AS_THEY_ARE, TravelPolicy, part_nbytes
 
 _REDUCTIONS = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
@@ -36,26 +37,37 @@ class StepTraffic:
 
 
 def step_traffic(
-    operations: Iterable[Operation], layout: ShardLayout, precision: Precision = DEFAULT_PRECISION
+    operations: Iterable[Operation],
+    layout: ShardLayout,
+    precision: Precision = DEFAULT_PRECISION,
+    travel: TravelPolicy = AS_THEY_ARE,
 ) -> StepTraffic:
     """What `operations` send at the lower bound that bandwidth-optimal algorithms reach (Patarasuk & Yuan 2009).
 
     A reduce-scatter or all-gather of a bucket sends all of it but one shard; an all-reduce is one of each. Gradients
-    travel in the type that `precision` says, parameters in their own.
+    travel in the type that `precision` says, parameters in their own, unless `travel` says otherwise; quantised ones
+    count with their scales. Near ranks gather from each other what is gathered again.
     """
     sent = dict.fromkeys(OpKind, 0)
     nbytes = 0
+    gathered: set[int] = set()
     for operation in operations:
         bucket = layout.buckets[operation.bucket]
-        dtype = bucket.kind.dtype
-        part = bucket.numel - bucket.shard_numel
-        if operation.kind is OpKind.ALL_REDUCE:
-            part *= 2
-        sent[operation.kind] += part
+        dtype, bits, ranks = bucket.kind.dtype, None, layout.world_size
+        if operation.kind is OpKind.UNSHARD:
+            bits = travel.gathered_bits(trainable=bucket.kind.trainable)
+            if bucket.index in gathered and travel.near_ranks > 1:
+                bits, ranks = None, travel.near_ranks
+            gathered.add(bucket.index)
+        elif operation.kind is OpKind.REDUCE_SCATTER:
+            bits = travel.gradient_bits
+        numel = bucket.numel // ranks
+        parts = (ranks - 1) * (2 if operation.kind is OpKind.ALL_REDUCE else 1)
+        sent[operation.kind] += parts * numel
         if operation.kind in _REDUCTIONS:
-            nbytes += part * precision.reduce_of(dtype).itemsize
+            nbytes += parts * part_nbytes(numel, precision.reduce_of(dtype), bits)
         elif operation.kind in (OpKind.UNSHARD, OpKind.PUBLISH):
-            nbytes += part * dtype.itemsize
+            nbytes += parts * part_nbytes(numel, dtype, bits)
     return StepTraffic(
         all_reduce_numel=sent[OpKind.ALL_REDUCE],
         reduce_scatter_numel=sent[OpKind.REDUCE_SCATTER],

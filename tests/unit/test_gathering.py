@@ -15,6 +15,7 @@ from polyaccel.testkit.threads import run_threads
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.gathering import Gathering, GatherPolicy, ShardedBucket
 from polyaccel.zero.layout import plan_layout
+from polyaccel.zero.routes import Routes
 
 NUMEL = 64
 
@@ -43,7 +44,7 @@ def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
     gathering = Gathering(
         places,
         GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy}),
-        communicator,
+        Routes.plain(communicator),
         lambda bucket, full: recorder.told.append(f"+{bucket.index}"),
         lambda bucket: recorder.told.append(f"-{bucket.index}"),
         nullcontext,

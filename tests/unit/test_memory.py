@@ -103,6 +103,8 @@ def test_a_layout_is_counted_exactly(
         Purpose.GRADS_IN_FLIGHT: 2 * in_flight,
         Purpose.GRAD_OUTSIDE: 2 * 600,
         Purpose.GATHERED: 2 * gathered,
+        Purpose.SECOND: 0,
+        Purpose.CODES: 0,
         Purpose.STAGING: 0,
     }
     transient = 2 * (in_flight + 600 + gathered)

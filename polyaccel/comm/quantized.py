@@ -1,0 +1,215 @@
+"""Gathers and reduce-scatters that travel as small integers, over any backend (ZeRO++, Wang et al. 2023, sections 3.1
+and 3.3).
+
+[Note: What a quantised collective promises]
+A gather gives every rank the same values: those that the codes stand for, its own part included. A reduce-scatter
+quantises each rank's contribution once, sends every part straight to the rank that keeps it (an all-to-all, so that no
+sum is ever quantised again), and adds in float32 in rank order. The scales of blocks depend on where a buffer
+starts, so the bits of a result depend on how a sum is cut into buckets. What is not finite arrives as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.arguments import is_own_part
+from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, Work, check_collective
+from polyaccel.comm.scratch import ScratchPool
+from polyaccel.errors import ShardingError
+from polyaccel.ops.base import COMBINE, DEQUANTIZE, QUANTIZE, SCALE
+from polyaccel.types import DType, ReduceOp
+
+Bits = Literal[4, 8]
+_CODES: dict[Bits, DType] = {4: DType.UINT8, 8: DType.INT8}
+_ADDING = (ReduceOp.SUM, ReduceOp.AVG)
+
+
+class QuantizedWork(Work):
+    """Codes and scales under way; `wait` makes numbers of them. Owns buffers and scratch until then."""
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None]) -> None:
+        self._works = works
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)
+
+
+class QuantizedCommunicator(Communicator):
+    """`inner` whose collectives on floating buffers send codes: all-gathers of `gather_bits` and sums and averages by
+    reduce-scatter of `reduce_bits` an element (None: as they are), with a float32 scale for every `block_numel`
+    elements. Everything else is `inner`'s. See [Note: What a quantised collective promises].
+    """
+
+    def __init__(
+        self, inner: Communicator, *, gather_bits: Bits | None, reduce_bits: Bits | None, block_numel: int
+    ) -> None:
+        if block_numel < 2 or block_numel % 2:
+            raise ShardingError(f"blocks of {block_numel} elements", cure="use an even number", value=block_numel)
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.ranks = inner.ranks
+        self.backend = inner.backend
+        self.accelerator = inner.accelerator
+        self.timeout_s = inner.timeout_s
+        self._gather_bits = gather_bits
+        self._reduce_bits = reduce_bits
+        self._block_numel = block_numel
+        self._scratch = ScratchPool(inner.accelerator)
+
+    def all_gather(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
+        if self._gather_bits is None or not source.dtype.is_floating or self.world_size == 1:
+            return self.inner.all_gather(out, source, async_op=async_op, info=info)
+        check_collective("all_gather", out, source, world_size=self.world_size, parts_of="out")
+        is_own_part("all_gather", out, source, self.rank)
+        coded = _Coded(self, self._gather_bits, source.numel)
+        coded.quantize(source, self.rank)
+        works = [
+            self.inner.all_gather(whole, own, async_op=async_op, info=info)
+            for whole, own in zip(coded.wholes(), coded.part(self.rank), strict=True)
+        ]
+
+        def finish() -> None:
+            for rank in range(self.world_size):
+                coded.dequantize(out.view(rank * source.numel, source.numel), rank)
+            coded.give_back()
+
+        return _done(QuantizedWork(works, finish), async_op)
+
+    def reduce_scatter(
+        self,
+        out: Buffer,
+        source: Buffer,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        info: CallInfo = NO_INFO,
+    ) -> Work:
+        if self._reduce_bits is None or not source.dtype.is_floating or op not in _ADDING or self.world_size == 1:
+            return self.inner.reduce_scatter(out, source, op, async_op=async_op, info=info)
+        check_collective("reduce_scatter", out, source, world_size=self.world_size, parts_of="source")
+        is_own_part("reduce_scatter", source, out, self.rank)
+        outgoing, incoming = (_Coded(self, self._reduce_bits, out.numel) for _ in range(2))
+        for rank in range(self.world_size):
+            outgoing.quantize(source.view(rank * out.numel, out.numel), rank)
+        works = [
+            self.inner.all_to_all(arrived, sent, async_op=async_op, info=info)
+            for arrived, sent in zip(incoming.wholes(), outgoing.wholes(), strict=True)
+        ]
+
+        def finish() -> None:
+            self._add(incoming, out, op)
+            outgoing.give_back()
+            incoming.give_back()
+
+        return _done(QuantizedWork(works, finish), async_op)
+
+    def _add(self, coded: _Coded, out: Buffer, op: ReduceOp) -> None:
+        kernels = self.accelerator.kernels()
+        blocks = [self._scratch.take(out.numel, DType.FLOAT32) for _ in range(2)]
+        total, part = (block.view(0, out.numel) for block in blocks)
+        coded.dequantize(total, 0)
+        for rank in range(1, self.world_size):
+            coded.dequantize(part, rank)
+            kernels[COMBINE](total, part, ReduceOp.SUM)
+        if op is ReduceOp.AVG:
+            kernels[SCALE](total, 1.0 / self.world_size)
+        out.copy_from(total)
+        for block in blocks:
+            self._scratch.give_back(block)
+
+    # What is exact.
+
+    def all_reduce(
+        self, buffer: Buffer, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, info: CallInfo = NO_INFO
+    ) -> Work:
+        return self.inner.all_reduce(buffer, op, async_op=async_op, info=info)
+
+    def broadcast(self, buffer: Buffer, root: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
+        return self.inner.broadcast(buffer, root, async_op=async_op, info=info)
+
+    def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
+        return self.inner.all_to_all(out, source, async_op=async_op, info=info)
+
+    def send(self, buffer: Buffer, to: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
+        return self.inner.send(buffer, to, async_op=async_op, info=info)
+
+    def recv(self, buffer: Buffer, source: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
+        return self.inner.recv(buffer, source, async_op=async_op, info=info)
+
+    def barrier(self, *, info: CallInfo = NO_INFO) -> None:
+        self.inner.barrier(info=info)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.inner.all_gather_object(value)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        part = self.inner.split(ranks)
+        if part is None:
+            return None
+        return QuantizedCommunicator(
+            part, gather_bits=self._gather_bits, reduce_bits=self._reduce_bits, block_numel=self._block_numel
+        )
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def allocate(self, numel: int, dtype: DType) -> Buffer:
+        return self.inner.allocate(numel, dtype)
+
+    def board(self) -> Board | None:
+        return self.inner.board()
+
+
+class _Coded:
+    """Codes and scales of one part of `numel` elements for every rank, in scratch memory of `owner`."""
+
+    def __init__(self, owner: QuantizedCommunicator, bits: Bits, numel: int) -> None:
+        ranks, block_numel = owner.world_size, owner._block_numel
+        self._kernels = owner.accelerator.kernels()
+        self._pool = owner._scratch
+        self._block_numel = block_numel
+        self._numels = (numel if bits == 8 else (numel + 1) // 2, (numel + block_numel - 1) // block_numel)
+        self._blocks = [
+            self._pool.take(ranks * each, dtype)
+            for each, dtype in zip(self._numels, (_CODES[bits], DType.FLOAT32), strict=True)
+        ]
+        self._ranks = ranks
+
+    def wholes(self) -> tuple[Buffer, Buffer]:
+        """The codes and the scales of all parts."""
+        codes, scales = (
+            block.view(0, self._ranks * each) for block, each in zip(self._blocks, self._numels, strict=True)
+        )
+        return codes, scales
+
+    def part(self, rank: int) -> tuple[Buffer, Buffer]:
+        """The codes and the scales of rank `rank`'s part."""
+        codes, scales = (block.view(rank * each, each) for block, each in zip(self._blocks, self._numels, strict=True))
+        return codes, scales
+
+    def quantize(self, source: Buffer, rank: int) -> None:
+        self._kernels[QUANTIZE](source, *self.part(rank), self._block_numel)
+
+    def dequantize(self, out: Buffer, rank: int) -> None:
+        self._kernels[DEQUANTIZE](out, *self.part(rank), self._block_numel)
+
+    def give_back(self) -> None:
+        for block in self._blocks:
+            self._pool.give_back(block)
+
+
+def _done(work: QuantizedWork, async_op: bool) -> Work:
+    if not async_op:
+        work.wait()
+    return work
