@@ -38,7 +38,7 @@ def fail(fault: str, ranks: comm.base.Communicator) -> None:
     if fault == "raise":
         raise ValueError("of rank 1")
     if fault == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # to this thread, whichever others there are
     if fault == "thread":
         thread = threading.Thread(target=collective_and_raise, args=(ranks,))
         thread.start()
