@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from polyaccel.buffer import Buffer
+from polyaccel.comm import coalescing
 from polyaccel.comm.base import Communicator, DoneWork, Work
 from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.comm.discovery import local_rank
@@ -101,6 +102,43 @@ def all_gather_into_tensor(
         return _none(async_op)
     comm = _communicator(group)
     return _result(comm.all_gather(_buffer(comm, output), _buffer(comm, input), async_op=async_op), async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """`all_reduce` of each tensor, as one collective for each element type."""
+    if isinstance(group, NonMember):
+        return _none(async_op)
+    comm = _communicator(group)
+    buffers = [_buffer(comm, tensor) for tensor in tensors]
+    return _result(coalescing.all_reduce_coalesced(comm, buffers, op, async_op=async_op), async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Any], input_tensors: Sequence[Any], group: Group = None, async_op: bool = False
+) -> Work | None:
+    """`all_gather_into_tensor` of each pair, as one collective for each element type."""
+    if isinstance(group, NonMember):
+        return _none(async_op)
+    comm = _communicator(group)
+    outs, sources = ([_buffer(comm, tensor) for tensor in given] for given in (output_tensors, input_tensors))
+    return _result(coalescing.all_gather_coalesced(comm, outs, sources, async_op=async_op), async_op)
+
+
+def reduce_scatter_coalesced(
+    output_tensors: Sequence[Any],
+    input_tensors: Sequence[Any],
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """`reduce_scatter_tensor` of each pair, as one collective for each element type."""
+    if isinstance(group, NonMember):
+        return _none(async_op)
+    comm = _communicator(group)
+    outs, sources = ([_buffer(comm, tensor) for tensor in given] for given in (output_tensors, input_tensors))
+    return _result(coalescing.reduce_scatter_coalesced(comm, outs, sources, op, async_op=async_op), async_op)
 
 
 def all_to_all_single(
