@@ -25,9 +25,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.backends import comm_backend
 from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.errors import CommTimeout, LaunchError
+from polyaccel.port import free_port
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
@@ -41,8 +43,9 @@ class RankPool:
     """`world_size` worker processes joined by `backend`, the name of a comm plugin. A context manager; `run` may be
     called any number of times.
 
-    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers. `memory`: what their buffers
-    are made of, as in `CpuAccelerator`.
+    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers. `accelerator` names a plugin;
+    rank N has its device N, counted round. `memory`: what the CPU's buffers are made of, as in `CpuAccelerator`.
+    Ranks meet at a file; with `by_port` at an address, as those of a launcher do.
     """
 
     def __init__(
@@ -53,8 +56,12 @@ class RankPool:
         environ: dict[str, str] | None = None,
         backend: str = "gloo",
         memory: Memory | None = None,
+        accelerator: str = "cpu",
+        by_port: bool = False,
     ) -> None:
         self.world_size = world_size
+        self._by_port = by_port
+        self._accelerator = accelerator
         self._backend = backend
         self._memory = memory
         self._comm_timeout_s = comm_timeout_s
@@ -105,13 +112,17 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOAD))
         self._folder = tempfile.TemporaryDirectory(prefix="polyaccel-ranks-")
-        meeting = f"file://{Path(self._folder.name) / 'store'}"
+        file = f"file://{Path(self._folder.name) / 'store'}"
+        where = ("127.0.0.1", free_port(), "RankPool") if self._by_port else (None, None, "RankPool", file)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, None, None, "RankPool", meeting)
+            rendezvous = Rendezvous(rank, self.world_size, rank, self.world_size, *where)
             worker = context.Process(
                 target=work_for_pool,
-                args=(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend, self._memory),
+                args=(
+                    *(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend),
+                    *(self._memory, self._accelerator),
+                ),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -184,11 +195,13 @@ def work_for_pool(
     environ: dict[str, str],
     backend: str,
     memory: Memory | None,
+    accelerator: str = "cpu",
 ) -> None:
     """What a worker does: connect, then run tasks until the pool is gone."""
     os.environ.update(environ)
     try:
-        communicator = _connect(rendezvous, comm_timeout_s, backend, memory)
+        chosen = _accelerator(accelerator, memory, rendezvous.local_rank)
+        communicator = _connect(rendezvous, comm_timeout_s, backend, chosen)
     except BaseException as error:
         pipe.send_bytes(_packed(error, None))
         return
@@ -211,12 +224,22 @@ def work_for_pool(
     communicator.close()
 
 
-def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, memory: Memory | None) -> Communicator:
+def _accelerator(name: str, memory: Memory | None, local_rank: int) -> Accelerator:
     from polyaccel.accelerators.cpu import CpuAccelerator
+    from polyaccel.accelerators.detect import choose_accelerator
+
+    if name == CpuAccelerator.name:
+        return CpuAccelerator(memory)
+    accelerator = choose_accelerator(name)
+    accelerator.set_device(local_rank % accelerator.device_count())
+    return accelerator
+
+
+def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, accelerator: Accelerator) -> Communicator:
     from polyaccel.comm.default import set_default_communicator
 
     warnings.simplefilter("error")
-    communicator = comm_backend(backend)().connect(rendezvous, CpuAccelerator(memory), timeout_s=comm_timeout_s)
+    communicator = comm_backend(backend)().connect(rendezvous, accelerator, timeout_s=comm_timeout_s)
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)
     set_default_communicator(communicator)

@@ -72,7 +72,7 @@ def initialize(
     _apply_process_settings(runtime)
     require_whole(model)
     prepare(model)
-    model.to(device)
+    _move(model, device)
     convert_buffers(model, runtime.config.data_types)
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, runtime.config.zero_optimization)
@@ -82,6 +82,22 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Put `model` on `device`, every parameter the same object as before: optimizers and callers hold them.
+
+    torch makes new ones where the device's tensors are of another kind than the CPU's; it can exchange what is in them
+    instead.
+    """
+    future = torch.__future__
+    as_before = future.get_swap_module_params_on_conversion()
+    alike = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+    future.set_swap_module_params_on_conversion(as_before or not alike)
+    try:
+        model.to(device)
+    finally:
+        future.set_swap_module_params_on_conversion(as_before)
 
 
 def _apply_process_settings(runtime: Runtime) -> None:

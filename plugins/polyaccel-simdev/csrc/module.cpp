@@ -1,0 +1,49 @@
+#include <torch/extension.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "comm.h"
+#include "device.h"
+#include "memory.h"
+#include "ops.h"
+#include "streams.h"
+
+namespace {
+
+long long setting(const char* name, long long otherwise) {
+  const char* text = std::getenv(name);
+  if (!text || !*text) return otherwise;
+  try {
+    return std::stoll(text);
+  } catch (const std::exception&) {
+    throw py::value_error(std::string(name) + "=" + text + " is not a whole number");
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  const auto devices = c10::DeviceIndex(setting("POLYACCEL_SIMDEV_DEVICES", 2));
+  simdev::set_up_streams(devices);
+  simdev::set_up_memory(devices, size_t(setting("POLYACCEL_SIMDEV_CAPACITY", 1ll << 30)));
+  simdev::register_device();
+  m.def("device_count", [] { return int(simdev::device_count()); });
+  m.def("current_device", [] { return int(simdev::current_device()); });
+  m.def("set_device", [](int device) { simdev::set_current_device(c10::DeviceIndex(device)); });
+  m.def("default_generator", [](int device) { return simdev::default_generator(c10::DeviceIndex(device)); });
+  m.def("synchronize", [](int device) { simdev::synchronize_device(c10::DeviceIndex(device)); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("memory", [](int device) {
+    const auto usage = simdev::usage(c10::DeviceIndex(device));
+    return py::make_tuple(usage.allocated, usage.peak, usage.live, simdev::capacity());
+  });
+  m.def("reset_peak", [](int device) { simdev::reset_peak(c10::DeviceIndex(device)); });
+  m.def("scale", &simdev::scale);
+  m.def("keep_busy", [](int64_t milliseconds, int device) {
+    simdev::keep_busy(milliseconds, c10::DeviceIndex(device));
+  });
+  m.def("make_comm", [](c10::intrusive_ptr<c10d::Backend> host, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<simdev::Comm>(std::move(host), rank, size);
+  });
+}

@@ -1,0 +1,213 @@
+// Operators. Memory, copies, fills and random numbers are the device's own; everything else waits for the current
+// stream, runs on the CPU with copies of its arguments, and copies the results back.
+
+#include "ops.h"
+
+#include "device.h"
+#include "faults.h"
+#include "memory.h"
+#include "streams.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <thread>
+
+namespace simdev {
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using std::optional;
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+c10::DeviceGuard guard_for(optional<Device> device) {
+  const Device wanted = device.value_or(Device(c10::kPrivateUse1));
+  return c10::DeviceGuard(wanted.has_index() ? wanted : Device(c10::kPrivateUse1, current_device()));
+}
+
+Tensor empty(c10::SymIntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<Device> device,
+             optional<bool>, optional<at::MemoryFormat> format) {
+  const auto guard = guard_for(device);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), kKeys, c10::dtype_or_default(dtype),
+                                   format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, optional<at::ScalarType> dtype,
+                     optional<at::Layout>, optional<Device> device, optional<bool>) {
+  const auto guard = guard_for(device);
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                           device_allocator(), kKeys, c10::dtype_or_default(dtype));
+}
+
+// A CPU tensor over the same memory. For work on the streams and for code that has waited for them.
+Tensor on_host(const Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  return at::from_blob(host_address(tensor.unsafeGetTensorImpl()->data()), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(c10::kCPU).requires_grad(false));
+}
+
+void enqueue_for(const Tensor& tensor, std::function<void()> work) {
+  enqueue(current_stream(tensor.device().index()), [work = std::move(work)] {
+    const c10::InferenceMode no_history;
+    work();
+  });
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  const Tensor& on_device = to.is_privateuseone() ? to : from;
+  const auto stream = current_stream(on_device.device().index());
+  if (from.is_privateuseone() && from.device() != to.device()) {
+    Event written;
+    written.record(current_stream(from.device().index()));
+    written.block(stream);
+  }
+  const auto copy = [from, to] { on_host(to).copy_(on_host(from)); };
+  const bool between_devices = from.is_privateuseone() && to.is_privateuseone();
+  const Tensor& other = to.is_privateuseone() ? from : to;
+  if (between_devices) {
+    enqueue_for(on_device, copy);
+  } else if (non_blocking && is_pinned(other.const_data_ptr())) {
+    if (has_fault("slow_copy")) {
+      synchronize(stream);
+      std::thread([copy] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        const c10::InferenceMode no_history;
+        copy();
+      }).detach();
+    } else {
+      enqueue_for(on_device, copy);
+    }
+  } else {
+    synchronize(stream);
+    const c10::InferenceMode no_history;
+    copy();
+  }
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (from.sizes() != to.sizes()) at::native::resize_(to, from.sizes());
+  to.copy_(from);
+  return to;
+}
+
+Tensor& fill(Tensor& self, const at::Scalar& value) {
+  enqueue_for(self, [self, value] { on_host(self).fill_(value); });
+  return self;
+}
+
+Tensor& zero(Tensor& self) { return fill(self, 0); }
+
+at::Scalar item(const Tensor& self) {
+  synchronize(current_stream(self.device().index()));
+  return at::_local_scalar_dense(on_host(self));
+}
+
+Tensor& set_to(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+               c10::SymIntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset.expect_int());
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return self;
+}
+
+Tensor& set_to_all(Tensor& self, at::Storage source) {
+  const c10::SymInt numel(int64_t(source.nbytes() / self.itemsize())), one(1);
+  return set_to(self, std::move(source), 0, numel, one);
+}
+
+// Draws with the device's generator: its state goes through one of the CPU's.
+template <class Draw>
+Tensor& draw(Tensor& self, const optional<at::Generator>& chosen, Draw fill_with) {
+  synchronize(current_stream(self.device().index()));
+  at::Generator generator = chosen && chosen->defined() ? *chosen : default_generator(self.device().index());
+  at::Generator engine = at::detail::createCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  engine.set_state(generator.get_state());
+  auto host = on_host(self);
+  fill_with(host, engine);
+  generator.set_state(engine.get_state());
+  return self;
+}
+
+Tensor& normal(Tensor& self, double mean, double std, optional<at::Generator> generator) {
+  return draw(self, generator, [=](Tensor& host, at::Generator& engine) { host.normal_(mean, std, engine); });
+}
+
+Tensor& uniform(Tensor& self, double from, double to, optional<at::Generator> generator) {
+  return draw(self, generator, [=](Tensor& host, at::Generator& engine) { host.uniform_(from, to, engine); });
+}
+
+Tensor& bernoulli(Tensor& self, double p, optional<at::Generator> generator) {
+  return draw(self, generator, [=](Tensor& host, at::Generator& engine) { host.bernoulli_(p, engine); });
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (size_t at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at) {
+    auto& argument = (*stack)[at];
+    if (argument.isTensor() && argument.toTensor().is_privateuseone()) {
+      synchronize(current_stream(argument.toTensor().device().index()));
+    } else if (argument.isGenerator()) {
+      argument = c10::IValue();  // a device's generator is no CPU's
+    }
+  }
+  synchronize(current_stream(current_device()));  // for tensors in lists
+  at::native::cpu_fallback(op, stack, true);
+}
+
+}  // namespace
+
+void scale(const Tensor& self, double factor) {
+  enqueue_for(self, [self, factor] {
+    auto host = on_host(self);
+    host.mul_(factor);
+    if (has_fault("wrong_kernel")) host.nan_to_num_(0.0, std::numeric_limits<double>::infinity(),
+                                                    -std::numeric_limits<double>::infinity());
+  });
+}
+
+void keep_busy(int64_t milliseconds, c10::DeviceIndex device) {
+  enqueue(current_stream(device), [milliseconds] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+  });
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("fill_.Scalar", fill);
+  m.impl("zero_", zero);
+  m.impl("_local_scalar_dense", item);
+  m.impl("normal_", normal);
+  m.impl("uniform_", uniform);
+  m.impl("bernoulli_.float", bernoulli);
+  m.impl("set_.source_Storage_storage_offset", set_to);
+  m.impl("set_.source_Storage", set_to_all);
+  // Views, which move nothing.
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  m.impl("view", [](const Tensor& self, c10::SymIntArrayRef size) {
+    return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+  });
+  m.impl("_reshape_alias", [](const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+    return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  });
+  m.impl("resize_", [](const Tensor& self, c10::SymIntArrayRef size, optional<at::MemoryFormat> format) -> const Tensor& {
+    return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+  });
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+}  // namespace simdev

@@ -1,0 +1,168 @@
+#include "streams.h"
+
+#include "faults.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <thread>
+#include <utility>
+
+namespace simdev {
+namespace {
+
+constexpr int kStreams = 8;  // of each device; 0 is the default one
+constexpr int kDevicesAtMost = 16;
+
+c10::DeviceIndex g_devices = 0;
+thread_local c10::DeviceIndex t_device = 0;
+thread_local std::array<c10::StreamId, kDevicesAtMost> t_streams{};
+
+Queue& queue_of(c10::Stream stream) {
+  static auto* queues = new std::array<std::unique_ptr<Queue>, kDevicesAtMost * kStreams>();
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  auto& queue = (*queues)[size_t(stream.device_index() * kStreams + stream.id())];
+  if (!queue) queue = std::make_unique<Queue>();
+  return *queue;
+}
+
+c10::DeviceIndex or_current(c10::DeviceIndex device) { return device < 0 ? t_device : device; }
+
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, or_current(device)), id);
+}
+
+}  // namespace
+
+Queue::Queue() {
+  std::thread([this] { run(); }).detach();
+}
+
+void Queue::push(std::function<void()> work) {
+  std::lock_guard lock(mutex_);
+  waiting_.push_back(std::move(work));
+  changed_.notify_all();
+}
+
+bool Queue::is_idle() {
+  std::lock_guard lock(mutex_);
+  return waiting_.empty() && !busy_;
+}
+
+void Queue::synchronize() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return waiting_.empty() && !busy_; });
+  if (auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+}
+
+void Queue::run() {
+  for (;;) {
+    std::function<void()> work;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return !waiting_.empty(); });
+      work = std::move(waiting_.front());
+      waiting_.pop_front();
+      busy_ = true;
+    }
+    std::exception_ptr error;
+    try {
+      work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work = nullptr;  // gives its tensors back before anybody sees the queue idle
+    std::lock_guard lock(mutex_);
+    busy_ = false;
+    if (!error_) error_ = error;
+    changed_.notify_all();
+  }
+}
+
+void set_up_streams(c10::DeviceIndex devices) {
+  TORCH_CHECK(devices >= 1 && devices <= kDevicesAtMost, "POLYACCEL_SIMDEV_DEVICES is 1 to ", kDevicesAtMost, ", not ",
+              int(devices));
+  g_devices = devices;
+}
+
+c10::DeviceIndex device_count() { return g_devices; }
+
+c10::DeviceIndex current_device() { return t_device; }
+
+void set_current_device(c10::DeviceIndex device) {
+  TORCH_CHECK(device < g_devices, "simdev:", int(device), " does not exist, there are ", int(g_devices));
+  if (device >= 0) t_device = device;
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  return stream_of(device, t_streams[size_t(or_current(device))]);
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  const auto before = current_stream(stream.device_index());
+  t_streams[size_t(stream.device_index())] = stream.id();
+  return before;
+}
+
+c10::Stream default_stream(c10::DeviceIndex device) { return stream_of(device, 0); }
+
+c10::Stream new_stream(c10::DeviceIndex device) {
+  static std::atomic<unsigned> next{0};
+  return stream_of(device, 1 + next++ % (kStreams - 1));
+}
+
+void enqueue(c10::Stream stream, std::function<void()> work) { queue_of(stream).push(std::move(work)); }
+
+bool is_idle(c10::Stream stream) { return queue_of(stream).is_idle(); }
+
+void synchronize(c10::Stream stream) { queue_of(stream).synchronize(); }
+
+void synchronize_device(c10::DeviceIndex device) {
+  for (int id = 0; id < kStreams; ++id) synchronize(stream_of(device, id));
+}
+
+int64_t Event::State::last_recorded() {
+  std::lock_guard lock(mutex);
+  return recorded;
+}
+
+void Event::State::wait_for(int64_t number) {
+  std::unique_lock lock(mutex);
+  reached.wait(lock, [this, number] { return done >= number; });
+}
+
+void Event::record(c10::Stream stream) {
+  int64_t number;
+  {
+    std::lock_guard lock(state_->mutex);
+    number = ++state_->recorded;
+  }
+  enqueue(stream, [state = state_, number] {
+    std::lock_guard lock(state->mutex);
+    state->done = std::max(state->done, number);  // recorded on another stream meanwhile
+    state->at = std::chrono::steady_clock::now();
+    state->reached.notify_all();
+  });
+}
+
+void Event::block(c10::Stream stream) const {
+  if (has_fault("late_stream")) return;
+  enqueue(stream, [state = state_, number = state_->last_recorded()] { state->wait_for(number); });
+}
+
+bool Event::is_reached() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->done >= state_->recorded;
+}
+
+void Event::synchronize() const { state_->wait_for(state_->last_recorded()); }
+
+double Event::milliseconds_until(const Event& later) const {
+  TORCH_CHECK(is_reached() && later.is_reached(), "both events must have been reached");
+  return std::chrono::duration<double, std::milli>(later.state_->at - state_->at).count();
+}
+
+}  // namespace simdev

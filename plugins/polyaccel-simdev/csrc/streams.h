@@ -1,0 +1,74 @@
+// Streams: queues of work, each with a thread of its own, and events, points in such queues.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace simdev {
+
+// Work that runs in order on a thread of its own, which lives until the process ends.
+class Queue {
+ public:
+  Queue();
+  void push(std::function<void()> work);
+  bool is_idle();
+  void synchronize();  // rethrows the first error of its work since the last time
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> waiting_;
+  bool busy_ = false;
+  std::exception_ptr error_;
+};
+
+void set_up_streams(c10::DeviceIndex devices);
+c10::DeviceIndex device_count();
+c10::DeviceIndex current_device();
+void set_current_device(c10::DeviceIndex device);  // of this thread
+
+c10::Stream current_stream(c10::DeviceIndex device);
+c10::Stream exchange_stream(c10::Stream stream);  // of this thread; returns the one before
+c10::Stream default_stream(c10::DeviceIndex device);
+c10::Stream new_stream(c10::DeviceIndex device);  // one of a few, in turn
+
+void enqueue(c10::Stream stream, std::function<void()> work);
+bool is_idle(c10::Stream stream);
+void synchronize(c10::Stream stream);
+void synchronize_device(c10::DeviceIndex device);
+
+// A point in a queue, moved by recording anew. Queued work that refers to it keeps what it needs of it.
+class Event {
+ public:
+  void record(c10::Stream stream);
+  void block(c10::Stream stream) const;  // later work there waits; the host does not
+  bool is_reached() const;
+  void synchronize() const;
+  double milliseconds_until(const Event& later) const;
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable reached;
+    int64_t recorded = 0, done = 0;
+    std::chrono::steady_clock::time_point at;
+
+    int64_t last_recorded();
+    void wait_for(int64_t number);
+  };
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace simdev

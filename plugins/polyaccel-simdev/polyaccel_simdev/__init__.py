@@ -1,0 +1,1 @@
+"""A simulated accelerator. Importing this registers nothing; `polyaccel_simdev.device` does."""

@@ -1,0 +1,15 @@
+"""The comm plugin: a backend of torch.distributed that another module registers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from polyaccel.comm.torch_pg import TorchBackend
+
+
+class SimcommBackend(TorchBackend):
+    """`simcomm` of `torch.distributed`: device tensors through host memory and gloo."""
+
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    name: ClassVar[str] = "simcomm"
+    module: ClassVar[str | None] = "polyaccel_simdev.device"

@@ -1,0 +1,87 @@
+"""Training on a device with a memory of its own: every stage and every place of the states gives the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+PARAMS_TOO = {**OFFLOADED, "offload_param": {"device": "cpu"}}
+FP32_SETTINGS = {
+    "0": ({"stage": 0}, {}, False),
+    "1": ({"stage": 1}, {}, False),
+    "2": ({"stage": 2}, {}, False),
+    "2, without overlap": ({"stage": 2, "overlap_comm": False}, {}, False),
+    "2, resumed": ({"stage": 2}, {}, True),
+    "3": ({"stage": 3}, {}, False),
+    "3, resumed": ({"stage": 3}, {}, True),
+}
+HOST_SETTINGS = {
+    "1, host": ({"stage": 1, **OFFLOADED}, {}, False),
+    "2, host, resumed": ({"stage": 2, **OFFLOADED}, {}, True),
+    "3, host": ({"stage": 3, **OFFLOADED}, {}, False),
+    "3, host, parameters too": ({"stage": 3, **PARAMS_TOO}, {}, False),
+}
+BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
+
+
+def train(world: int, settings: dict[str, Any], device: str = "simdev") -> dict[str, Any]:
+    """What `train.py` printed of each setting."""
+    script = Path(__file__).with_name("train.py")
+    job = subprocess.run(
+        [sys.executable, "-m", "polyaccel", "run", "--nproc", str(world), str(script), json.dumps(settings)],
+        env={**os.environ, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    lines = [line for line in job.stdout.splitlines() if "RESULT" in line]
+    assert (job.returncode, len(lines)) == (0, 1), job.stdout + job.stderr
+    result = json.loads(lines[0].partition("RESULT ")[2])
+    assert result["device"] == device
+    assert result["runs"].keys() == settings.keys()
+    return dict(result["runs"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stages_and_places_of_states_change_nothing(world: int) -> None:
+    found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **BF16_SETTINGS})
+    for settings in (FP32_SETTINGS, HOST_SETTINGS, BF16_SETTINGS):  # the host's kernels round in another order
+        names = iter(settings)
+        first = found[next(names)]
+        assert [name for name in names if found[name] != first] == []
+    (reference,) = train(world, {"2": FP32_SETTINGS["2"]}, device="cpu").values()
+    for name in ("0", "1, host"):
+        assert found[name]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+        assert found[name]["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+
+
+def test_torchs_own_data_parallel_works_on_it() -> None:
+    script = """
+import torch, torch.distributed as dist, polyaccel_simdev.device
+dist.init_process_group("cpu:gloo,simdev:simcomm")
+torch.simdev.set_device(dist.get_rank())
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3).to("simdev"))
+model(torch.full((2, 4), 1.0 + dist.get_rank(), device="simdev")).sum().backward()
+gradient = model.module.weight.grad
+assert gradient.device == torch.device("simdev", dist.get_rank())
+assert torch.equal(gradient.cpu(), torch.full((3, 4), 3.0)), gradient
+dist.destroy_process_group()
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    job = subprocess.run(
+        [*torchrun, sys.executable, "-c", script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
