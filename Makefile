@@ -14,7 +14,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl test-mpi environment lint bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-ccl test-mpi test-triton environment lint bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,6 +37,11 @@ test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, e
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
 			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/test_mpi_*.py tests/procs/test_discovery_launchers.py $(ARGS) || exit 1; \
 	done
+
+test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in an environment of its own (Triton: 700 MB)
+	$(MAKE) environment VENV=$(VENV)-triton EXTRAS=torch PACKAGES='pytest pytest-timeout triton'
+	TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest tests/unit/test_triton_kernels.py $(ARGS)
+	$(VENV)-triton/bin/python -m pytest tests/unit/test_triton_compiled.py $(ARGS)
 
 environment: $(STAMP)
 
@@ -79,7 +84,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import ClassVar
 
 from polyaccel.accelerators import presence
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
+from polyaccel.ops.base import KernelTable
 from polyaccel.types import DType
 
 _NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so*")
 _AMD = ("/dev/kfd",)
+
+
+@cache
+def _kernels() -> KernelTable:
+    from polyaccel.ops.torch_kernels import torch_kernels
+
+    table = torch_kernels()
+    if find_spec("triton") is None:  # it comes with torch's builds for GPUs, but not on every system
+        return table
+    from polyaccel.ops.torch_triton import triton_kernels
+
+    return triton_kernels(table, "cuda")
 
 
 class CudaAccelerator(TorchAccelerator):
@@ -40,3 +55,6 @@ class CudaAccelerator(TorchAccelerator):
         if not self._module.is_bf16_supported(including_emulation=False):
             dtypes.remove(DType.BFLOAT16)
         return Capabilities(dtypes=frozenset(dtypes), default_comm="nccl", streams=True, host_pinning=True)
+
+    def kernels(self) -> KernelTable:
+        return _kernels()

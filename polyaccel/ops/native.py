@@ -7,7 +7,6 @@ What they do not cover, float64 optimizers above all, is left to the table that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64
 
@@ -26,13 +25,10 @@ from polyaccel.ops.base import (
     SCALE,
     SGD,
     SQUARE_SUMS,
-    AdagradHyper,
-    AdamHyper,
     KernelTable,
-    LionHyper,
-    SgdHyper,
     StochasticRounding,
 )
+from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels, Update
 from polyaccel.ops.native_library import CArray, CRounding, Native, native
 from polyaccel.ops.quantization import bits_of
 from polyaccel.ops.random_bits import halves
@@ -48,13 +44,9 @@ TYPES = {
         )
     )
 }
-_ADAM_DECOUPLED, _ADAM_L2 = 0, 1
-_SGD_PLAIN, _SGD_FIRST, _SGD_MOMENTUM, _SGD_FIRST_NESTEROV, _SGD_NESTEROV = range(2, 7)
-_ADAGRAD, _LION, _LAMB_DIRECTION, _LAMB_APPLY, _SCALE, _CAST = range(7, 13)
 _COMBINE = {ReduceOp.SUM: 13, ReduceOp.AVG: 13, ReduceOp.MAX: 14, ReduceOp.MIN: 15, ReduceOp.PROD: 16}
 
-_COMPUTED_IN_FLOAT32 = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
-_SQUARED = _COMPUTED_IN_FLOAT32 | {DType.FLOAT64}
+_SQUARED = COMPUTED_IN_FLOAT32 | {DType.FLOAT64}
 _NOTHING = CArray(None, 0)
 
 
@@ -92,35 +84,32 @@ def c_array(buffer: Buffer) -> CArray:
 
 def are_computed_in_float32(buffers: Sequence[Buffer | None]) -> bool:
     """Whether all of them are float32, bfloat16 or float16 in host memory."""
-    return all(b is None or (b.dtype in _COMPUTED_IN_FLOAT32 and b.device.type == "cpu") for b in buffers)
+    return all(b is None or (b.dtype in COMPUTED_IN_FLOAT32 and b.device.type == "cpu") for b in buffers)
 
 
-class _NativeKernels:
+class _NativeKernels(FusedKernels):
     """The kernels as methods; each has the signature of its op."""
 
     def __init__(self, library: Native, fallback: KernelTable, threads: Callable[[], int]) -> None:
+        super().__init__(fallback)
         self._library = library
-        self._fallback = fallback
         self._threads = threads
 
-    def _update(
+    def _fits(self, buffers: Sequence[Buffer | None]) -> bool:
+        return are_computed_in_float32(buffers)
+
+    def _sweep(
         self,
         kind: int,
         arrays: Sequence[Buffer],
         out: Buffer | None,
         constants: Sequence[float],
-        written: int,
-        rounding: StochasticRounding | None = None,
+        rounding: StochasticRounding | None,
     ) -> None:
-        """One sweep over `arrays`, the master weights first. `written` has bit i set when array i changes."""
-        master = arrays[0]
-        for other in (*arrays[1:], *((out,) if out is not None else ())):
-            if other.numel != master.numel:
-                raise ShardingError(f"{other!r} does not match {master!r}", value=other.numel)
         self._library.call(
             "pa_update",
             kind,
-            master.numel,
+            arrays[0].numel,
             (CArray * len(arrays))(*map(c_array, arrays)),
             len(arrays),
             _NOTHING if out is None else c_array(out),
@@ -129,11 +118,6 @@ class _NativeKernels:
             None if rounding is None else CRounding(halves(rounding.key), rounding.start),
             self._threads(),
         )
-        for index, array in enumerate(arrays):
-            if written >> index & 1:
-                array.mark_written()
-        if out is not None:
-            out.mark_written()
 
     def combine(self, target: Buffer, source: Buffer, op: ReduceOp) -> None:
         """See `CombineFn`. `source` is rounded to `target`'s type first."""
@@ -149,16 +133,9 @@ class _NativeKernels:
     def scale(self, target: Buffer, factor: float) -> None:
         """See `ScaleFn`."""
         if are_computed_in_float32((target,)):
-            self._update(_SCALE, (target,), None, (factor,), 0b1)
+            self._update(Update.SCALE, (target,), None, (factor,), 0b1)
         else:
             self._fallback[SCALE](target, factor)
-
-    def cast(self, source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
-        """See `CastFn`."""
-        if are_computed_in_float32((source, out)):
-            self._update(_CAST, (source,), out, (), 0, rounding)
-        else:
-            self._fallback[CAST](source, out, rounding)
 
     def square_sums(self, out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
         """See `SquareSumsFn`. What a piece adds depends on its contents only."""
@@ -174,114 +151,6 @@ class _NativeKernels:
         numels = (c_int64 * count)(*(piece.numel for _, piece in pieces))
         self._library.call("pa_square_sums", out.data_ptr(), count, indices, arrays, numels, self._threads())
         out.mark_written()
-
-    def adam(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        exp_avg: Buffer,
-        exp_avg_sq: Buffer,
-        out: Buffer | None,
-        hyper: AdamHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """See `AdamFn`."""
-        arrays = (master, grad, exp_avg, exp_avg_sq)
-        if not are_computed_in_float32((*arrays, out)):
-            self._fallback[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, rounding)
-            return
-        decay = 1 - hyper.lr * hyper.weight_decay if hyper.decoupled else hyper.weight_decay
-        kind = _ADAM_DECOUPLED if hyper.decoupled else _ADAM_L2
-        self._update(kind, arrays, out, _adam_constants(hyper, decay, grad_scale), 0b1101, rounding)
-
-    def sgd(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        momentum: Buffer | None,
-        out: Buffer | None,
-        hyper: SgdHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """See `SgdFn`."""
-        if not are_computed_in_float32((master, grad, momentum, out)):
-            self._fallback[SGD](master, grad, momentum, out, hyper, grad_scale, rounding)
-            return
-        constants = (hyper.lr, hyper.momentum, 1 - hyper.dampening, hyper.weight_decay, grad_scale)
-        if momentum is None:
-            self._update(_SGD_PLAIN, (master, grad), out, constants, 0b01, rounding)
-            return
-        kinds = (_SGD_FIRST_NESTEROV, _SGD_NESTEROV) if hyper.nesterov else (_SGD_FIRST, _SGD_MOMENTUM)
-        self._update(kinds[not hyper.first], (master, grad, momentum), out, constants, 0b101, rounding)
-
-    def adagrad(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        sum_sq: Buffer,
-        out: Buffer | None,
-        hyper: AdagradHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """See `AdagradFn`."""
-        if not are_computed_in_float32((master, grad, sum_sq, out)):
-            self._fallback[ADAGRAD](master, grad, sum_sq, out, hyper, grad_scale, rounding)
-            return
-        rate = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)
-        constants = (rate, hyper.eps, hyper.weight_decay, grad_scale)
-        self._update(_ADAGRAD, (master, grad, sum_sq), out, constants, 0b101, rounding)
-
-    def lion(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        exp_avg: Buffer,
-        out: Buffer | None,
-        hyper: LionHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """See `LionFn`."""
-        if not are_computed_in_float32((master, grad, exp_avg, out)):
-            self._fallback[LION](master, grad, exp_avg, out, hyper, grad_scale, rounding)
-            return
-        betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
-        constants = (*betas, hyper.lr, 1 - hyper.lr * hyper.weight_decay, grad_scale)
-        self._update(_LION, (master, grad, exp_avg), out, constants, 0b101, rounding)
-
-    def lamb_direction(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        exp_avg: Buffer,
-        exp_avg_sq: Buffer,
-        direction: Buffer,
-        hyper: AdamHyper,
-        grad_scale: float,
-    ) -> None:
-        """See `LambDirectionFn`."""
-        arrays = (master, grad, exp_avg, exp_avg_sq, direction)
-        if not are_computed_in_float32(arrays):
-            self._fallback[LAMB_DIRECTION](master, grad, exp_avg, exp_avg_sq, direction, hyper, grad_scale)
-            return
-        self._update(_LAMB_DIRECTION, arrays, None, _adam_constants(hyper, hyper.weight_decay, grad_scale), 0b11101)
-
-    def lamb_apply(
-        self,
-        master: Buffer,
-        direction: Buffer,
-        out: Buffer | None,
-        rate: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """See `LambApplyFn`."""
-        if not are_computed_in_float32((master, direction, out)):
-            self._fallback[LAMB_APPLY](master, direction, out, rate, rounding)
-            return
-        self._update(_LAMB_APPLY, (master, direction), out, (rate,), 0b01, rounding)
 
     def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `QuantizeFn`."""
@@ -304,10 +173,3 @@ class _NativeKernels:
         bits = bits_of(values, codes, scales, block_numel)
         memory = (c_array(values), codes.data_ptr(), scales.data_ptr())
         self._library.call(name, bits, values.numel, block_numel, *memory, self._threads())
-
-
-def _adam_constants(hyper: AdamHyper, decay: float, grad_scale: float) -> tuple[float, ...]:
-    correction1 = 1 - hyper.beta1**hyper.step if hyper.bias_correction else 1.0
-    correction2 = 1 - hyper.beta2**hyper.step if hyper.bias_correction else 1.0
-    betas = (hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2)
-    return (*betas, 1 / correction1, 1 / math.sqrt(correction2), hyper.eps, hyper.lr, decay, grad_scale)

@@ -27,17 +27,17 @@ def write_weights(target: Tensor, values: Tensor, rounding: StochasticRounding |
 
 def _random_bits(rounding: StochasticRounding, like: Tensor) -> Tensor:
     """See `polyaccel.ops.random_bits`."""
-    low, high = map(_signed, halves(rounding.key))
+    low, high = map(signed, halves(rounding.key))
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    x.add_(_signed(rounding.start)).bitwise_xor_(low)
+    x.add_(signed(rounding.start)).bitwise_xor_(low)
     for round_, (shift, multiplier) in enumerate(zip(SHIFTS, MULTIPLIERS, strict=False)):
-        x.bitwise_xor_(_shifted(x, shift)).mul_(_signed(multiplier))
+        x.bitwise_xor_(_shifted(x, shift)).mul_(signed(multiplier))
         if round_ == 0:
             x.add_(high)
     return x.bitwise_xor_(_shifted(x, SHIFTS[-1]))
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The lower 32 bits of `value` as a signed number."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
