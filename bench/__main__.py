@@ -1,12 +1,18 @@
-"""`python -m bench`: step times; `python -m bench comm`, `imports`, `kernels` and `memory`."""
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `kernels` and `memory`."""
 
 from __future__ import annotations
 
 import sys
 
-from bench import comm, imports, kernels, memory, steps
+from bench import backends, comm, imports, kernels, memory, steps
 
-_COMMANDS = {"comm": comm.main, "imports": imports.main, "kernels": kernels.main, "memory": memory.main}
+_COMMANDS = {
+    "backends": backends.main,
+    "comm": comm.main,
+    "imports": imports.main,
+    "kernels": kernels.main,
+    "memory": memory.main,
+}
 
 
 def main(argv: list[str]) -> int:
