@@ -6,7 +6,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 LOCK := requirements-dev.lock
-EXTRAS := torch,examples,dev
+EXTRAS := torch,examples,docs,dev
 PACKAGES :=
 TORCH := 2.13.0
 INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]' $(PACKAGES)
@@ -14,7 +14,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl test-mpi test-triton environment lint bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-ccl test-mpi test-triton environment lint docs bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -52,7 +52,11 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/mypy examples/gpt/*.py
 	$(BIN)/mypy examples/cifar10/*.py
 	$(BIN)/mypy bench
+	$(BIN)/mypy docs/generate
 	$(BIN)/lint-imports --no-cache
+
+docs: $(STAMP) ## build the documentation in build/docs; a warning is an error (ARGS=serve: look at it while you write)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
 bench: $(STAMP) ## measure against DDP, FSDP2 and (when installed) DeepSpeed
 	$(BIN)/python -m bench $(ARGS)

@@ -11,7 +11,7 @@ from polyaccel.errors import Problem
 
 _logger = logging.getLogger(__name__)
 
-_REMOVED = {
+REMOVED = {
     "amp": ("NVIDIA Apex mixed precision", "use bf16, fp16 or torch_autocast"),
     "compression_training": ("compression", "remove it"),
     "curriculum_learning": ("the top-level curriculum", "remove it"),
@@ -42,7 +42,7 @@ def modernise(tree: dict[str, Any]) -> list[Problem]:
         zero = tree["zero_optimization"] = {"stage": int(zero)}
     if isinstance(zero, dict):
         _modernise_zero(zero, problems)
-    for key, (feature, cure) in _REMOVED.items():
+    for key, (feature, cure) in REMOVED.items():
         *parents, name = key.split(".")
         table = tree.get(parents[0]) if parents else tree
         if isinstance(table, dict) and name in table:

@@ -43,8 +43,9 @@ def _whole(value: Any) -> Any:
 
 T = TypeVar("T")
 Int = Annotated[int, BeforeValidator(_whole)]
-PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0)]
-CountInt = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+# Bounds stand before the validator, or the JSON Schema lacks them.
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
+CountInt = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Stage = Annotated[T, BeforeValidator(_whole)]
 """For a `Literal` of integers: without it `true` would pass as 1."""
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -1,0 +1,28 @@
+"""What mkdocs runs while it builds: pages and tables that are made from the project itself, so that they cannot lag."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from config_reference import config_reference
+from support_table import support_table
+
+MARKER = "<!-- support table -->"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that no file holds."""
+    files.append(File.generated(config, "reference/config.md", content=config_reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the support table where a page asks for it."""
+    return markdown.replace(MARKER, support_table())

@@ -1,0 +1,56 @@
+"""The support table, from docs/support.toml.
+
+`python docs/generate/support_table.py` renews it in README.md, between its two markers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
+
+Rows: TypeAlias = Mapping[str, Mapping[str, str]]
+
+_STATES = {
+    "run": "tested: {where}",
+    "apart": "tested in an environment of its own: `{where}`",
+    "unrun": "written to `{where}`, **not run on hardware**",
+}
+_TITLES = {"accelerators": "accelerator", "comm": "comm backend"}
+
+
+def support() -> Mapping[str, Rows]:
+    """What the file says: by group and name, its `state`, `what` and `where`."""
+    return tomllib.loads((ROOT / "docs" / "support.toml").read_text(encoding="utf-8"))
+
+
+def support_table() -> str:
+    """Both groups as Markdown tables."""
+    return "\n\n".join(_table(_TITLES[group], rows) for group, rows in support().items())
+
+
+def with_table(document: str) -> str:
+    """`document` with the present table between the markers. Raises ValueError where one is missing."""
+    head, rest = document[: document.index(BEGIN)], document[document.index(END) :]
+    return f"{head}{BEGIN}\n{support_table()}\n{rest}"
+
+
+def _table(title: str, rows: Rows) -> str:
+    lines = [f"| {title} | for | state |", "|---|---|---|"]
+    for name, row in rows.items():
+        lines.append(f"| `{name}` | {row['what']} | {_STATES[row['state']].format(**row)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,25 @@
+"""The support table has a row for every accelerator and comm backend that we declare, and README has the same table."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from polyaccel.registry import PluginGroup, list_plugins
+
+ROOT = Path(__file__).parents[2]
+TABLE = runpy.run_path(str(ROOT / "docs" / "generate" / "support_table.py"))
+
+
+@pytest.mark.parametrize("group", [PluginGroup.ACCELERATORS, PluginGroup.COMM])
+def test_every_plugin_of_ours_has_a_row(group: PluginGroup) -> None:
+    ours = [info.name for info in list_plugins(group) if info.package == "polyaccel"]
+    assert sorted(TABLE["support"]()[group.value.rpartition(".")[2]]) == ours
+
+
+def test_what_was_not_run_says_so() -> None:
+    rows = dict(line.split("|")[1:4:2] for line in TABLE["support_table"]().splitlines() if line.startswith("| `"))
+    assert "not run on hardware" in rows[" `npu` "]
+    assert "not run" not in rows[" `cpu` "]
