@@ -26,6 +26,8 @@ RUN = {
 """Commands that are run here, with what is added to make them short."""
 RUN_ELSEWHERE = {
     "torchrun --standalone --nproc-per-node 2 examples/gpt/train.py": "tests/procs/test_example_gpt_runs.py",
+    "mpirun -n 2 python examples/gpt/train.py": "tests/procs/test_discovery_launchers.py",
+    "srun -n 2 python examples/gpt/train.py": "tests/procs/test_discovery_launchers.py",
     "polyaccel run --nproc 2 examples/cifar10/train.py": "tests/procs/test_example_cifar10_runs.py",
 }
 """Commands that another test runs."""
