@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from polyaccel.config import load_config as load_config
     from polyaccel.errors import ConfigError as ConfigError
     from polyaccel.errors import PolyaccelError as PolyaccelError
+    from polyaccel.frontend import initialize as initialize
     from polyaccel.torch.engine import TorchEngine as TorchEngine
-    from polyaccel.torch.initialize import initialize as initialize
 
 _HOMES = {
     "Config": "polyaccel.config",
@@ -34,7 +34,7 @@ _HOMES = {
     "add_config_arguments": "polyaccel.arguments",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",
-    "initialize": "polyaccel.torch.initialize",
+    "initialize": "polyaccel.frontend",
     "load_config": "polyaccel.config",
     "set_accelerator": "polyaccel.accelerators",
 }

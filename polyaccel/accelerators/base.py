@@ -165,6 +165,14 @@ class Accelerator(ABC):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", value=kind)
 
+    def import_array(self, array: Any) -> Buffer:
+        """A buffer to read from, over the memory of another framework's array on this device, flattened: DLPack.
+
+        Raises PluginContractError where the device's memory has no such exchange.
+        """
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise PluginContractError(f"accelerator {self.name!r} cannot import a {kind}", value=kind)
+
     def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
         """A buffer over the bytes of a writable numpy array of uint8, which it keeps alive: memory that another library
         or process has made. Raises PluginContractError where the device cannot work on host memory."""

@@ -104,6 +104,15 @@ class CpuAccelerator(Accelerator):
 
         return wrap_numpy(array)
 
+    def import_array(self, array: Any) -> Buffer:
+        if self.memory == "torch":
+            from polyaccel.accelerators.torch_memory import import_torch
+
+            return import_torch(array)
+        from polyaccel.accelerators.numpy_memory import import_numpy
+
+        return import_numpy(array)
+
     def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
         if self.memory == "torch":
             from polyaccel.accelerators.torch_memory import torch_over

@@ -95,6 +95,11 @@ def numpy_over(memory: npt.NDArray[np.uint8], dtype: DType) -> NumpyBuffer:
     return NumpyBuffer(memory.view(numpy_dtype(dtype)))
 
 
+def import_numpy(array: object) -> NumpyBuffer:
+    """A buffer to read from, over the memory of an array in host memory where numpy can see that."""
+    return NumpyBuffer(np.ascontiguousarray(array).reshape(-1))
+
+
 def wrap_numpy(array: object) -> NumpyBuffer:
     """A buffer over an array's memory, flattened.
 

@@ -107,6 +107,11 @@ class TorchAccelerator(Accelerator):
 
         return wrap_torch(array)
 
+    def import_array(self, array: Any) -> Buffer:
+        from polyaccel.accelerators.torch_memory import import_torch
+
+        return import_torch(array)
+
     def device_count(self) -> int:
         return int(self._module.device_count())
 

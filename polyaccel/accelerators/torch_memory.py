@@ -132,6 +132,11 @@ def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:
     return TorchBuffer(torch.from_numpy(memory).view(torch_dtype(dtype)))
 
 
+def import_torch(array: object) -> TorchBuffer:
+    """A buffer over the memory of any array that exports DLPack, flattened."""
+    return wrap_torch(torch.from_dlpack(array))  # type: ignore[attr-defined]
+
+
 def wrap_torch(array: object) -> TorchBuffer:
     """A buffer over a tensor's memory, flattened; the tensor's autograd history is left out.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from logging import getLogger
 from typing import Any
 
 from polyaccel.buffer import Buffer
@@ -14,7 +15,12 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.types import ParamSpec
+from polyaccel.zero.optimizers import Group
 from polyaccel.zero.params import ParamObserver
+from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.update import StepResult
+
+log = getLogger(__name__)
 
 
 class ModelAdapter(ParamObserver, ABC):
@@ -43,7 +49,11 @@ class Engine(ABC):
     config: ResolvedConfig
     counters: StepCounters
     loss_scaler: LossScaler
+    zero: ZeroStep
+    lr_scheduler: Any = None
+    """What moves the learning rates after each applied step."""
     _recorder: StepRecorder
+    _result: StepResult | None = None
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -135,3 +145,27 @@ class Engine(ABC):
     def get_loss_scale(self) -> float:
         """What losses are multiplied with now."""
         return self.loss_scaler.loss_scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step."""
+        return None if self._result is None else self._result.grad_norm
+
+    # The end of a step.
+
+    def _apply_update(self, groups: Sequence[Group]) -> None:
+        """Update the parameters; the loss scale follows."""
+        with self._recorder.timer("update"):
+            result = self._result = self.zero.update(groups, self.loss_scaler.loss_scale)
+        self.loss_scaler.update(not result.applied, result.culprit)
+        if not result.applied:
+            log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)
+
+    def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
+        """Count the step whose update was the last, move the learning-rate schedule, make the figures."""
+        result = self._result
+        assert result is not None  # set by the update
+        self.counters.advance(skipped=not result.applied)
+        lr = tuple(float(group["lr"]) for group in groups if "lr" in group)
+        if result.applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from logging import getLogger
 from typing import Any
 
 import torch
@@ -29,9 +28,6 @@ from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.step import ZeroStep
-from polyaccel.zero.update import StepResult
-
-log = getLogger(__name__)
 
 
 class TorchEngine(nn.Module, Engine):
@@ -60,7 +56,6 @@ class TorchEngine(nn.Module, Engine):
         )
         self.loss_scaler = runtime.loss_scaler()
         self.training_dataloader: Any = None
-        self.lr_scheduler: Any = None
         self._recorder = StepRecorder(
             self.accelerator,
             self.communicator,
@@ -73,7 +68,6 @@ class TorchEngine(nn.Module, Engine):
         )
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
-        self._result: StepResult | None = None
 
         self._passes = BackwardPasses(self)
         self.adapter = TorchAdapter(
@@ -191,27 +185,16 @@ class TorchEngine(nn.Module, Engine):
             self.counters.advance()
             return
         self.optimizer.step()
-        result = self._result
-        assert result is not None  # set by the update
-        self.counters.advance(skipped=not result.applied)
-        lr = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        if result.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
         loss = float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None
         self._losses.clear()
-        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
+        self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
 
     def _update(self) -> None:
         """What `optimizer.step()` does."""
         self.adapter.check_frozen()
         self.adapter.adopt_changes()
-        with self.timer("update"):
-            scale = self.loss_scaler.loss_scale
-            result = self._result = self.zero.update(self.optimizer.param_groups, scale)
+        self._apply_update(self.optimizer.param_groups)
         self.adapter.on_update()
-        self.loss_scaler.update(not result.applied, result.culprit)
-        if not result.applied:
-            log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
@@ -363,10 +346,6 @@ class TorchEngine(nn.Module, Engine):
         empty_cache(self.device)
 
     # What users ask.
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None before the first step."""
-        return None if self._result is None else self._result.grad_norm
 
     def get_lr(self) -> list[float]:
         """The learning rate of every optimizer group."""

@@ -1,0 +1,243 @@
+"""The engine that JAX users hold: gradients of a function, steps, checkpoints, and parameters that follow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyaccel.engine.base import Engine
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.recording import StepRecorder
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.adapter import JaxAdapter
+from polyaccel.jax.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.views import CopyCount, fence
+from polyaccel.runtime import Runtime
+from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.policy import Placement
+from polyaccel.zero.step import ZeroStep
+
+
+class OptimizerGroups:
+    """What schedules move: the hyperparameters of each optimizer group."""
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        self.param_groups = param_groups
+
+
+class JaxEngine(Engine):
+    """A JAX function in training under ZeRO. Made by `polyaccel.initialize`.
+
+    `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` are arrays
+    over the engine's memory: they change with each step, and `jnp.array(x)` keeps a value.
+    """
+
+    def __init__(
+        self,
+        fn: LossFn,
+        params: Any,
+        runtime: Runtime,
+        slice_optimizer: SliceOptimizer | None,
+        hyperparameters: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self.runtime = runtime
+        self.config = runtime.config
+        self.accelerator = runtime.accelerator
+        self.communicator = runtime.communicator
+        self.counters = StepCounters(
+            gradient_accumulation_steps=self.config.gradient_accumulation_steps,
+            train_batch_size=self.config.train_batch_size,
+        )
+        self.loss_scaler = runtime.loss_scaler()
+        self.aux: Any = None
+        """The function's auxiliary output for the last micro-batch."""
+        self._recorder = StepRecorder(
+            self.accelerator,
+            self.communicator,
+            print_every=self.config.steps_per_print,
+            print_phases=self.config.wall_clock_breakdown,
+        )
+        self.timer = self._recorder.timer
+        self.optimizer = OptimizerGroups([dict(hyperparameters)])
+        self._pid = os.getpid()
+        self._losses: list[jax.Array] = []
+        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
+        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
+        layout = runtime.plan(tuple(self.adapter.param_specs()), self.adapter.unit_names)
+        self.zero = ZeroStep(
+            layout,
+            runtime.policy,
+            runtime.step_policy_for(layout),
+            runtime.place_states(layout, resident=False),
+            slice_optimizer,
+            self.optimizer.param_groups,
+            self.communicator,
+            self.accelerator,
+            self.adapter.read_param,
+            self.adapter,
+            self.timer,
+        )
+        is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
+        self._function = LossFunction(
+            fn,
+            self.adapter.structure,
+            self.adapter.is_trained,
+            self.adapter.views,
+            self.adapter.originals,
+            jnp.float16 if is_half else None,
+        )
+        self.adapter.let_go()
+        self._recorder.begin()
+
+    # Running the function.
+
+    @property
+    def params(self) -> Any:
+        """The parameters, in the caller's tree, up to date: arrays over the engine's memory."""
+        self._require_own_process()
+        self.zero.params.fence()
+        return self.adapter.tree()
+
+    @property
+    def copies(self) -> CopyCount:
+        """How many parameters JAX sees without a copy."""
+        return self.adapter.views.count()
+
+    def grad_step(self, batch: Any) -> jax.Array:
+        """The loss of one micro-batch; its gradients are on their way. Auxiliary output is in `aux`.
+
+        The function gets a random key that depends on the seed, the rank and the number of micro-batches alone.
+        """
+        self._require_own_process()
+        self._require_optimizer()
+        self.zero.params.fence()
+        rng = jax.random.fold_in(self._key, self.counters.micro_steps)
+        factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
+        each_pass = self.runtime.policy.grads is Placement.SHARDED
+        self.zero.begin_pass(reduce=each_pass or self.counters.is_boundary)
+        try:
+            with self.timer("backward"):
+                leaves = self.adapter.views.arrays()
+                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, factor)
+            with self.timer("reduce"):
+                for fqn, gradient in self.adapter.gradients(gradients):
+                    self.zero.add_gradient(fqn, gradient)
+                self.zero.end_pass()
+        except BaseException:
+            self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
+            raise
+        self._losses.append(loss)
+        return loss
+
+    def step(self) -> None:
+        """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
+        self._require_own_process()
+        self._require_optimizer()
+        if not self.counters.is_boundary:
+            self.counters.advance()
+            return
+        fence()
+        loss = float(jnp.stack(self._losses).mean()) if self._losses else None
+        self._losses.clear()
+        self._apply_update(self.optimizer.param_groups)
+        self._end_step(self.optimizer.param_groups, loss, {})
+
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        """One optimizer step; returns the mean loss of this rank's micro-batches.
+
+        `data_iter` is a batch, whose arrays are cut along their first axis into as many micro-batches as the config
+        accumulates, or an iterator of micro-batches. Raises PolyaccelError for a batch that cannot be cut evenly.
+        """
+        losses = []
+        for micro_batch in self._micro_batches(data_iter):
+            losses.append(self.grad_step(micro_batch))
+            self.step()
+        return jnp.stack(losses).mean()
+
+    def eval_batch(self, data_iter: Any) -> jax.Array:
+        """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
+        self._require_own_process()
+        self.zero.params.fence()
+        batch = next(data_iter) if _is_iterator(data_iter) else data_iter
+        loss, self.aux = self._function.evaluate(self.adapter.views.arrays(), batch)
+        return loss
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, accumulated ones too."""
+        self.zero.discard_gradients()
+        self._losses.clear()
+
+    def _micro_batches(self, data: Any) -> list[Any]:
+        count = self.gradient_accumulation_steps()
+        if data is None:
+            raise PolyaccelError("train_batch has no data", cure="pass a batch, or an iterator of micro-batches")
+        if _is_iterator(data):
+            with self.timer("data"):
+                return [next(data) for _ in range(count)]
+        if count == 1:
+            return [data]
+        leaves, structure = jax.tree.flatten(as_inputs(data))
+        lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in leaves}
+        if len(lengths) != 1 or (length := lengths.pop()) % count or not length:
+            raise PolyaccelError(
+                f"a batch of shapes {[jnp.shape(leaf) for leaf in leaves]} cannot be cut into {count} micro-batches",
+                cure="give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu",
+                value=lengths,
+            )
+        size = length // count
+        cuts = [[leaf[at * size : (at + 1) * size] for leaf in leaves] for at in range(count)]
+        return [jax.tree.unflatten(structure, cut) for cut in cuts]
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        raise _no_checkpoints()
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str, dict[str, Any]]:
+        raise _no_checkpoints()
+
+    # What users ask.
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every optimizer group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    def destroy(self) -> None:
+        """Let go of buffers and connections. `params` taken before keep their values."""
+        self.zero.params.fence()
+        self.adapter.release()
+        self.zero.close()
+
+    def _require_optimizer(self) -> None:
+        if self.zero.optimizer is None:
+            raise PolyaccelError(
+                "this engine has no optimizer", cure='pass one to initialize, or add "optimizer" to the config'
+            )
+
+    def _require_own_process(self) -> None:
+        """JAX's threads do not survive a fork: a computation in the child would wait for ever."""
+        if os.getpid() != self._pid:
+            raise PolyaccelError(
+                f"the engine of process {self._pid} is used in {os.getpid()}, which was forked from it",
+                cure='start workers of a data loader with multiprocessing context "spawn" or "forkserver"',
+                value=os.getpid(),
+            )
+
+
+def _is_iterator(data: Any) -> bool:
+    return hasattr(data, "__next__")
+
+
+def _no_checkpoints() -> PolyaccelError:
+    return PolyaccelError("checkpoints are not available for JAX in this version", cure="save engine.params yourself")

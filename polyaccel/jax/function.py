@@ -1,0 +1,137 @@
+"""The user's function, compiled: loss and gradients of one micro-batch, and the loss alone.
+
+[Note: Constants of a program]
+What a function closes over becomes a constant of the compiled program. A parameter there would keep the value of the
+first step for good and have no gradient, so before a program runs for the first time its constants are compared with
+the engine's memory and with the arrays that the engine was built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.jax.views import ParamViews
+
+LossFn = Callable[[Any, Any, Any], Any]
+"""`fn(params, batch, rng)` -> a scalar loss, or (loss, auxiliary output). In evaluation `rng` is None."""
+
+
+class LossFunction:
+    """`fn` on parameters of the given tree structure, `is_trained` for each leaf.
+
+    `cast_inputs` is what floating arrays of a batch are converted to, None to nothing.
+    """
+
+    def __init__(
+        self,
+        fn: LossFn,
+        structure: Any,
+        is_trained: Sequence[bool],
+        views: ParamViews,
+        originals: Mapping[str, jax.Array],
+        cast_inputs: Any = None,
+    ) -> None:
+        self._fn = fn
+        self._structure = structure
+        self._is_trained = tuple(is_trained)
+        self._views = views
+        self._originals = {fqn: ref(array) for fqn, array in originals.items()}
+        self._cast_inputs = cast_inputs
+        self._with_gradients = jax.jit(self._gradients)
+        self._without = jax.jit(self._evaluate)
+        self._checked: set[Any] = set()
+
+    def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
+        """(loss, auxiliary output, gradients of `loss * factor` for the trained leaves), all of it computed.
+
+        Raises PolyaccelError for a function that returns no scalar loss, ShardingError for one that closed over
+        parameters.
+        """
+        trained = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if wanted]
+        frozen = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if not wanted]
+        arguments = (trained, frozen, as_inputs(batch), rng, np.float32(factor))
+        self._check(self._with_gradients, arguments)
+        loss, aux, gradients = jax.block_until_ready(self._with_gradients(*arguments))
+        return loss, self._own(aux), gradients
+
+    def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
+        """(loss, auxiliary output), computed, with None for `rng`. Raises as `gradients` does."""
+        arguments = (list(leaves), as_inputs(batch))
+        self._check(self._without, arguments)
+        loss, aux = jax.block_until_ready(self._without(*arguments))
+        return loss, self._own(aux)
+
+    def _gradients(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
+        def scaled(trained: Any) -> Any:
+            remaining, others = iter(trained), iter(frozen)
+            leaves = [next(remaining) if wanted else next(others) for wanted in self._is_trained]
+            loss, aux = self._call(leaves, batch, rng)
+            return loss * factor, (loss, aux)
+
+        gradients, (loss, aux) = jax.grad(scaled, has_aux=True)(trained)
+        return loss, aux, gradients
+
+    def _evaluate(self, leaves: Any, batch: Any) -> Any:
+        return self._call(leaves, batch, None)
+
+    def _call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        """(loss as at least float32, auxiliary output)."""
+        if self._cast_inputs is not None:
+            batch = jax.tree.map(self._cast, batch)
+        found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+        loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise PolyaccelError(
+                f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
+                cure="return a scalar such as losses.mean(), or (loss, auxiliary output)",
+                value=jnp.shape(loss),
+            )
+        wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
+        return jnp.reshape(loss, ()).astype(wide), aux
+
+    def _cast(self, value: Any) -> Any:
+        return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    def _own(self, aux: Any) -> Any:
+        """`aux` with copies of what jit forwarded out of the engine's memory, which will change."""
+        return jax.tree.map(lambda leaf: leaf if self._views.owner_of(leaf) is None else jnp.array(leaf), aux)
+
+    def _check(self, compiled: Any, arguments: Any) -> None:
+        """Compare a new program's constants with parameters. See [Note: Constants of a program]."""
+        leaves, structure = jax.tree.flatten(arguments)
+        signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
+        if signature in self._checked:
+            return
+        for constant in compiled.trace(*arguments).jaxpr.consts:
+            fqn = self._views.owner_of(constant) or next(
+                (fqn for fqn, original in self._originals.items() if original() is constant), None
+            )
+            if fqn is not None:
+                raise ShardingError(
+                    f"the function closed over parameter {fqn!r}: it would keep today's value for good",
+                    cure="use what the function gets as its first argument",
+                    value=fqn,
+                )
+        self._checked.add(signature)
+
+
+def as_inputs(batch: Any) -> Any:
+    """`batch` with tensors of other libraries in host memory as numpy arrays. Raises PolyaccelError for no array."""
+    return jax.tree.map(_as_input, batch)
+
+
+def _as_input(value: Any) -> Any:
+    if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        return value
+    array = np.asarray(value)
+    if array.dtype == object:
+        kind = type(value).__name__
+        raise PolyaccelError(f"a batch has a {kind}", cure="pass arrays, in any pytree", value=kind)
+    return array

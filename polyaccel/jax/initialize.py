@@ -1,0 +1,89 @@
+"""`polyaccel.initialize` for JAX: a function of parameters, and a config, made into an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyaccel import comm
+from polyaccel.comm.default import is_initialized
+from polyaccel.config import ResolvedConfig, load_config
+from polyaccel.engine.lr_schedules import build_schedule
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.jax.engine import JaxEngine
+from polyaccel.runtime import NATIVE_OPTIMIZERS, Runtime, compose
+from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.policy import Placement
+
+
+def initialize(
+    model: Any = None,
+    params: Any = None,
+    *,
+    optimizer: Any = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    seed: int = 0,
+    distributed_port: int | None = None,
+    dist_init_required: bool | None = None,
+) -> JaxEngine:
+    """Build an engine around `model`, a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
+    auxiliary output); `params` is the pytree of its parameters, whose floating leaves are trained.
+
+    `config` is a path, a dict or base64. `seed` is of the random keys that the function gets. Joins the other ranks if
+    nobody has yet, unless `dist_init_required` is False. Rank 0's parameters are everybody's.
+
+    Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
+    cut as asked, CommError when the ranks cannot meet.
+    """
+    if not callable(model):
+        kind = type(model).__name__
+        raise PolyaccelError(f"a {kind} is no function", cure="pass model=fn, fn(params, batch, rng)", value=kind)
+    if params is None:
+        raise PolyaccelError("initialize was called without params", cure="pass the pytree of the parameters")
+    if config is None:
+        raise ConfigError([Problem("config", None, "no config was given", "pass config=")], source="initialize")
+    parsed = load_config(config)
+    if not is_initialized() and dist_init_required is not False:
+        comm.init_distributed(config=parsed, distributed_port=distributed_port)
+    runtime = compose(parsed)
+    _check_config(runtime)
+    slices, hyperparameters = _make_optimizer(runtime, optimizer)
+    engine = JaxEngine(model, params, runtime, slices, hyperparameters, seed)
+    section = runtime.config.scheduler
+    if section is not None:
+        if "lr" not in hyperparameters:
+            cure = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
+            raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", cure)])
+        engine.lr_scheduler = build_schedule(section.type, section.params, engine.optimizer)
+    return engine
+
+
+def _check_config(runtime: Runtime) -> None:
+    """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
+    config: ResolvedConfig = runtime.config
+    problems = []
+    if runtime.policy.params is Placement.SHARDED:
+        expected = "sharded parameters are not available for JAX in this version"
+        problems.append(
+            Problem("zero_optimization.stage", config.zero_optimization.stage, expected, "use stage 0 to 2")
+        )
+    if config.torch_autocast.enabled:
+        problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
+    if config.activation_checkpointing.cpu_checkpointing:
+        key = "activation_checkpointing.cpu_checkpointing"
+        problems.append(Problem(key, True, "not available for JAX", "use jax.checkpoint in the function"))
+    if problems:
+        raise ConfigError(problems, source="initialize")
+
+
+def _make_optimizer(runtime: Runtime, client: Any) -> tuple[SliceOptimizer | None, dict[str, Any]]:
+    """The optimizer on slices and its hyperparameters: the caller's, else the config's, else none."""
+    section = runtime.config.optimizer
+    native = runtime.native_optimizer()
+    if native is not None:
+        return native
+    if section is not None:
+        cure = f"use one of {', '.join(NATIVE_OPTIMIZERS)}, or pass an optax transformation as optimizer="
+        raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", cure)])
+    return None, {}

@@ -1,0 +1,99 @@
+"""Parameters as JAX users have them, a pytree of arrays, and as the engine knows them: by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType
+
+_WIDE = {np.dtype(name) for name in ("int64", "uint64")}
+
+
+def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves of a pytree by name, in tree order, and its structure.
+
+    A name is the path with dots: `params["blocks"][0].weight` is "blocks.0.weight", as torch would call it. Raises
+    ShardingError for two leaves of one name, and for a leaf that is no array to train with.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves: dict[str, Any] = {}
+    for path, leaf in paths:
+        fqn = ".".join(_part(key) for key in path) or "params"
+        if fqn in leaves:
+            raise ShardingError(
+                f"two parameters are called {fqn!r}", cure="use keys without dots where this is ambiguous", value=fqn
+            )
+        _check(fqn, leaf)
+        leaves[fqn] = leaf
+    if not leaves:
+        raise ShardingError("params has no arrays", cure="pass the pytree of parameters that the function takes")
+    return leaves, structure
+
+
+def dtype_of(fqn: str, leaf: Any) -> DType:
+    """The type that JAX gives a leaf: without `jax_enable_x64` a float64 of numpy is a float32.
+
+    Raises ShardingError for integers of 64 bits, whose values JAX would cut off in silence.
+    """
+    found = np.dtype(jnp.result_type(leaf)) if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+    if isinstance(leaf, (int, float)):  # numpy has 64 bits for Python's numbers, JAX its default type
+        found = np.dtype(jnp.result_type(leaf))
+    kept = np.dtype(jax.dtypes.canonicalize_dtype(found))
+    if found in _WIDE and kept != found:
+        raise ShardingError(
+            f"parameter {fqn!r} is {found.name}, and JAX would cut it to {kept.name} in silence",
+            cure='convert it to int32, or jax.config.update("jax_enable_x64", True) before JAX is used',
+            value=found.name,
+        )
+    return DType.parse(kept.name)
+
+
+def as_array(leaf: Any) -> jax.Array:
+    """A leaf as an array of JAX, row-major on one device."""
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    layout = getattr(array.format.layout, "major_to_minor", None)
+    if layout is None or tuple(layout) == tuple(range(array.ndim)):
+        return array
+    return jnp.asarray(np.array(array, order="C"))
+
+
+def _part(key: Any) -> str:
+    """One key of a path: of a mapping, a sequence, an attribute, or a node that only numbers its children."""
+    for name in ("key", "idx", "name"):
+        found = getattr(key, name, None)
+        if found is not None:
+            return str(found)
+    return str(key)
+
+
+def _check(fqn: str, leaf: Any) -> None:
+    """Raise ShardingError for a leaf that cannot be a parameter."""
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise ShardingError(
+                f"parameter {fqn!r} was deleted or donated",
+                cure="pass arrays that no jit with donate_argnums has taken",
+                value=fqn,
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ShardingError(
+                f"parameter {fqn!r} is a random key", cure="pass keys as rng, not as parameters", value=fqn
+            )
+        if len(leaf.devices()) != 1 or not leaf.is_fully_addressable:
+            raise ShardingError(
+                f"parameter {fqn!r} lies on {len(leaf.devices())} devices",
+                cure="pass whole arrays on one device: the engine shards them over ranks, one device a rank",
+                value=fqn,
+            )
+    elif not isinstance(leaf, (np.ndarray, np.generic, bool, int, float)):
+        kind = type(leaf).__name__
+        raise ShardingError(
+            f"parameter {fqn!r} is a {kind}, not an array",
+            cure="keep what is no array out of params: close over it, or use equinox.partition",
+            value=kind,
+        )

@@ -1,0 +1,112 @@
+"""Parameters in the engine's buffers, seen by JAX without a copy.
+
+[Note: Arrays over memory that changes]
+JAX believes that arrays never change, and computes when it likes. The engine writes updated parameters into the very
+memory that JAX reads, so before it writes, everything must have been computed that may read it: `fence` waits for
+every live array of this process, the user's own included. A result that nobody holds any more may read what it likes.
+A computation that starts later sees the new values. What breaks the bargain is found elsewhere: a function that closed
+over parameters, which are constants of its program then (`polyaccel.jax.function`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import ShardingError
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCount:
+    """How many parameters JAX sees where the engine has them, and how many as copies, made anew after each update."""
+
+    views: int
+    copies: int
+
+    def __str__(self) -> str:
+        return f"zero-copy {self.views}/{self.views + self.copies}"
+
+
+def fence() -> None:
+    """Return once everything that was dispatched has been computed. See [Note: Arrays over memory that changes]."""
+    arrays = jax.live_arrays()
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:  # of somebody's own computation, or donated by another thread meanwhile: those have ended
+        for array in arrays:
+            with suppress(Exception):
+                array.block_until_ready()
+
+
+class ParamViews:
+    """The arrays of all parameters, each imported once; `shapes` by name, in tree order."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+        self._buffers: dict[str, Buffer] = {}
+        self._arrays: dict[str, jax.Array] = {}
+        self._copied: dict[str, int] = {}
+        """The generation of each parameter that was copied."""
+
+    def bind(self, fqn: str, view: Buffer) -> None:
+        """The parameter stands in `view` from now on."""
+        self._buffers[fqn] = view
+        self._import(fqn)
+
+    def arrays(self) -> list[jax.Array]:
+        """The present arrays in tree order. One that was deleted, or donated to a jit, is imported again: neither
+        touches memory that is not JAX's own."""
+        for fqn, array in self._arrays.items():
+            is_stale = fqn in self._copied and self._copied[fqn] != self._buffers[fqn].generation
+            if is_stale or array.is_deleted():
+                self._import(fqn)
+        return [self._arrays[fqn] for fqn in self._shapes]
+
+    def count(self) -> CopyCount:
+        return CopyCount(len(self._arrays) - len(self._copied), len(self._copied))
+
+    def owner_of(self, array: Any) -> str | None:
+        """The parameter in whose memory `array` lies; None for any other."""
+        if not isinstance(array, jax.Array) or array.size == 0 or len(array.devices()) != 1:
+            return None
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+            return None
+        address = array.addressable_data(0).unsafe_buffer_pointer()
+        for fqn, buffer in self._buffers.items():
+            if buffer.data_ptr() <= address < buffer.data_ptr() + buffer.nbytes:
+                return fqn
+        return None
+
+    def _import(self, fqn: str) -> None:
+        buffer = self._buffers[fqn]
+        shaped = buffer.raw.reshape(self._shapes[fqn])
+        array = _over(shaped, fqn)
+        if array.dtype.name != buffer.dtype.value:
+            raise ShardingError(
+                f"parameter {fqn!r} is {buffer.dtype.value} to the engine and {array.dtype.name} to JAX",
+                cure='jax.config.update("jax_enable_x64", True), or use types of 32 bits',
+                value=buffer.dtype.value,
+            )
+        if buffer.numel and array.unsafe_buffer_pointer() != buffer.data_ptr():
+            self._copied[fqn] = buffer.generation
+        self._arrays[fqn] = array
+
+
+def _over(shaped: Any, fqn: str) -> jax.Array:
+    """An array of JAX over the memory of one of torch or numpy. Raises ShardingError where JAX has no such device."""
+    if isinstance(shaped, np.ndarray):  # which exports no bfloat16 by DLPack
+        return jax.device_put(shaped, jax.local_devices(backend="cpu")[0], may_alias=True)
+    try:
+        return jax.dlpack.from_dlpack(shaped)
+    except Exception as error:
+        raise ShardingError(
+            f"JAX cannot see the engine's memory for {fqn!r}: {type(error).__name__}: {error}",
+            cure="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR alike",
+            value=fqn,
+        ) from error
