@@ -29,6 +29,9 @@ HOST_SETTINGS = {
     "3, host": ({"stage": 3, **OFFLOADED}, {}, False),
     "3, host, parameters too": ({"stage": 3, **PARAMS_TOO}, {}, False),
 }
+EARLY_SETTINGS = {  # without clipping, updates on the host begin while the device still computes
+    f"{name}, early": (zero, {"gradient_clipping": 0.0}, resume) for name, (zero, _, resume) in HOST_SETTINGS.items()
+}
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
 
 
@@ -52,8 +55,8 @@ def train(world: int, settings: dict[str, Any], device: str = "simdev") -> dict[
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_and_places_of_states_change_nothing(world: int) -> None:
-    found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **BF16_SETTINGS})
-    for settings in (FP32_SETTINGS, HOST_SETTINGS, BF16_SETTINGS):  # the host's kernels round in another order
+    found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **EARLY_SETTINGS, **BF16_SETTINGS})
+    for settings in (FP32_SETTINGS, HOST_SETTINGS, EARLY_SETTINGS, BF16_SETTINGS):  # the host's kernels round in another order
         names = iter(settings)
         first = found[next(names)]
         assert [name for name in names if found[name] != first] == []
