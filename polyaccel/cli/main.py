@@ -32,7 +32,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
         "plan": Verb("polyaccel.cli.plan", "say what training will need in memory, traffic and disk, by setting"),
         "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
-        "plugins": Verb("polyaccel.cli.plugins", "list the installed plugins"),
+        "plugins": Verb("polyaccel.cli.plugins", "list the installed plugins, check one, or begin a new one"),
         "comm": Verb("polyaccel.cli.comm", "say where the ranks of a hanging or failed job diverged"),
         "doctor": Verb("polyaccel.cli.doctor", "say what works on this machine and what does not"),
     }

@@ -1,4 +1,5 @@
-"""`polyaccel plugins`: what is installed, from metadata alone. Whether it works is the business of `doctor`."""
+"""`polyaccel plugins`: what is installed, from metadata alone. Whether it works is the business of `doctor`, whether it
+keeps its contract that of `plugins check`; `plugins new` writes one."""
 
 from __future__ import annotations
 
@@ -6,15 +7,21 @@ import argparse
 import json
 from collections.abc import Iterable
 
+from polyaccel.cli import plugins_check, plugins_new
 from polyaccel.registry import PluginGroup, PluginInfo, list_plugins
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "list the installed plugins without importing any"
+    summary = "list the installed plugins, check one, or begin a new one"
     parser = subparsers.add_parser("plugins", help=summary, description=summary)
-    parser.add_argument("action", nargs="?", choices=["list"], default="list")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.set_defaults(func=run)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    what = "list the installed plugins without importing any (the default)"
+    listing = actions.add_parser("list", help=what, description=what)
+    listing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON list")
+    plugins_check.add_parser(actions)
+    plugins_new.add_parser(actions)
 
 
 def run(args: argparse.Namespace) -> int:

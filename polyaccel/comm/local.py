@@ -18,7 +18,15 @@ from zlib import crc32
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import (
+    Call,
+    check_equal_parts,
+    check_members,
+    check_reduction,
+    check_root,
+    closed_error,
+    is_own_part,
+)
 from polyaccel.comm.base import (
     DEFAULT_TIMEOUT_S,
     NO_INFO,
@@ -186,9 +194,8 @@ class LocalCommunicator(Communicator):
         return self._work(meeting, lambda: buffer.copy_from(meeting.brought[root]), async_op, None)
 
     def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        check_collective("all_to_all", out, source, world_size=1, parts_of="out")
+        check_equal_parts(out, source, self.world_size)
         numel = out.numel // self.world_size
-        check_collective("all_to_all", out, source.view(0, numel), world_size=self.world_size, parts_of="out")
         meeting = self._meet(Call("all_to_all", out.numel, out.dtype, info=info), self._copy(source))
         _poison(out)
 
@@ -252,7 +259,7 @@ class LocalCommunicator(Communicator):
 
     def _check_open(self, call: Call) -> None:
         if self._closed:
-            raise CommError(f"{call} on a closed communicator", cure="close it after the last call")
+            raise closed_error(call)
 
     def _work(self, meeting: Meeting, finish: Callable[[], None], async_op: bool, source: Buffer | None) -> LocalWork:
         guard = (source, crc32(source.to_bytes())) if async_op and source is not None else None
@@ -264,6 +271,7 @@ class LocalCommunicator(Communicator):
     def _copy(self, buffer: Buffer) -> Buffer:
         copy = self.accelerator.allocate(buffer.numel, buffer.dtype)
         copy.copy_from(buffer)
+        self.accelerator.current_stream().synchronize()  # the ranks that read it have streams of their own
         return copy
 
     def _reduced(self, meeting: Meeting, op: ReduceOp) -> Buffer:
@@ -272,6 +280,7 @@ class LocalCommunicator(Communicator):
         def reduce() -> Buffer:
             parts: list[Buffer] = [meeting.brought[rank] for rank in range(self.world_size)]
             reduce_parts(self.accelerator, parts, parts[0], op)
+            self.accelerator.current_stream().synchronize()
             return parts[0]
 
         return meeting.once(reduce)
