@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
-import platform
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from polyaccel.cli import plugins
+from polyaccel.cli import doctor_libraries, doctor_machine, plugins
 from polyaccel.registry import PluginGroup, PluginStatus, list_plugins, probe_all
 
 WIDTH = 80
@@ -35,29 +32,7 @@ _CONTRACTS = {
     PluginGroup.LAUNCHERS: ("polyaccel.launch.base", "Launcher"),
     PluginGroup.MONITORS: ("polyaccel.engine.metrics", "Monitor"),
 }
-_PACKAGES = (
-    *("polyaccel", "torch", "torch-npu", "intel-extension-for-pytorch", "triton", "jax", "jaxlib"),
-    *("mpi4py", "oneccl-devel", "numpy", "pydantic", "rich", "safetensors", "stevedore"),
-)
-_VARIABLES = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
-        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
-        *("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-    )
-)
-_VARIABLE_PREFIXES = (
-    "POLYACCEL_",
-    "DS_",
-    "NCCL_",
-    "GLOO_",
-    "CCL_",
-    "FI_",
-    "OMPI_COMM_WORLD_",
-    "MV2_COMM_",
-    "MPI_LOCAL",
-)
+_SHARED = "shm"
 _NO_LAUNCHER = "none: a program started here is one process"
 
 
@@ -66,23 +41,25 @@ class Report:
     """All findings.
 
     `packages` has None for what is not installed, `launcher` says what each source of ranks sees and which one counts,
-    `rooms` why a group could not be probed. `accelerator` is the one that a program started here would get, None when
-    there is none because of `accelerator_problem`.
+    `rooms` why a group could not be probed. `accelerator` is what a program started here would get, None where there
+    is none, `comm` the backend of its ranks by where they are; `problems` says why it cannot train.
     """
 
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
+    libraries: Mapping[str, str]
     environment: Mapping[str, str]
     launcher: Mapping[str, str]
     plugins: Sequence[PluginStatus]
     rooms: Mapping[PluginGroup, str]
     accelerator: str | None
-    accelerator_problem: str = ""
+    comm: Mapping[str, str]
+    problems: Sequence[str]
 
     @property
-    def is_healthy(self) -> bool:
-        """No plugin is broken and an accelerator can be chosen. Devices and backends may be absent."""
-        return self.accelerator is not None and not self.rooms and not any(status.error for status in self.plugins)
+    def is_whole(self) -> bool:
+        """Nothing that is installed is broken. Devices and backends may be absent."""
+        return not self.rooms and not any(status.error for status in self.plugins)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,13 +71,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 when a plugin is broken or no accelerator can be chosen."""
+    """Print the report; the exit code is 1 when the accelerator and comm backend chosen here cannot train."""
     with contextlib.redirect_stdout(sys.stderr):
         report = examine()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail here
     print(json.dumps(as_json(report), indent=2) if args.json else "\n".join(as_text(report, verbose=args.verbose)))
-    return 0 if report.is_healthy else 1
+    return int(bool(report.problems))
 
 
 def examine() -> Report:
@@ -114,28 +91,33 @@ def examine() -> Report:
         except Exception as error:
             rooms[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
             statuses += [PluginStatus(info, usable=False, reason="not probed") for info in list_plugins(group)]
-    accelerator, problem = _chosen_accelerator()
+    accelerator, comm, problems = _selection(statuses)
     return Report(
-        machine=_machine(),
-        packages={package: _version(package) for package in _PACKAGES},
-        environment={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
+        machine=doctor_machine.machine(),
+        packages=doctor_libraries.packages(),
+        libraries=doctor_libraries.libraries(),
+        environment=doctor_libraries.variables(),
         launcher=_launcher(),
         plugins=statuses,
         rooms=rooms,
         accelerator=accelerator,
-        accelerator_problem=problem,
+        comm=comm,
+        problems=problems,
     )
 
 
 def as_json(report: Report) -> dict[str, Any]:
     return {
-        "healthy": report.is_healthy,
+        "can_train": not report.problems,
+        "problems": list(report.problems),
+        "nothing_broken": report.is_whole,
         "machine": dict(report.machine),
         "packages": dict(report.packages),
+        "libraries": dict(report.libraries),
         "environment": dict(report.environment),
         "launcher": dict(report.launcher),
         "accelerator": report.accelerator,
-        "accelerator_problem": report.accelerator_problem,
+        "comm": dict(report.comm),
         "groups_not_probed": {group.value: why for group, why in report.rooms.items()},
         "plugins": [
             {
@@ -156,6 +138,7 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     """The lines of the report, 80 columns wide but for tracebacks and long words."""
     yield from _section("machine", report.machine)
     yield from _section("packages", {name: version or "-" for name, version in report.packages.items()})
+    yield from _section("libraries", report.libraries)
     yield from _section("environment", report.environment or {"(nothing set that matters)": ""})
     yield from _section("launcher", report.launcher)
     for group in PluginGroup:
@@ -165,8 +148,11 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
         rows = [status for status in report.plugins if status.info.group is group]
         yield from _plugin_lines(rows, verbose) if rows else ["  none installed"]
         yield ""
-    yield from _wrapped(f"accelerator: {report.accelerator or f'none, {report.accelerator_problem}'}", indent=0)
-    if not report.is_healthy and not verbose:
+    yield f"accelerator: {report.accelerator or 'none'}"
+    yield from (f"comm backend {where}: {name}" for where, name in report.comm.items())
+    for problem in report.problems:
+        yield from _wrapped(f"cannot train: {problem}", indent=0)
+    if not report.is_whole and not verbose:
         yield "Something is broken; `polyaccel doctor -v` shows tracebacks."
 
 
@@ -215,13 +201,36 @@ def _wrapped(text: str, *, indent: int) -> list[str]:
     ]
 
 
-def _chosen_accelerator() -> tuple[str | None, str]:
-    """The accelerator that a program started here would get, or None and why there is none."""
+def _selection(statuses: Sequence[PluginStatus]) -> tuple[str | None, dict[str, str], list[str]]:
+    """The accelerator and the comm backend that a program started here would get, and why it cannot train."""
+    problems = []
+    if not any(map(importlib.util.find_spec, ("torch", "jax"))):
+        problems.append("neither torch nor jax is installed")
     try:
         detect = importlib.import_module("polyaccel.accelerators.detect")
-        return str(detect.choose_accelerator(None).name), ""
+        chosen = detect.choose_accelerator(None)
+        accelerator = str(chosen.name)
+        comm = os.environ.get("POLYACCEL_COMM") or str(chosen.communication_backend_name())
     except Exception as error:
-        return None, str(error)
+        return None, {}, [*problems, str(error)]
+    backends = {status.info.name: status for status in statuses if status.info.group is PluginGroup.COMM}
+    row = backends.get(comm)
+    if row is not None and not row.usable:
+        problems.append(f"comm backend {comm!r} cannot be used: {row.reason}")
+    elif row is None and not _is_backend(comm):
+        problems.append(f"no comm backend is called {comm!r}")
+    shared = backends.get(_SHARED)
+    is_shared = comm in ("gloo", "local") and accelerator == "cpu" and shared is not None and shared.usable
+    near = _SHARED if is_shared and "POLYACCEL_COMM" not in os.environ else comm
+    return accelerator, {"within a host": near, "between hosts": comm}, problems
+
+
+def _is_backend(name: str) -> bool:
+    """Whether some package offers `name` to torch, without being a plugin of ours."""
+    try:
+        return importlib.import_module("polyaccel.comm.torch_pg").out_of_tree_backend(name) is not None
+    except Exception:
+        return False
 
 
 def _launcher() -> dict[str, str]:
@@ -232,73 +241,3 @@ def _launcher() -> dict[str, str]:
         return {"matched": f"unknown ({type(error).__name__}: {error})"}
     matched = next((row.source for row in rows if row.matched), _NO_LAUNCHER)
     return {"matched": matched, **{row.source: row.text for row in rows}}
-
-
-def _machine() -> dict[str, str]:
-    facts: dict[str, Callable[[], str]] = {
-        "python": lambda: f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
-        "platform": platform.platform,
-        "processor": _processor,
-        "cores": _cores,
-        "memory": _memory,
-        "kernels": _kernels,
-        "matrix kernels": _matrix_kernels,
-    }
-    return {name: _guarded(fact) for name, fact in facts.items()}
-
-
-def _guarded(fact: Callable[[], str]) -> str:
-    try:
-        return fact()
-    except Exception as error:
-        return f"unknown ({type(error).__name__}: {error})"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return f"{value.strip()} ({platform.machine()})"
-    return platform.processor() or platform.machine()
-
-
-def _cores() -> str:
-    installed = os.cpu_count()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
-    return f"{usable} usable of {installed}"
-
-
-def _memory() -> str:
-    total = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if meminfo.exists():
-        available_kib = next(int(row.split()[1]) for row in meminfo.read_text().splitlines() if "MemAvailable" in row)
-        total += f", {available_kib / 2**20:.1f} GiB available"
-    if limit.exists() and (limit_nbytes := limit.read_text().strip()).isdigit():
-        total += f", limited to {int(limit_nbytes) / 2**30:.1f} GiB by the container"
-    return total
-
-
-def _kernels() -> str:
-    """The compiled kernels of the host, or why there are none."""
-    return str(importlib.import_module("polyaccel.ops.native_library").describe_native())
-
-
-def _matrix_kernels() -> str:
-    """What matrix products on the host were found to gain, as far as it was measured."""
-    return str(importlib.import_module("polyaccel.ops.matrix_choice").describe_matrix_kernels())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-    except Exception as error:  # METADATA is there, and damaged
-        return f"unknown ({type(error).__name__}: {error})"
-
-
-def _matters(variable: str) -> bool:
-    return variable in _VARIABLES or variable.startswith(_VARIABLE_PREFIXES)

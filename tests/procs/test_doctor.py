@@ -42,7 +42,8 @@ def doctor(site: Path, cache: Path, before: str = "") -> dict[str, Any]:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}") from None
-    assert done.returncode == (0 if report["healthy"] else 1)
+    assert done.returncode == (0 if report["can_train"] else 1)
+    assert report["can_train"] == (report["problems"] == [])
     return report
 
 
@@ -53,7 +54,8 @@ def rows(report: dict[str, Any], group: str) -> dict[str, dict[str, Any]]:
 def test_broken_plugins_are_rows_with_package_version_and_traceback(site: Path, tmp_path: Path) -> None:
     report = doctor(site, tmp_path)
     loud, device = rows(report, "tiers")["loud"], rows(report, "tiers")["device"]
-    assert not report["healthy"]
+    assert not report["nothing_broken"]
+    assert report["can_train"], "neither of the broken ones would be used"
     assert (device["state"], device["package"], device["api_version"]) == ("usable", "polyaccel", [1, 0])
     assert (loud["state"], loud["package"], loud["version"]) == ("broken", "acme_loud", "0.3")
     assert loud["traceback"].endswith('line 2, in <module>\n    raise OSError("no such bus")\nOSError: no such bus\n')
@@ -62,23 +64,69 @@ def test_broken_plugins_are_rows_with_package_version_and_traceback(site: Path, 
     assert all("acme_a:Wire of acme_a 1.0 and acme_b:Wire of acme_b 1.0" in row["reason"] for row in wires)
 
 
-def test_a_machine_with_only_our_own_plugins_is_healthy(tmp_path: Path) -> None:
+def test_a_machine_with_only_our_own_plugins_can_train(tmp_path: Path) -> None:
     report = doctor(tmp_path, tmp_path)
     assert {row["name"]: row["reason"] for row in report["plugins"] if row["state"] == "broken"} == {}
-    assert report["healthy"]
+    assert report["can_train"]
+    assert report["nothing_broken"]
+    assert set(report["comm"].values()) <= {
+        name for name, row in rows(report, "comm").items() if row["state"] == "usable"
+    }
     assert rows(report, "accelerators")[report["accelerator"]]["state"] == "usable"
 
 
 def test_an_accelerator_that_cannot_be_chosen_is_said_with_the_reason(tmp_path: Path) -> None:
     report = doctor(tmp_path, tmp_path, before="import os\nos.environ['DS_ACCELERATOR'] = 'abacus'\n")
-    assert (report["healthy"], report["accelerator"]) == (False, None)
-    assert "'abacus'" in report["accelerator_problem"]
+    assert (report["can_train"], report["accelerator"]) == (False, None)
+    assert "'abacus'" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("before", "problem"),
+    [
+        (
+            "import os\nos.environ['POLYACCEL_COMM'] = 'nccl'\n",
+            "comm backend 'nccl' cannot be used: this torch is built",
+        ),
+        (
+            "import os\nos.environ['POLYACCEL_COMM'] = 'wire'\n",
+            "comm backend 'wire' cannot be used: comm backend 'wire' is",
+        ),
+        ("import os\nos.environ['POLYACCEL_COMM'] = 'pigeon'\n", "no comm backend is called 'pigeon'"),
+        ("import sys\nsys.modules['torch'] = sys.modules['jax'] = None\n", "neither torch nor jax is installed"),
+    ],
+)
+def test_a_combination_that_cannot_train_is_said(before: str, problem: str, site: Path, tmp_path: Path) -> None:
+    report = doctor(site, tmp_path, before=before)
+    assert len(report["problems"]) == 1
+    assert report["problems"][0].startswith(problem)
+    text = run("doctor", site=site, cache=tmp_path, before=before)
+    assert text.returncode == 1
+    assert f"\ncannot train: {problem[:40]}" in text.stdout
+
+
+def test_the_mpi_that_is_there_is_named_and_not_started(tmp_path: Path) -> None:
+    """By the file's name, and what stands in it: nothing is loaded."""
+    for folder, name, text in (
+        ("open", "libmpi.so.40", ""),
+        ("intel", "libmpi.so.12", "... Intel(R) MPI Library ..."),
+        ("mvapich", "libmpi.so.12", "MVAPICH2 Version"),
+        ("mpich", "libmpi.so.12", "MPICH Version"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(f"\x7fELF {text}")
+    folders = ":".join(str(tmp_path / folder) for folder in ("open", "intel", "mvapich", "mpich"))
+    before = f"import os, sys\nos.environ['LD_LIBRARY_PATH'] = {folders!r}\nsys.modules['mpi4py'] = None\n"
+    found = doctor(tmp_path, tmp_path, before=before)["libraries"]["MPI"]
+    for flavour, folder in (("Open MPI", "open"), ("Intel MPI", "intel"), ("MVAPICH", "mvapich"), ("MPICH", "mpich")):
+        assert f"{flavour} ({tmp_path / folder}/libmpi.so" in found
 
 
 def test_the_text_fits_eighty_columns_and_shows_tracebacks_only_when_asked(site: Path, tmp_path: Path) -> None:
     short = run("doctor", site=site, cache=tmp_path)
     long = run("doctor", "-v", site=site, cache=tmp_path)
-    assert (short.returncode, long.returncode) == (1, 1)
+    assert (short.returncode, long.returncode) == (0, 0)
+    assert "Something is broken" in short.stdout
     too_wide = [line for line in short.stdout.splitlines() if len(line) > 80 and " " in line.strip()]
     assert too_wide == []
     assert "  broken  loud    acme_loud 0.3\n" in short.stdout
@@ -101,6 +149,7 @@ def test_it_runs_with_the_standard_library_alone(site: Path, tmp_path: Path) -> 
     assert device["state"] == "broken"
     assert device["reason"].startswith("no plugin can be loaded without stevedore: ")
     assert device["cure"] == "pip install 'stevedore>=5.10'"
+    assert not report["can_train"]
     assert report["packages"]["polyaccel"]
 
 
@@ -112,7 +161,7 @@ def test_a_room_of_ours_that_cannot_be_imported_is_reported_and_the_others_are_p
     assert "polyaccel.offload.tier" in report["groups_not_probed"]["polyaccel.tiers"]
     assert {row["reason"] for row in rows(report, "tiers").values()} == {"not probed"}
     assert rows(report, "comm")["local"]["state"] == "usable"
-    assert not report["healthy"]
+    assert not report["nothing_broken"]
 
 
 def test_the_machine_and_what_matters_of_the_environment_are_shown(site: Path, tmp_path: Path) -> None:
@@ -120,7 +169,8 @@ def test_the_machine_and_what_matters_of_the_environment_are_shown(site: Path, t
     report = doctor(site, tmp_path, before=before)
     assert {"RANK": "1", "POLYACCEL_COMM": "gloo", "DS_ACCELERATOR": "cpu"}.items() <= report["environment"].items()
     assert "SECRET" not in report["environment"]
-    facts = {"python", "platform", "processor", "cores", "memory", "kernels", "matrix kernels"}
+    facts = {"python", "platform", "processor", "features", "cores", "memory", "/dev/shm", "limits"}
+    facts |= {"kernels", "matrix kernels"}
     assert set(report["machine"]) == facts
     assert not any(fact.startswith("unknown") for fact in report["machine"].values())
 
