@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import NO_INFO, CallInfo
+from polyaccel.comm.base import NO_INFO, CallInfo, check_collective
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType, ReduceOp
 
@@ -71,6 +71,18 @@ def check_members(kind: str, ranks: tuple[int, ...], world_size: int) -> None:
         check_root(kind, rank, world_size)
     if not ranks or len(set(ranks)) != len(ranks):
         raise CommError(f"{kind}: {list(ranks)} is not a group", cure="name each member once", value=ranks)
+
+
+def check_equal_parts(out: Buffer, source: Buffer, world_size: int) -> None:
+    """Refuse an all-to-all whose buffers differ or do not divide into a part for every rank."""
+    check_collective("all_to_all", out, source, world_size=1, parts_of="out")
+    part = out.view(0, out.numel // world_size)
+    check_collective("all_to_all", out, part, world_size=world_size, parts_of="out")
+
+
+def closed_error(call: Call) -> CommError:
+    """The error of a call after `close`."""
+    return CommError(f"{call} on a closed communicator", cure="close it after the last call")
 
 
 def is_own_part(kind: str, whole: Buffer, part: Buffer, rank: int) -> bool:

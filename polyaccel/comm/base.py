@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
-from polyaccel.errors import ShardingError
+from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType, ReduceOp
 
 API_VERSION = (1, 0)
@@ -209,6 +209,15 @@ class CommBackend(ABC):
     @abstractmethod
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         """Join the group of all ranks. Raises CommTimeout when they do not come, CommError when they cannot."""
+
+
+def unusable_error(backend: str, reason: str) -> CommError:
+    """The error of a comm backend that was asked for and cannot be used here."""
+    return CommError(
+        f"comm backend {backend!r} cannot be used: {reason}",
+        cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+        value=backend,
+    )
 
 
 def check_collective(kind: str, out: Buffer, source: Buffer, *, world_size: int, parts_of: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
+from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.ccl_communicator import CclCommunicator
 from polyaccel.comm.ccl_library import probe_library
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_pg import GlooBackend
-from polyaccel.errors import CommError
 
 
 class CclBackend(CommBackend):
@@ -30,7 +29,11 @@ class CclBackend(CommBackend):
     def probe(cls) -> Probe:
         probe = probe_library()
         meeting = GlooBackend.probe()
-        return probe if not probe.usable or meeting.usable else Probe(False, f"ranks meet by gloo: {meeting.reason}")
+        if not probe.usable:
+            return probe
+        if not meeting.usable:
+            return Probe(False, f"ranks meet by gloo: {meeting.reason}")
+        return Probe(True, f"{probe.reason} does {', '.join(cls.available_collectives)}")
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         probe = self.probe()
@@ -42,8 +45,4 @@ class CclBackend(CommBackend):
             if messages.world_size == 1:
                 return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
             return CclCommunicator.meet(messages, accelerator, timeout_s)
-        raise CommError(
-            f"comm backend 'ccl' cannot be used: {reason}",
-            cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
-            value=self.name,
-        )
+        raise unusable_error(self.name, reason)

@@ -7,7 +7,16 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reducible, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import (
+    Call,
+    check_equal_parts,
+    check_members,
+    check_reducible,
+    check_reduction,
+    check_root,
+    closed_error,
+    is_own_part,
+)
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.ccl_group import CclFailure, CclGroup, CclJob, CclTimeout
 from polyaccel.comm.ccl_library import Op
@@ -120,11 +129,9 @@ class CclCommunicator(Communicator):
         return self._start(Op.BROADCAST, call, async_op, buffer.numel, buffer, buffer, root=root)
 
     def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-        part = out.view(0, out.numel // self.world_size)
-        check_collective("all_to_all", out, part, world_size=self.world_size, parts_of="out")
+        check_equal_parts(out, source, self.world_size)
         call = Call("all_to_all", out.numel, out.dtype, info=info)
-        return self._start(Op.ALL_TO_ALL, call, async_op, part.numel, source, out)
+        return self._start(Op.ALL_TO_ALL, call, async_op, out.numel // self.world_size, source, out)
 
     def send(self, buffer: Buffer, to: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
         return self._messages.send(buffer, to, async_op=async_op, info=info)
@@ -172,7 +179,7 @@ class CclCommunicator(Communicator):
         root: int = 0,
     ) -> Work:
         if self._closed:
-            raise CommError(f"{call} on a closed communicator", cure="close it after the last call")
+            raise closed_error(call)
         seq = self._calls
         self._calls += 1
         if numel == 0 and op is not Op.BARRIER:

@@ -11,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from polyaccel.comm.base import unusable_error
 from polyaccel.comm.ccl_build import GET_ONECCL, compiled, find_oneccl
 from polyaccel.errors import CommError
 from polyaccel.types import DType, Probe, ReduceOp
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ADDRESS_NBYTES = 256
 
 SETTINGS = MappingProxyType(
@@ -106,11 +107,7 @@ def ccl_library() -> ctypes.CDLL:
     oneccl = find_oneccl()
     path = None if oneccl is None else compiled(oneccl)
     if path is None:
-        raise CommError(
-            f"comm backend 'ccl' cannot be used: {probe_library().reason}",
-            cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
-            value="ccl",
-        )
+        raise unusable_error("ccl", probe_library().reason)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     library = load(path)
@@ -124,13 +121,13 @@ def load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         version = library.pa_ccl_abi_version()
+        if version != ABI_VERSION:
+            raise CommError(f"{path} is of another polyaccel ({version}, not {ABI_VERSION})", cure=cure, value=version)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise CommError(f"{path} cannot be loaded: {error}", cure=cure, value=str(path)) from error
-    if version != ABI_VERSION:
-        raise CommError(f"{path} is of another polyaccel ({version}, not {ABI_VERSION})", cure=cure, value=version)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     built, loaded = library.pa_ccl_built_for().decode(), library.pa_ccl_loaded().decode()
     if built != loaded:
         raise CommError(f"{path} was compiled for oneCCL {built}, but {loaded} was loaded", cure=cure, value=loaded)

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import Call, check_equal_parts, check_reduction, check_root, is_own_part
 from polyaccel.comm.base import NO_INFO, CallInfo, Communicator, Work, check_collective
 from polyaccel.comm.objects import gather_objects
 from polyaccel.comm.reduction import reduce_parts
@@ -293,10 +293,3 @@ def _to_the_end(exchange: Exchange, steps: Steps) -> Steps:
     yield exchange.receives()
     yield exchange.sends()
     exchange.release()
-
-
-def check_equal_parts(out: Buffer, source: Buffer, world_size: int) -> None:
-    """Refuse an all-to-all whose buffers differ or do not divide into a part for every rank."""
-    check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-    part = out.view(0, out.numel // world_size)
-    check_collective("all_to_all", out, part, world_size=world_size, parts_of="out")

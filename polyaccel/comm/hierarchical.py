@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, closed_error, is_own_part
 from polyaccel.comm.background import Background, DeferredWork
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.objects import gather_objects
@@ -207,7 +207,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _start(self, call: Call, run: Callable[[], None], async_op: bool) -> Work:
         if self._closed:
-            raise CommError(f"{call} on a closed communicator", cure="close it after the last call")
+            raise closed_error(call)
         if not async_op and (self._helper is None or self._helper.is_idle):
             run()
             return _DONE

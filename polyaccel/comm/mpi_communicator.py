@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members
+from polyaccel.comm.agreement import agreed_members
+from polyaccel.comm.arguments import Call
 from polyaccel.comm.base import Board, Communicator, Work
 from polyaccel.comm.exchange import Exchange, ExchangeCollectives, Message, Steps
 from polyaccel.comm.mpi_progress import PROGRESS, MpiWork
@@ -91,16 +92,8 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
         return work
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        members = tuple(ranks)
-        check_members("split", members, self.world_size)
         # MPI's own split has no time limit, and must not be entered before all have come.
-        named = self.all_gather_object(members)
-        if set(named) != {members}:
-            raise CommError(
-                f"split: ranks name different groups: {[list(one) for one in named]}",
-                cure="every rank of the group must call split with the same ranks",
-                value=members,
-            )
+        members = agreed_members(self, ranks)
         is_member = self.rank in members
         outer = tuple(self.ranks[rank] for rank in members)
         if len(members) == 1:

@@ -48,15 +48,16 @@ def init_distributed(
     """Join all ranks in the default process group; nothing happens if it exists. DeepSpeed's arguments and meaning.
 
     `dist_backend` is the name of a comm plugin, or of a backend that a package registers with torch; None takes
-    `POLYACCEL_COMM`, else the accelerator's own. One process connects to nobody. `timeout` (a timedelta, or seconds;
-    600 s if None) limits every collective. `init_method` is a torch URL that replaces address and port.
-    `dist_init_required=False` refuses to make a group and raises CommError if there is none; True and None make it
-    where it is missing. `config` may hold `comm` (backend, timeout_s, debug, dump_dir) as mapping or as a config
-    object; arguments win; its `accelerator` chooses the device. `rank` and `world_size` below 0 are found by
-    `comm.discovery`; under another launcher than torchrun, torchrun's variables are set to what was found.
-    `auto_mpi_discovery=False` never imports mpi4py: mpirun's ranks then need MASTER_ADDR and MASTER_PORT.
-    `distributed_port` None is a port that no other job will use where the ranks can agree on one, else 29500. Raises
-    CommError and CommTimeout as `CommBackend.connect`.
+    `POLYACCEL_COMM`, else the config's, else what `connect` chooses. One process connects to nobody. `timeout` (a
+    timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a torch URL that replaces address
+    and port. `dist_init_required=False` refuses to make a group and raises CommError if there is none; True and None
+    make it where it is missing. `config` may hold `comm` (backend, timeout_s, debug, dump_dir) as mapping or as a
+    config object, which arguments and variables override; its `accelerator` chooses the device. `rank` and `world_size`
+    below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's variables are set to what
+    was found. `auto_mpi_discovery=False` finds the ranks of mpirun without mpi4py, which only the backend `mpi` then
+    imports; they need MASTER_ADDR and MASTER_PORT. `distributed_port` is where ranks meet unless MASTER_PORT says
+    where; None is a free port that mpirun's rank 0 tells the others, one that follows from the job under srun, else the
+    launcher's own or 29500. Raises CommError and CommTimeout as `CommBackend.connect`.
     """
     if is_initialized():
         return

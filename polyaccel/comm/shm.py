@@ -6,13 +6,12 @@ from itertools import count
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
+from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.host_notes import exchange_on_host
 from polyaccel.comm.shm_library import MOST_RANKS, probe_library
 from polyaccel.comm.shm_meeting import share_memory
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_pg import GlooBackend, exchange_notes, join_default_group
-from polyaccel.errors import CommError
 
 _connections = count()
 
@@ -56,8 +55,4 @@ class ShmBackend(CommBackend):
             reason = f"{world} ranks are more than {MOST_RANKS}"
         elif probe.usable:
             return
-        raise CommError(
-            f"comm backend 'shm' cannot be used: {reason}",
-            cure="choose another one: POLYACCEL_COMM=gloo, or init_distributed(dist_backend=...)",
-            value=self.name,
-        )
+        raise unusable_error(self.name, reason)

@@ -23,7 +23,16 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reducible, check_reduction, check_root, is_own_part
+from polyaccel.comm.agreement import agreed_members
+from polyaccel.comm.arguments import (
+    Call,
+    check_equal_parts,
+    check_reducible,
+    check_reduction,
+    check_root,
+    closed_error,
+    is_own_part,
+)
 from polyaccel.comm.background import Background, DeferredWork
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, DoneWork, Work, check_collective
 from polyaccel.comm.objects import gather_objects
@@ -118,9 +127,7 @@ class ShmCommunicator(Communicator):
         key = (Op.ALL_TO_ALL, *_two(out, source))
         known = self._known(key)
         if known is None:
-            check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-            part = out.view(0, out.numel // self.world_size)
-            check_collective("all_to_all", out, part, world_size=self.world_size, parts_of="out")
+            check_equal_parts(out, source, self.world_size)
             known = self._prepare(key, Call("all_to_all", out.numel, out.dtype), None, source, out)
         return self._start(known, (out, source), async_op, info)
 
@@ -141,16 +148,8 @@ class ShmCommunicator(Communicator):
         return gather_objects(self, value)
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        members = tuple(ranks)
-        check_members("split", members, self.world_size)
+        members = agreed_members(self, ranks)
         outer = tuple(self.ranks[rank] for rank in members)
-        named = self.all_gather_object(members)
-        if set(named) != {members}:
-            raise CommError(
-                f"split: ranks name different groups: {[list(one) for one in named]}",
-                cure="every rank of the group must call split with the same ranks",
-                value=members,
-            )
         is_member = self.rank in members
         if len(members) == 1:
             alone = SingleCommunicator(
@@ -233,7 +232,7 @@ class ShmCommunicator(Communicator):
     def _start(self, prepared: PreparedCall, buffers: tuple[Buffer, ...], async_op: bool, info: CallInfo) -> Work:
         """Make the call, which writes to the first of `buffers`; they are held until it has ended."""
         if self._closed:
-            raise _closed_error(prepared.call)
+            raise closed_error(prepared.call)
         seq = self._calls
         self._calls += 1
         helper = self._helper
@@ -260,7 +259,7 @@ class ShmCommunicator(Communicator):
         if peer == self.rank:
             raise CommError(f"rank {peer}: a message to itself", cure="copy the buffer instead", value=peer)
         if self._closed:
-            raise _closed_error(call)
+            raise closed_error(call)
         messenger = self._messengers.get((peer, sends))
         runs_here = not async_op and (messenger is None or messenger.is_idle)
 
@@ -291,7 +290,3 @@ class ShmCommunicator(Communicator):
 def _two(out: Buffer, source: Buffer) -> tuple[int, int, int, int, DType, DType]:
     """All that a call depends on of its buffers."""
     return out.data_ptr(), source.data_ptr(), out.numel, source.numel, out.dtype, source.dtype
-
-
-def _closed_error(call: Call) -> CommError:
-    return CommError(f"{call} on a closed communicator", cure="close it after the last call")

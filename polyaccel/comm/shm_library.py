@@ -9,7 +9,8 @@ from enum import IntEnum
 from functools import cache
 
 from polyaccel.accelerators.base import Probe
-from polyaccel.errors import CommError, ConfigError
+from polyaccel.comm.base import unusable_error
+from polyaccel.errors import ConfigError
 from polyaccel.ops.native_library import native
 from polyaccel.types import DType, ReduceOp
 
@@ -132,11 +133,7 @@ def shm_library() -> ctypes.CDLL:
     probe = probe_library()
     library = native().library if probe.usable else None
     if library is None:
-        raise CommError(
-            f"comm backend 'shm' cannot be used: {probe.reason}",
-            cure="choose another one: POLYACCEL_COMM=gloo, or init_distributed(dist_backend=...)",
-            value="shm",
-        )
+        raise unusable_error("shm", probe.reason)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -7,9 +7,8 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import is_own_part
+from polyaccel.comm.arguments import check_equal_parts, is_own_part
 from polyaccel.comm.base import NO_INFO, Board, CallInfo, Communicator, Work, check_collective
-from polyaccel.comm.exchange import check_equal_parts
 from polyaccel.comm.scratch import ScratchPool
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.types import ReduceOp

@@ -12,7 +12,14 @@ from torch.utils.dlpack import from_dlpack
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Call, check_members, check_reduction, check_root, is_own_part
+from polyaccel.comm.arguments import (
+    Call,
+    check_equal_parts,
+    check_members,
+    check_reduction,
+    check_root,
+    is_own_part,
+)
 from polyaccel.comm.base import (
     NO_INFO,
     Board,
@@ -22,7 +29,6 @@ from polyaccel.comm.base import (
     Work,
     check_collective,
 )
-from polyaccel.comm.exchange import check_equal_parts
 from polyaccel.comm.objects import gather_objects
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.comm.torch_board import StoreBoard

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
-from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
+from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.errors import CommError, CommTimeout
 
@@ -59,11 +59,7 @@ class TorchBackend(CommBackend):
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         probe = self.probe()
         if not probe.usable:
-            raise CommError(
-                f"comm backend {self.name!r} cannot be used: {probe.reason}",
-                cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
-                value=self.name,
-            )
+            raise unusable_error(self.name, probe.reason)
         self.register(accelerator)
         join_default_group(type(self), rendezvous, timeout_s)
         if rendezvous.world_size == 1:

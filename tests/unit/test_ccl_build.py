@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import site
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_the_probe_says_what_is_missing(nothing: Path, compiler: Path) -> None:
     probe = CclBackend.probe()
     assert probe.usable
     assert str(built) in probe.reason
+    assert "all_reduce_caching, all_to_all_single, barrier" in probe.reason, "what it does, where doctor shows it"
 
 
 def test_a_build_goes_into_the_users_cache_and_knows_its_oneccl(nothing: Path, compiler: Path) -> None:
@@ -137,25 +139,47 @@ def test_the_compilers_words_are_shown(nothing: Path, compiler: Path) -> None:
     assert ccl_build.compiled(ccl_build.OneCcl(nothing / "environment", "2021.15.7")) is None
 
 
-def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Library:
+    """What ctypes would show of a library."""
+
+    def __init__(self, *, abi: int = ccl_library.ABI_VERSION, built: str = "2021.15.7", lacks: str = "") -> None:
+        for name in ccl_library._SIGNATURES.keys() - {lacks}:
+            setattr(self, name, lambda: None)
+        self.pa_ccl_abi_version = lambda: abi
+        self.pa_ccl_built_for, self.pa_ccl_loaded = (lambda: built.encode()), (lambda: b"2021.15.7")
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        # Of an older polyaccel, which lacks functions too: the version is looked at before them.
+        (Library(abi=1, lacks="pa_ccl_guard_exit"), r"is of another polyaccel \(1, not 2\)"),
+        (Library(abi=99), r"is of another polyaccel \(99, not 2\)"),
+        (Library(lacks="pa_ccl_leave"), "cannot be loaded: .*pa_ccl_leave"),
+        (Library(built="2022.1.0"), r"was compiled for oneCCL 2022.1.0, but 2021.15.7 was loaded"),
+    ],
+    ids=["older", "newer", "incomplete", "of another oneCCL"],
+)
+def test_a_library_that_does_not_fit_is_refused(
+    library: Library, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
+    with pytest.raises(CommError, match=message) as caught:
+        ccl_library.load(Path("lib.so"))
+    assert caught.value.cure == "run `polyaccel build ccl` again"
+
+
+def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("not a library")
     with pytest.raises(CommError, match=r"broken.so cannot be loaded: .*\n  cure: run `polyaccel build ccl` again"):
         ccl_library.load(broken)
 
-    class Library:
-        """What ctypes would show of a library."""
 
-        def __init__(self, abi: int, built: str, loaded: str) -> None:
-            self.pa_ccl_abi_version = lambda: abi
-            for name in ("guard_exit", "new_group", "host", "join", "collective", "leave", "wait", "error", "free"):
-                setattr(self, f"pa_ccl_{name}", lambda: None)
-            self.pa_ccl_built_for, self.pa_ccl_loaded = (lambda: built.encode()), (lambda: loaded.encode())
-
-    for library, message in (
-        (Library(99, "2022.1.0", "2022.1.0"), r"is of another polyaccel \(99, not 1\)"),
-        (Library(1, "2021.15.7", "2022.1.0"), r"was compiled for oneCCL 2021.15.7, but 2022.1.0 was loaded"),
-    ):
-        monkeypatch.setattr(ctypes, "CDLL", lambda path, library=library: library)
-        with pytest.raises(CommError, match=message):
-            ccl_library.load(broken)
+def test_python_declares_what_the_header_does() -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "ccl" / "ccl.h").read_text()
+    functions = re.findall(r"^PA_CCL_EXPORT .*?(pa_ccl_\w+)\(", header, re.MULTILINE)
+    assert sorted(functions) == sorted([*ccl_library._SIGNATURES, "pa_ccl_abi_version"])
+    constants = dict(re.findall(r"(PA_CCL_\w+) = (\d+)", header))
+    assert constants["PA_CCL_ABI_VERSION"] == str(ccl_library.ABI_VERSION)
+    assert constants["PA_CCL_ADDRESS_NBYTES"] == str(ccl_library.ADDRESS_NBYTES)
