@@ -195,7 +195,8 @@ class Accelerator(ABC):
     # The names that DeepSpeed's users call on `get_accelerator()`.
 
     def device_name(self, index: int | None = None) -> str:
-        return str(DeviceId(self.name, index))
+        """What torch calls the device, so that `tensor.to(...)` takes it; else the accelerator's name."""
+        return str(DeviceId(self.torch_device_type or self.name, index))
 
     def is_available(self) -> bool:
         return self.probe().usable

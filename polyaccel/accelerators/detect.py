@@ -1,7 +1,8 @@
 """Which accelerator this process uses: the one named, else the best of those that are present.
 
 The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. "Present"
-is what a plugin's `probe()` says of the machine, never what can be imported. The decision is logged once, with the
+is what a plugin's `probe()` says of the machine, never what can be imported. A name that no plugin has may be that of a
+device which torch knows (`polyaccel.accelerators.torch_generic`). The decision is logged once, with the
 package it came from and its version.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from importlib.util import find_spec
 from typing import Any
 
 from polyaccel.accelerators.base import API_VERSION, Accelerator
@@ -62,7 +64,11 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
     try:
         info = find_plugin(PluginGroup.ACCELERATORS, wanted)
     except PluginNotFound as error:
-        raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, error.cure) from None
+        found = _torch_device(wanted, origin)
+        if found is None:
+            cure = f"{error.cure}; a device of torch's has to be known to torch: import the package that adds it before"
+            raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, cure) from None
+        return found
     plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, API_VERSION)
     try:
         probe = plugin.probe()
@@ -90,6 +96,24 @@ def _from_environment() -> tuple[str | None, str]:
         both = " and ".join(f"{variable}={value}" for variable, value in given.items())
         raise PluginConflict(f"the environment names two accelerators: {both}", cure="unset one of them", value=given)
     return next(((value, variable) for variable, value in given.items()), (None, ""))
+
+
+def _torch_device(name: str, origin: str) -> Accelerator | None:
+    """The accelerator for devices that torch calls `name`; None where it knows none. Raises PluginNotFound where there
+    is none of them."""
+    if find_spec("torch") is None:
+        return None
+    from polyaccel.accelerators.torch_generic import device_plugin
+
+    plugin = device_plugin(name)
+    if plugin is None:
+        return None
+    probe = plugin.probe()
+    if not probe.usable:
+        cure = "name one that can be used, or none to let the best be chosen"
+        raise _refusal(f"device {name!r} of torch's (from {origin}) cannot be used: {probe.reason}", name, cure)
+    _log.info("accelerator %s, named by %s: %s", name, origin, probe.reason)
+    return plugin()
 
 
 def _best_present() -> Accelerator:

@@ -116,7 +116,7 @@ class TorchAccelerator(Accelerator):
         return int(self._module.device_count())
 
     def current_device(self) -> DeviceId:
-        return DeviceId(self.name, int(self._module.current_device()))
+        return DeviceId(self.torch_device_type, int(self._module.current_device()))
 
     def set_device(self, index: int) -> None:
         count = self.device_count()
@@ -151,8 +151,7 @@ class TorchAccelerator(Accelerator):
     def rng_state(self) -> bytes:
         """The host's generator, from which data loaders draw, and the current device's."""
         host: bytes = self._torch.get_rng_state().numpy().tobytes()
-        device: bytes = self._module.get_rng_state().cpu().numpy().tobytes()
-        return _LENGTH.pack(len(host)) + host + device
+        return _LENGTH.pack(len(host)) + host + self._generator_state()
 
     def set_rng_state(self, state: bytes) -> None:
         """Raises ShardingError for a state that another kind of device saved."""
@@ -160,13 +159,20 @@ class TorchAccelerator(Accelerator):
             (length,) = _LENGTH.unpack_from(state)
             host, device = state[_LENGTH.size : _LENGTH.size + length], state[_LENGTH.size + length :]
             self._torch.set_rng_state(self._bytes_tensor(host))
-            self._module.set_rng_state(self._bytes_tensor(device))
-        except (RuntimeError, TypeError, ValueError, struct.error) as error:
+            self._set_generator_state(device)
+        except (AttributeError, RuntimeError, TypeError, ValueError, struct.error) as error:
             raise ShardingError(
                 f"{len(state)} bytes are no random state of {self.name}: {error}",
                 cure="restore a state with the accelerator that saved it",
                 value=len(state),
             ) from error
+
+    def _generator_state(self) -> bytes:
+        state: bytes = self._module.get_rng_state().cpu().numpy().tobytes()
+        return state
+
+    def _set_generator_state(self, state: bytes) -> None:
+        self._module.set_rng_state(self._bytes_tensor(state))
 
     def _bytes_tensor(self, data: bytes) -> Any:
         if not data:

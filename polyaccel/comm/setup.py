@@ -140,7 +140,7 @@ def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
         return "local"
     own = accelerator.capabilities().default_comm
     is_one_host = rendezvous.local_world_size == rendezvous.world_size <= MOST_RANKS
-    if own not in ("gloo", "local") or not is_one_host:
+    if own not in ("gloo", "local") or not is_one_host or accelerator.current_device().type != "cpu":
         return own
     probe = comm_backend("shm").probe()
     if not probe.usable and own == "gloo" and rendezvous.rank == 0:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
+from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.single import SingleCommunicator
 from polyaccel.errors import CommError, CommTimeout
@@ -64,17 +65,22 @@ class TorchBackend(CommBackend):
         join_default_group(type(self), rendezvous, timeout_s)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
-        # Both import torch, which this module must not.
+        # These import torch, which this module must not.
+        from polyaccel.comm.staged import StagedCommunicator
         from polyaccel.comm.torch_communicator import TorchCommunicator, new_group
         from polyaccel.comm.torch_exchange import ExchangeCommunicator
 
         ranks = tuple(range(rendezvous.world_size))
-        on_host = self.name == "gloo" and accelerator.current_device().type == "cpu"
-        kind = ExchangeCommunicator if on_host else TorchCommunicator
+        on_host = self.name == "gloo" and accelerator.torch_device_type == "cpu"
+        # gloo itself copies what NVIDIA's and AMD's devices hold, and knows no other device.
+        is_staged = self.name == "gloo" and accelerator.torch_device_type not in ("cpu", "cuda")
+        worker = host_accelerator(accelerator) if is_staged else accelerator
+        kind = ExchangeCommunicator if on_host or is_staged else TorchCommunicator
         group = new_group(ranks, self.name, timeout_s)
         if group is None:
             raise CommError(f"rank {rendezvous.rank} is not in its own world {ranks}", value=ranks)
-        return kind(group, ranks, accelerator, self.name, timeout_s)
+        communicator = kind(group, ranks, worker, self.name, timeout_s)
+        return StagedCommunicator(communicator, accelerator) if is_staged else communicator
 
     def register(self, accelerator: Accelerator) -> None:
         """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be."""

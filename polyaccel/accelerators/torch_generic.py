@@ -1,0 +1,185 @@
+"""Any device that torch knows, without a plugin of ours: `device_plugin("name")`.
+
+Packages teach torch a device by the entry-point group `torch.backends`, or when a script imports them. What such a
+device can do is found by trying it, once, when its capabilities are asked; what it cannot do is in their notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from time import perf_counter
+from typing import Any, ClassVar
+
+import torch
+
+from polyaccel.accelerators import presence
+from polyaccel.accelerators.base import Capabilities, Event, MemoryStats, NullEvent, Probe, Stream
+from polyaccel.accelerators.torch_device import TorchAccelerator
+from polyaccel.accelerators.torch_memory import torch_dtype
+from polyaccel.buffer import Buffer
+from polyaccel.types import DType
+
+_NAMED_OTHERWISE = {
+    "current_device": "current_device_index",
+    "set_device": "set_device_index",
+    "mem_get_info": "get_memory_info",
+}
+"""Functions of a device's module whose like in `torch.accelerator` has another name."""
+
+
+def device_plugin(device_type: str) -> type[GenericAccelerator] | None:
+    """The accelerator for torch's devices of this type; None if torch has no module for them."""
+    try:
+        torch.get_device_module(device_type)
+    except (RuntimeError, AssertionError):  # no such type, or none that this build is linked with
+        return None
+    members = {"name": device_type, "torch_device_type": device_type, "__module__": __name__}
+    return type(GenericAccelerator.__name__, (GenericAccelerator,), members)
+
+
+class DeviceModule:
+    """torch's module of a device, with the general functions of `torch.accelerator` for what it lacks."""
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._own = torch.get_device_module(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError when neither has it."""
+        if hasattr(self._own, name):
+            return getattr(self._own, name)
+        return getattr(torch.accelerator, _NAMED_OTHERWISE.get(name, name))
+
+    def Stream(self) -> torch.Stream:  # noqa: N802 - torch's name
+        return torch.Stream(device=self._type)
+
+    def Event(self, enable_timing: bool = False) -> torch.Event:  # noqa: N802
+        return torch.Event(self._type, enable_timing=enable_timing)
+
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        return stream
+
+
+class DeviceQueue(Stream):
+    """The one queue of a device without streams: whoever waits for something in it waits for all."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+
+    def record(self) -> Event:
+        self._synchronize()
+        return NullEvent(perf_counter())
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        self._synchronize()
+
+
+class GenericAccelerator(TorchAccelerator):
+    """A device of torch's that no plugin is for. `device_plugin` makes the classes."""
+
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+
+    @classmethod
+    def probe(cls) -> Probe:
+        count = int(DeviceModule(cls.torch_device_type).device_count())
+        known = f"torch {torch.__version__}"
+        if not count:
+            return presence.unusable(f"{known} sees no {cls.name} device")
+        return presence.usable(f"{known} sees {count} {cls.name} device{'s' if count > 1 else ''}; no plugin is for it")
+
+    @cached_property
+    def _module(self) -> Any:
+        return DeviceModule(self.torch_device_type)
+
+    @cached_property
+    def _has_streams(self) -> bool:
+        def use() -> None:
+            stream = super(GenericAccelerator, self).new_stream()
+            with stream.use():
+                torch.ones(1, device=self._torch_device())
+            event = stream.record()
+            super(GenericAccelerator, self).current_stream().wait(event)
+            event.synchronize()
+
+        return _works(use)
+
+    @cached_property
+    def _has_memory_stats(self) -> bool:
+        return _works(super().memory_stats)
+
+    @cached_property
+    def _has_generator(self) -> bool:
+        return _works(super()._generator_state)
+
+    @cached_property
+    def _pins(self) -> bool:
+        return _works(lambda: super(GenericAccelerator, self).allocate(1, DType.UINT8, pinned=True))
+
+    def _computes(self, dtype: DType) -> bool:
+        def add() -> bool:
+            two = torch.ones(2, dtype=torch_dtype(dtype), device=self._torch_device())
+            total = two.clone() if dtype is DType.BOOL else two + two
+            return bool((total.cpu() == (1 if dtype is DType.BOOL else 2)).all())
+
+        return _works(add)
+
+    @cached_property
+    def _capabilities(self) -> Capabilities:
+        backend = torch.distributed.Backend.default_device_backend_map.get(self.torch_device_type)
+        lacks = {
+            "no streams: nothing overlaps": not self._has_streams,
+            "no pinned memory: copies from and to the host are synchronous": not self._pins,
+            "no numbers on memory: they are 0": not self._has_memory_stats,
+            "no generator state: only the host's is saved": not self._has_generator,
+            "no collectives of its own: they go by the host and gloo": backend is None,
+        }
+        return Capabilities(
+            dtypes=frozenset(dtype for dtype in DType if self._computes(dtype)),
+            default_comm=backend or "gloo",
+            streams=self._has_streams,
+            host_pinning=self._pins,
+            notes=tuple(note for note, lacking in lacks.items() if lacking),
+        )
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
+        if pinned and not self._pins:
+            from polyaccel.accelerators.torch_memory import allocate_torch
+
+            return allocate_torch(numel, dtype, torch.device("cpu"))
+        return super().allocate(numel, dtype, pinned=pinned)
+
+    def memory_stats(self) -> MemoryStats:
+        return super().memory_stats() if self._has_memory_stats else MemoryStats(0, 0, 0, 0, 0)
+
+    def reset_peak_memory(self) -> None:
+        if self._has_memory_stats:
+            super().reset_peak_memory()
+
+    def _generator_state(self) -> bytes:
+        return super()._generator_state() if self._has_generator else b""
+
+    def _set_generator_state(self, state: bytes) -> None:
+        if state or self._has_generator:
+            super()._set_generator_state(state)
+
+    def new_stream(self) -> Stream:
+        return super().new_stream() if self._has_streams else DeviceQueue(self.synchronize)
+
+    def current_stream(self) -> Stream:
+        return super().current_stream() if self._has_streams else DeviceQueue(self.synchronize)
+
+
+def _works(attempt: Callable[[], object]) -> bool:
+    """Whether it neither raises nor says no. Devices refuse in their own ways."""
+    try:
+        return attempt() is not False
+    except Exception:
+        return False
