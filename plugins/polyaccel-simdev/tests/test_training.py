@@ -56,7 +56,8 @@ def train(world: int, settings: dict[str, Any], device: str = "simdev") -> dict[
 @pytest.mark.parametrize("world", [1, 2])
 def test_stages_and_places_of_states_change_nothing(world: int) -> None:
     found = train(world, {**FP32_SETTINGS, **HOST_SETTINGS, **EARLY_SETTINGS, **BF16_SETTINGS})
-    for settings in (FP32_SETTINGS, HOST_SETTINGS, EARLY_SETTINGS, BF16_SETTINGS):  # the host's kernels round in another order
+    # The host's kernels round in another order, so that those are compared among themselves.
+    for settings in (FP32_SETTINGS, HOST_SETTINGS, EARLY_SETTINGS, BF16_SETTINGS):
         names = iter(settings)
         first = found[next(names)]
         assert [name for name in names if found[name] != first] == []
