@@ -29,11 +29,23 @@ static inline float float_of(uint32_t bits) {
 
 static inline float from_bfloat16(uint16_t half) { return float_of((uint32_t)half << 16); }
 
-static inline uint16_t to_bfloat16(float value) {
+// In the upper half; what the lower one has does not matter.
+static inline uint32_t rounded_to_bfloat16(float value) {
     const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const uint32_t quiet = (bits >> 16) | 0x40;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+    return value != value ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+static inline uint16_t to_bfloat16(float value) { return (uint16_t)(rounded_to_bfloat16(value) >> 16); }
+
+// Two neighbours in one word, by the halves where they lie. Widening and rounding them there needs no shuffle of a vector.
+typedef uint32_t bfloat16_pair __attribute__((aligned(2), may_alias));
+
+static inline float upper_of(uint32_t pair) { return float_of(pair & 0xffff0000); }
+
+static inline float lower_of(uint32_t pair) { return float_of(pair << 16); }
+
+static inline uint32_t pair_of(float upper, float lower) {
+    return (rounded_to_bfloat16(upper) & 0xffff0000) | rounded_to_bfloat16(lower) >> 16;
 }
 
 static inline float from_float16(uint16_t half) {

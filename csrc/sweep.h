@@ -6,7 +6,7 @@
 #include "numbers.h"
 #include "updates.h"
 
-enum { SWEEP_BLOCK = 512 };  // elements
+static const int64_t SWEEP_BLOCK = 512;  // elements
 
 static void widen(float* to, const void* from, int32_t type, int64_t numel) {
     if (type == PA_FLOAT32)
@@ -41,17 +41,37 @@ static bool takes(int32_t kind, int32_t array_count, int32_t constant_count) {
     return array_count == UPDATES[kind].arrays && constant_count == UPDATES[kind].constants;
 }
 
+// Adam's sweep over bfloat16 alone; an odd last element is left. Returns where it ended.
+static int64_t sweep_pairs(int32_t kind, const pa_array* arrays, const float* constants, int64_t start, int64_t end) {
+    bfloat16_pair* run[4];
+    for (int32_t i = 0; i < 4; i++) run[i] = (bfloat16_pair*)((uint16_t*)arrays[i].data + start);
+    const int64_t pairs = (end - start) / 2;
+    if (kind == PA_ADAM_DECOUPLED)
+        adam_pairs<true>(run[0], run[1], run[2], run[3], constants, pairs);
+    else
+        adam_pairs<false>(run[0], run[1], run[2], run[3], constants, pairs);
+    return start + 2 * pairs;
+}
+
 static void sweep(int32_t kind, const pa_array* arrays, pa_array out, const float* constants,
                   const pa_rounding* rounding, int64_t start, int64_t end) {
     update_row row = UPDATES[kind];
-    const bool reads_bfloat16 = (kind == PA_ADAM_DECOUPLED || kind == PA_ADAM_L2) && arrays[1].type == PA_BFLOAT16;
+    int32_t of_type[PA_TYPE_COUNT] = {};
+    for (int32_t i = 0; i < row.arrays; i++) of_type[arrays[i].type]++;
+    const bool is_adam = kind == PA_ADAM_DECOUPLED || kind == PA_ADAM_L2;
+    if (is_adam && of_type[PA_BFLOAT16] == row.arrays && !out.data && !rounding)
+        start = sweep_pairs(kind, arrays, constants, start, end);
+    const bool reads_bfloat16 = is_adam && arrays[1].type == PA_BFLOAT16;
     if (reads_bfloat16) row.run = kind == PA_ADAM_DECOUPLED ? adam_bfloat16<true> : adam_bfloat16<false>;
     const bool rounds_source = kind >= PA_SUM && arrays[0].type != PA_FLOAT32 && arrays[1].type != arrays[0].type;
     alignas(64) float staged[PA_MOST_ARRAYS][SWEEP_BLOCK];
     alignas(64) uint16_t rounded[SWEEP_BLOCK];
     float* run[PA_MOST_ARRAYS] = {};
-    for (int64_t at = start; at < end; at += SWEEP_BLOCK) {
-        const int64_t numel = smaller(SWEEP_BLOCK, end - at);
+    // Between blocks a processor waits for the last division of one before it starts those of the next.
+    const bool is_staged = out.data || of_type[PA_FLOAT32] + reads_bfloat16 < row.arrays;
+    const int64_t block = is_staged ? SWEEP_BLOCK : end - start;
+    for (int64_t at = start; at < end; at += block) {
+        const int64_t numel = smaller(block, end - at);
         for (int32_t i = 0; i < row.arrays; i++) {
             char* const from = (char*)arrays[i].data + at * itemsize_of(arrays[i].type);
             const bool stays = i == 1 ? reads_bfloat16 || (arrays[i].type == PA_FLOAT32 && !rounds_source)

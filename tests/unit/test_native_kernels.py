@@ -6,6 +6,7 @@ That they keep the contract of every accelerator is the matter of test_accelerat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,6 +141,28 @@ def test_narrow_weights_and_states_are_the_wide_ones_rounded(dtype: DType) -> No
         for argument, one, other in zip(case.arguments, narrow, wide, strict=True):
             if argument.role not in ("grad", "source"):
                 assert torch.equal(one.raw, other.raw.to(one.raw.dtype)), f"{case}: {argument.role}"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_over_bfloat16_alone_is_the_wide_one_rounded(decoupled: bool, isa: str) -> None:
+    hyper = replace(HYPER, decoupled=decoupled)
+    draw = np.random.default_rng(7)
+    for numel, start, threads in ((1, 0, 1), (2, 1, 1), (31, 1, 1), (1000, 0, 1), ((1 << 17) + 1001, 1, 3)):
+        table = CpuWithThreads(threads).kernels()
+        # Any bits: subnormals, infinities and NaN are among them. (Which of two NaN stays is the compiler's choice.)
+        bits = [draw.integers(0, 1 << width, start + numel, np.uint16) for width in (16, 16, 16, 15)]
+        narrow = [TORCH.wrap(torch.from_numpy(some)[start:].view(torch.bfloat16)) for some in bits]
+        wide, rounded = [TORCH.allocate(numel, DType.FLOAT32) for _ in bits], TORCH.allocate(numel, DType.BFLOAT16)
+        for one, other in zip(narrow, wide, strict=True):
+            table[CAST](one, other)
+        table[ADAM](*narrow, None, hyper, 0.5)
+        table[ADAM](*wide, None, hyper, 0.5)
+        for one, other in zip(narrow, wide, strict=True):
+            table[CAST](other, rounded)
+            is_nan = rounded.raw.isnan()
+            assert torch.equal(one.raw.isnan(), is_nan), f"{numel=}"
+            assert torch.equal(one.raw[~is_nan].view(torch.int16), rounded.raw[~is_nan].view(torch.int16)), f"{numel=}"
+            assert numel < 1000 or 0 < is_nan.sum() < numel
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
