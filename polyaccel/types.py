@@ -93,7 +93,7 @@ _SHORT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceId:
-    """A device: its accelerator's name and its index, written `cuda:1`; devices without an index are written `cpu`."""
+    """A device: its accelerator's name and its index, written `name:1`; without an index `name`."""
 
     type: str
     index: int | None = None

@@ -12,7 +12,7 @@ from polyaccel.errors import Problem
 _logger = logging.getLogger(__name__)
 
 REMOVED = {
-    "amp": ("NVIDIA Apex mixed precision", "use bf16, fp16 or torch_autocast"),
+    "amp": ("Apex mixed precision", "use bf16, fp16 or torch_autocast"),
     "compression_training": ("compression", "remove it"),
     "curriculum_learning": ("the top-level curriculum", "remove it"),
     "eigenvalue": ("eigenvalues for quantisation", "remove it"),

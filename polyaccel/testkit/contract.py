@@ -29,7 +29,7 @@ class Outcome:
     traceback: str = ""
 
 
-def tests_of(contract: type) -> tuple[str, ...]:
+def list_tests(contract: type) -> tuple[str, ...]:
     """The names of a suite's tests, in the order in which they are written, those of base classes first."""
     names = [name for cls in reversed(contract.__mro__) for name in vars(cls) if name.startswith("test_")]
     return tuple(name for name in dict.fromkeys(names) if callable(getattr(contract, name)))
@@ -62,12 +62,15 @@ def refused(action: Callable[[], object], what: str) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of what `error` says that is not empty, with its type unless it is an assertion or a skip.
 
-    numpy's comparisons begin with how they compared: of those the line that follows.
+    numpy's comparisons begin with how they compared: of those the line that follows. A bare assertion is shown itself.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith(("Arrays are not", "Not equal to tolerance")):
         del lines[0]
     said = lines[0] if lines else ""
+    if isinstance(error, AssertionError) and not said:
+        frames = traceback.extract_tb(error.__traceback__)
+        said = (frames[-1].line or "") if frames else ""
     if isinstance(error, (AssertionError, SkipTest)) and said:
         return said
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

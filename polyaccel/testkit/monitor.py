@@ -48,8 +48,10 @@ class MonitorContract(ABC):
         with tempfile.TemporaryDirectory() as folder:
             monitor = self.make()
             monitor.open(Path(folder, "run"), self.options)
-            yield monitor
-            monitor.close()
+            try:
+                yield monitor
+            finally:
+                monitor.close()
 
     def test_probes(self) -> None:
         probe = type(self.make()).probe()
@@ -82,5 +84,8 @@ class MonitorContract(ABC):
 
     def test_unknown_options_are_refused(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            options = {**self.options, "no_such_option": 1}
-            refused(lambda: self.make().open(Path(folder), options), "an option that does not exist")
+            monitor, options = self.make(), {**self.options, "no_such_option": 1}
+            try:
+                refused(lambda: monitor.open(Path(folder), options), "an option that does not exist")
+            finally:
+                monitor.close()

@@ -10,6 +10,8 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +27,7 @@ from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.comm import CommContract
-from polyaccel.testkit.contract import Outcome, run_test, tests_of
+from polyaccel.testkit.contract import Outcome, list_tests, run_test
 from polyaccel.testkit.launcher import LauncherContract
 from polyaccel.testkit.monitor import MonitorContract
 from polyaccel.testkit.procs import RankPool
@@ -60,15 +62,19 @@ def run_suite(group: PluginGroup, name: str, *, accelerator: str, place: str | N
     a tier; None takes a temporary folder.
     """
     with RankPool(1, backend="local", accelerator=accelerator) as pool, _folder(place) as folder:
-        for test in tests_of(type(_contract(group, name, folder, accelerator))):
+        for test in list_tests(type(_contract(group, name, folder, accelerator))):
             location = f"{folder.rstrip('/')}/{test}"
             yield _in_worker(pool, test, run_named, group.value, name, test, location, accelerator)
 
 
 def run_comm_suite(pool: RankPool) -> Iterator[Outcome]:
-    """The communicators' contract on the ranks of `pool`."""
+    """The communicators' contract on the ranks of `pool`; nothing more where they do not meet."""
+    meeting = run_test("test_ranks_meet", lambda: pool.run(methodcaller("barrier")))
+    yield meeting
+    if meeting.state == "failed":
+        return
     suite = _PoolContract(pool)
-    for test in tests_of(CommContract):
+    for test in list_tests(CommContract):
         yield run_test(test, getattr(suite, test))
 
 
@@ -76,8 +82,8 @@ def run_training(pool: RankPool, accelerator: Accelerator) -> Outcome:
     """Ten steps of a torch module at every stage, through `polyaccel.initialize`, on the ranks of `pool`."""
 
     def train() -> None:
-        if accelerator.torch_device_type is None:
-            raise SkipTest("torch does not know the device")
+        if accelerator.torch_device_type is None or find_spec("torch") is None:
+            raise SkipTest("torch does not know the device, or is not installed")
         pool.run(train_torch, timeout_s=TEST_TIMEOUT_S)
 
     return run_test("test_ten_steps_of_a_torch_module_agree_at_every_stage", train)

@@ -14,6 +14,7 @@ import pytest
 
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
+from polyaccel.testkit.storage import StorageContract
 
 
 @pytest.fixture
@@ -27,17 +28,13 @@ def contents(storage: FileStorage, path: str) -> bytes:
     return storage.read(path, 0, size)
 
 
-def test_files_are_written_read_listed_and_deleted(storage: FileStorage) -> None:
-    assert storage.names() == ()
-    storage.write("a/b/one", [b"12", b"", b"345"])
-    storage.write("a/two", [])
-    assert contents(storage, "a/b/one") == b"12345"
-    assert storage.read("a/b/one", 1, 3) == b"234"
-    assert (storage.size("a/two"), storage.size("a/b"), storage.size("a/none")) == (0, None, None)
-    assert (storage.names(), storage.names("a"), storage.names("none")) == (("a",), ("b", "two"), ())
-    storage.delete_tree("a/b")
-    storage.delete_tree("a/b")
-    assert storage.names("a") == ("two",)
+class TestFileStorage(StorageContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.place = tmp_path
+
+    def make(self) -> FileStorage:
+        return FileStorage(self.place / "not" / "yet" / "there")
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_debris(storage: FileStorage) -> None:

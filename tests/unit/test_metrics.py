@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from polyaccel.engine.metrics import JsonlMonitor, Monitor, StepMetrics, json_safe
 from polyaccel.errors import ConfigError, InvariantError
+from polyaccel.testkit.monitor import MonitorContract
 
 METRICS = StepMetrics(
     step=3, loss=2.5, lr=(0.1, 0.2), grad_norm=4.0, grad_norm_clipped=1.0, loss_scale=65536.0, samples=96,
@@ -32,6 +33,11 @@ def strict(line: str) -> Any:
 
 def lines(directory: Path) -> list[Any]:
     return [strict(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+class TestJsonl(MonitorContract):
+    def make(self) -> JsonlMonitor:
+        return JsonlMonitor()
 
 
 def test_a_step_is_one_line_that_can_be_read_at_once(tmp_path: Path) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.base import Accelerator, Capabilities
-from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.cpu import CpuAccelerator, Memory
 from polyaccel.buffer import Buffer
-from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.errors import InvariantError
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
+from polyaccel.testkit.tier import TierContract
 from polyaccel.types import DType
 
 F32 = DType.FLOAT32
@@ -77,62 +77,51 @@ def test_every_tier_is_found_by_name_and_passes_for_the_contract(name: str) -> N
     assert load_plugin(PluginGroup.TIERS, name, Tier, Tier.API_VERSION).name == name
 
 
-@pytest.mark.parametrize("memory", ["numpy", "torch"])
+class OwnTier(TierContract):
+    """The contract of tiers, on `kind` over the CPU's `memory`."""
+
+    kind: ClassVar[type[Tier]]
+    memory: ClassVar[Memory] = "numpy"
+
+    @pytest.fixture(autouse=True)
+    def _opened(self, opened: Opener) -> None:
+        self.opened = opened
+
+    def make(self) -> Tier:
+        tier: Tier = self.opened(self.kind, CpuAccelerator(self.memory))
+        return tier
+
+
+class TestDevice(OwnTier):
+    kind = DeviceTier
+
+
+class TestHost(OwnTier):
+    kind = HostTier
+
+
+class TestNvme(OwnTier):
+    kind = NvmeTier
+
+
+class TestDeviceOnTorch(TestDevice):
+    memory = "torch"
+
+
+class TestHostOnTorch(TestHost):
+    memory = "torch"
+
+
+class TestNvmeOnTorch(TestNvme):
+    memory = "torch"
+
+
 @pytest.mark.parametrize("kind", TIERS)
-class TestEveryTier:
-    @pytest.fixture
-    def tier(self, kind: type[Tier], memory: str, opened: Opener) -> Tier:
-        return opened(kind, CpuAccelerator(memory))
-
-    def test_begins_with_zeros(self, tier: Tier) -> None:
-        buffer = tier.allocate("a", 5, F32)
-        assert (buffer.numel, buffer.dtype, values(buffer)) == (5, F32, [0.0] * 5)
-
-    def test_lends_in_order_what_kernels_reach_and_keeps_the_changes(self, tier: Tier) -> None:
-        first, second, third = (tier.allocate(key, numel, F32) for key, numel in [("a", 3), ("b", 2000), ("c", 7)])
-        put(third, [7.0] * 7)
-        lent_values = []
-        for index, lent in enumerate(tier.lend([[third, first], [second]])):
-            assert [buffer.device for buffer in lent] == [tier.compute.current_device()] * len(lent)
-            lent_values.append([values(buffer) for buffer in lent])
-            for buffer in lent:
-                buffer.raw[:] = index + 1.0  # as kernels do
-        assert lent_values == [[[7.0] * 7, [0.0] * 3], [[0.0] * 2000]]
-        assert [set(values(buffer)) for buffer in (first, second, third)] == [{1.0}, {2.0}, {1.0}]
-
-    def test_keeps_what_was_changed_when_a_walk_ends_early(self, tier: Tier) -> None:
-        first, second = tier.allocate("a", 4, F32), tier.allocate("b", 4, F32)
-        walk = tier.lend([[first], [second]])
-        next(walk)[0].fill(3.0)
-        walk.close()
-        assert (values(first), values(second)) == ([3.0] * 4, [0.0] * 4)
-        assert [values(buffer) for (buffer,) in tier.lend([[second], [first]])] == [[0.0] * 4, [3.0] * 4]
-
-    def test_buffers_can_be_cut_copied_filled_and_saved_between_walks(self, tier: Tier) -> None:
-        buffer, narrow = tier.allocate("a", 6, F32), tier.allocate("b", 2, DType.FLOAT16)
-        put(buffer, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-        before = buffer.generation
-        buffer.view(1, 3).view(1, 2).fill(9.0)
-        assert values(buffer) == [1.0, 2.0, 9.0, 9.0, 5.0, 6.0]
-        assert buffer.generation > before
-        narrow.copy_from(buffer.view(4, 2))  # with a cast
-        assert values(narrow) == [5.0, 6.0]
-        data = buffer.view(2, 4).to_bytes()
-        assert data == np.array([9, 9, 5, 6], dtype="<f4").tobytes()
-        buffer.view(0, 4).from_bytes(data)
-        assert values(buffer) == [9.0, 9.0, 5.0, 6.0, 5.0, 6.0]
-        for wrong in (lambda: buffer.view(4, 3), lambda: buffer.from_bytes(b"1"), lambda: buffer.copy_from(narrow)):
-            with pytest.raises(ShardingError):
-                wrong()
-
-    def test_lends_nothing_when_there_is_nothing(self, tier: Tier) -> None:
-        assert list(tier.lend([])) == []
-
-    def test_is_refused_after_it_was_closed(self, tier: Tier) -> None:
-        tier.close()
-        tier.close()
-        with pytest.raises(InvariantError, match="after it was closed"):
-            tier.allocate("a", 1, F32)
+def test_what_is_asked_too_late_is_a_bug_of_the_caller(kind: type[Tier], opened: Opener) -> None:
+    tier = opened(kind)
+    tier.close()
+    with pytest.raises(InvariantError, match="after it was closed"):
+        tier.allocate("a", 1, F32)
 
 
 def test_the_host_tier_pins_where_the_device_can_and_the_options_ask(opened: Opener) -> None:
