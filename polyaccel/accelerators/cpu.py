@@ -6,6 +6,7 @@ Everything runs at once, in order: streams are null streams. "Device memory" is 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -38,6 +39,18 @@ def _kernels(memory: Memory, native: bool) -> KernelTable:
 
         table, threads = numpy_kernels(), host_threads
     return native_kernels(table, threads) if native else table
+
+
+@cache
+def _wrap(memory: Memory) -> Callable[[Any], Buffer]:
+    """Looked up once: every gradient passes here."""
+    if memory == "torch":
+        from polyaccel.accelerators.torch_memory import wrap_torch
+
+        return wrap_torch
+    from polyaccel.accelerators.numpy_memory import wrap_numpy
+
+    return wrap_numpy
 
 
 class CpuAccelerator(Accelerator):
@@ -96,13 +109,7 @@ class CpuAccelerator(Accelerator):
         return allocate_numpy(numel, dtype)
 
     def wrap(self, array: Any) -> Buffer:
-        if self.memory == "torch":
-            from polyaccel.accelerators.torch_memory import wrap_torch
-
-            return wrap_torch(array)
-        from polyaccel.accelerators.numpy_memory import wrap_numpy
-
-        return wrap_numpy(array)
+        return _wrap(self.memory)(array)
 
     def import_array(self, array: Any) -> Buffer:
         if self.memory == "torch":

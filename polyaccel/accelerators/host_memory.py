@@ -9,8 +9,8 @@ from pathlib import Path
 
 from polyaccel.accelerators.base import MemoryStats
 
-_STATUS = Path("/proc/self/status")
-_MEMINFO = Path("/proc/meminfo")
+_STATUS = "/proc/self/status"
+_MEMINFO = "/proc/meminfo"
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): sets VmHWM back to VmRSS
 
@@ -19,9 +19,8 @@ def memory_stats() -> MemoryStats:
     """Resident bytes of this process now and at most, and the machine's memory."""
     total_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        status, meminfo = _fields(_STATUS), _fields(_MEMINFO)
-        resident, peak, free = status["VmRSS"], status["VmHWM"], meminfo["MemAvailable"]
-    except (OSError, KeyError):
+        (resident, peak), (free,) = _fields(_STATUS, "VmRSS", "VmHWM"), _fields(_MEMINFO, "MemAvailable")
+    except (OSError, ValueError):
         unit_nbytes = 1 if sys.platform == "darwin" else 1024
         resident = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_nbytes
         free = max(0, total_nbytes - resident)
@@ -42,7 +41,9 @@ def reset_peak() -> None:
         return
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """The `name:  value kB` lines of a /proc file, in bytes."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+def _fields(path: str, *names: str) -> list[int]:
+    """The values of the `name:  value kB` lines of a /proc file, in bytes; ValueError if one is missing."""
+    with open(path, "rb", buffering=0) as file:
+        text = file.read()
+    starts = (text.index(f"\n{name}:".encode()) + len(name) + 2 for name in names)
+    return [int(text[start : text.index(b"kB", start)]) * 1024 for start in starts]

@@ -151,4 +151,5 @@ def wrap_torch(array: object) -> TorchBuffer:
             cure="pass tensor.contiguous()",
             value=tuple(array.stride()),
         )
-    return TorchBuffer(array.detach().view(-1))
+    plain = array.detach() if array.requires_grad or array.dim() == 1 else array
+    return TorchBuffer(plain if plain.dim() == 1 else plain.view(-1))

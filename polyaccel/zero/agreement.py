@@ -73,11 +73,8 @@ class Agreement:
         """Add the squared norms of this rank's slices of a reduced gradient, if there is one."""
         if not gradients.holds_result:
             return
-        own = gradients.own_part(gradients.result())
-        slices = gradients.bucket.slices(self._communicator.rank)
         position = self._layout.position
-        pieces = [(position[piece.fqn], own.view(piece.shard_offset, piece.length)) for piece in slices]
-        sums.add(gradients.compute, pieces)
+        sums.add(gradients.compute, [(position[fqn], part) for fqn, part in gradients.own_slices])
 
     def _sums(self, measure: bool) -> SquareSums:
         sums = self.new_sums()

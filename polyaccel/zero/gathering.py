@@ -30,6 +30,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import CallInfo, DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import DoneFetch, Fetch, Tier
+from polyaccel.zero.cuts import Cuts
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.pool import BufferPool
 from polyaccel.zero.routes import Routes, SecondCopies
@@ -62,6 +63,8 @@ class ShardedBucket:
         self.own = own
         self.source = source
         self.full: Buffer | None = None
+        self.slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
+        """The parameters in `full`."""
         self.fetch: Fetch | None = None
         """This rank's part of `full` is under way from `source`, and the gather not launched yet."""
         self.work: Work | None = None
@@ -88,7 +91,7 @@ class ShardedBucket:
 class Gathering:
     """Makes sharded `buckets` whole and frees them again.
 
-    `on_bound(bucket, full)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
+    `on_bound(bucket, slots)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
     nowhere now. `waiting` is entered around waits for other ranks.
     """
 
@@ -97,7 +100,7 @@ class Gathering:
         buckets: Sequence[ShardedBucket],
         policy: GatherPolicy,
         routes: Routes,
-        on_bound: Callable[[Bucket, Buffer], None],
+        on_bound: Callable[[Bucket, Sequence[Buffer]], None],
         on_freed: Callable[[Bucket], None],
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -313,6 +316,7 @@ class Gathering:
             place.full, place.fetch = place.own, DoneFetch()
         else:
             place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+            place.slots.of(place.full)  # made here if at all: they are references too
             place.references = place.full.references()
             place.fetch = self._start_fetch(place, place.full)
         place.began_in = self._period
@@ -362,7 +366,7 @@ class Gathering:
         self._end_ahead(place)
         if place.is_exact is self._routes.are_exact(place.bucket):  # as passes see it
             self._second.keep(place.bucket, place.full, is_exact=place.is_exact)
-        self._on_bound(place.bucket, place.full)
+        self._on_bound(place.bucket, place.slots.of(place.full))
 
     def _end_ahead(self, place: ShardedBucket) -> None:
         self._ahead_numel -= place.bucket.numel * place.is_ahead

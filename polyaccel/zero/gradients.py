@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
@@ -30,6 +31,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import COMBINE, SCALE
 from polyaccel.types import DType, ReduceOp
+from polyaccel.zero.cuts import Cuts
 from polyaccel.zero.layout import Bucket
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.pool import BufferPool
@@ -97,11 +99,12 @@ class GradientBucket:
         precision = Precision(reduce=reduction.reduce_dtype, accumulate=reduction.accumulate_dtype)
         self._reduce_dtype = precision.reduce_of(bucket.kind.dtype)
         self._accumulate_dtype = precision.gradient_of(bucket.kind.dtype, accumulates=reduction.accumulates)
-        self._offsets = tuple((slot.offset, slot.param.numel) for slot in bucket.slots)
-        self._gaps = _gaps(bucket)
+        self._slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self._gaps = Cuts(_gaps(bucket))
 
         self._full: Buffer | None = None
         """Where gradients of this rank accumulate until they are reduced."""
+        self._full_slots: tuple[Buffer, ...] = ()
         self._full_is_borrowed = False
         self._filled: set[int] = set()
         """Slots of `_full` that hold something; the others have undefined contents."""
@@ -126,7 +129,7 @@ class GradientBucket:
         """Slots with a gradient on this rank since the last update."""
 
         if self._keeps_full:
-            self._full = communicator.allocate(bucket.numel, self._accumulate_dtype)
+            self._fill_into(communicator.allocate(bucket.numel, self._accumulate_dtype))
         else:
             allocate = tier.stage if self._is_off_device else accelerator.allocate
             self._own = allocate(bucket.shard_numel, self._accumulate_dtype)
@@ -181,18 +184,20 @@ class GradientBucket:
         if self._full is None:
             self._full_is_borrowed = reducing
             if reducing:
-                self._full = self._pool.acquire(self.bucket.numel, self._reduce_dtype)
+                self._fill_into(self._pool.acquire(self.bucket.numel, self._reduce_dtype))
             else:
-                self._full = self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
-        self._put(self._full, self._filled, slot_index, gradient)
+                self._fill_into(self._communicator.allocate(self.bucket.numel, self._accumulate_dtype))
+        self._put(self._full_slots[slot_index], self._filled, slot_index, gradient)
+
+    def _fill_into(self, full: Buffer) -> None:
+        self._full, self._full_slots = full, self._slots.of(full)
 
     def _add_late(self, slot_index: int, gradient: Buffer) -> None:
         if self._late is None:
             self._late = self._communicator.allocate(self.bucket.numel, self._accumulate_dtype)
-        self._put(self._late, self._late_slots, slot_index, gradient)
+        self._put(self._slots.of(self._late)[slot_index], self._late_slots, slot_index, gradient)
 
-    def _put(self, target: Buffer, filled: set[int], slot_index: int, gradient: Buffer) -> None:
-        place = target.view(*self._offsets[slot_index])
+    def _put(self, place: Buffer, filled: set[int], slot_index: int, gradient: Buffer) -> None:
         if slot_index in filled:
             self._kernels[COMBINE](place, gradient, ReduceOp.SUM)
         else:
@@ -207,11 +212,13 @@ class GradientBucket:
         if self._closed:  # a second pass over replicated gradients: what it brought is late
             return
         self.finish()
-        if self._full is None:
-            self._full = self._pool.acquire(self.bucket.numel, self._reduce_dtype)
+        source = self._full
+        if source is None:
+            source = self._pool.acquire(self.bucket.numel, self._reduce_dtype)
             self._full_is_borrowed = True
-        self._zero_the_rest(self._full, self._filled)
-        source, self._full = self._full, self._full if self._keeps_full else None
+        self._zero_the_rest(source, self._filled)
+        if not self._keeps_full:
+            self._full, self._full_slots = None, ()
         borrowed, self._full_is_borrowed = self._full_is_borrowed, False
         self._filled = set()
         self._closed = self._keeps_full
@@ -238,6 +245,11 @@ class GradientBucket:
     def result(self) -> Buffer:
         """The reduced gradient that this rank updates with: its own slice, or the whole bucket under a replicated
         optimizer."""
+        return self._result
+
+    @cached_property
+    def _result(self) -> Buffer:
+        """The same memory in every step."""
         if self._keeps_full:
             assert self._full is not None  # allocated for good
             low, high = self._own_bounds() if self._policy.optim is Placement.SHARDED else (0, self.bucket.numel)
@@ -245,12 +257,12 @@ class GradientBucket:
         assert self._own is not None  # likewise
         return self._own
 
-    def own_part(self, result: Buffer) -> Buffer:
-        """This rank's own shard of `result`."""
-        if result.numel == self.bucket.shard_numel:
-            return result
-        low, high = self._own_bounds()
-        return result.view(low, high - low)
+    @cached_property
+    def own_slices(self) -> tuple[tuple[str, Buffer], ...]:
+        """What of `result` is this rank's own: the parameters that lie there by name, each with its part."""
+        low = self._own_bounds()[0] if self._result.numel > self.bucket.shard_numel else 0
+        slices = self.bucket.slices(self._communicator.rank)
+        return tuple((piece.fqn, self._result.view(low + piece.shard_offset, piece.length)) for piece in slices)
 
     @property
     def compute(self) -> Accelerator:
@@ -278,7 +290,7 @@ class GradientBucket:
         if self._full is not None and not self._keeps_full:
             if self._full_is_borrowed:
                 self._pool.release(self._full)
-            self._full = None
+            self._full, self._full_slots = None, ()
         self._full_is_borrowed = False
         self._filled = set()
         self._late, self._late_slots = None, set()
@@ -289,11 +301,11 @@ class GradientBucket:
         return self.bucket.shard_bounds(self._communicator.rank)
 
     def _zero_the_rest(self, full: Buffer, filled: set[int]) -> None:
-        for offset, numel in self._gaps:
-            full.view(offset, numel).fill(0.0)
-        for index, window in enumerate(self._offsets):
+        for gap in self._gaps.of(full):
+            gap.fill(0.0)
+        for index, place in enumerate(self._slots.of(full)):
             if index not in filled:
-                full.view(*window).fill(0.0)
+                place.fill(0.0)
 
     def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> Callable[[], None]:
         """Launch the collective on `source`; the returned function waits for it and settles the result."""

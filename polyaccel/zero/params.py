@@ -11,7 +11,7 @@ them for all ranks: each rank writing the same value is well, each rank multiply
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from logging import getLogger
 
@@ -184,7 +184,7 @@ class ParamStore:
             self._meet(place.full, place.own, bucket)  # what rank 0 wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.full is not None:
-            self._show(bucket, place.full)
+            self._show(bucket, [place.full.view(slot.offset, slot.param.numel) for slot in bucket.slots])
         else:
             self._hide(bucket)
         return place
@@ -226,9 +226,9 @@ class ParamStore:
         low, high = place.bucket.shard_bounds(self._communicator.rank)
         return whole.view(low, high - low)
 
-    def _show(self, bucket: Bucket, full: Buffer) -> None:
-        for slot in bucket.slots:
-            self._observer.on_bound(slot.param.fqn, full.view(slot.offset, slot.param.numel))
+    def _show(self, bucket: Bucket, views: Sequence[Buffer]) -> None:
+        for slot, view in zip(bucket.slots, views, strict=True):
+            self._observer.on_bound(slot.param.fqn, view)
 
     def _hide(self, bucket: Bucket) -> None:
         for slot in bucket.slots:

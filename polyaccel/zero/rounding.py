@@ -23,13 +23,13 @@ class WeightRounding:
     def __init__(self, steps: Mapping[str, int], accelerator: Accelerator, *, is_stochastic: bool) -> None:
         self._steps = steps
         self._accelerator = accelerator
-        self._is_stochastic = is_stochastic
+        self.is_stochastic = is_stochastic
 
     def of(self, param: ParamSpec, start: int) -> StochasticRounding | None:
         """How to round the elements of `param` from `start` on; None is to nearest, as for every type but 16-bit
         ones."""
         step = self._steps.get(param.fqn, 0)
-        if not (self._is_stochastic and step and param.dtype.is_floating and param.dtype.itemsize == 2):
+        if not (self.is_stochastic and step and param.dtype.is_floating and param.dtype.itemsize == 2):
             return None
         digest = blake2b(f"{step} {param.fqn}".encode(), digest_size=8).digest()
         return StochasticRounding(int.from_bytes(digest, "little"), start)

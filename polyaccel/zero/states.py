@@ -126,6 +126,11 @@ def find_runs(
     Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
     """
     slots = shard.bucket.slots
+    if not rounding.is_stochastic and all(slot.param.fqn in touched for slot in slots):
+        counts = {steps[slot.param.fqn] for slot in slots}
+        if len(counts) == 1:  # as nearly always
+            yield Run(0, shard.master.numel, counts.pop())
+            return
     starts = [slot.offset for slot in slots[1:]]
     stops = [*starts, shard.bucket.numel]
     low, high = origin, origin + shard.master.numel

@@ -24,6 +24,7 @@ from polyaccel.testkit.threads import run_threads
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.gathering import Gathering, GatherPolicy, ShardedBucket
 from polyaccel.zero.layout import plan_layout
+from polyaccel.zero.routes import Routes
 
 NUMEL = 64
 HOST = CpuAccelerator("numpy")
@@ -91,7 +92,7 @@ def make(communicator: Any, count: int, **policy: int) -> tuple[Gathering, Disk]
 
     communicator.all_gather = noted
     bounds = GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy})
-    return Gathering(places, bounds, communicator, lambda *_: None, lambda *_: None, nullcontext), disk
+    return Gathering(places, bounds, Routes.plain(communicator), lambda *_: None, lambda *_: None, nullcontext), disk
 
 
 def use(gathering: Gathering, disk: Disk, *indices: int) -> None:
