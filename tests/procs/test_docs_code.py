@@ -43,6 +43,8 @@ RUN = {
 """Commands that are run beside the page's files."""
 ELSEWHERE = {
     "pip install -e '.[torch]'": "Makefile",
+    "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/procs/test_simdev_plugin.py",
+    "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
     "mpirun -n 16 --hostfile hosts python train.py": "tests/procs/test_discovery_launchers.py",
     "srun --nodes 2 --ntasks-per-node 8 python train.py": "tests/procs/test_discovery_launchers.py",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py": (
@@ -50,6 +52,14 @@ ELSEWHERE = {
     ),
 }
 """Commands for more hosts than one, or for a machine that is being set up, and who tries their like."""
+
+
+PLUGIN = (
+    "polyaccel plugins new acme --kind accelerator",
+    "pip install ./polyaccel-acme",
+    "DS_ACCELERATOR=acme polyaccel run --nproc 2 train.py",
+)
+"""Commands that make a plugin and train with it, run one after another."""
 
 
 class Block(NamedTuple):
@@ -62,9 +72,14 @@ def blocks(page: str) -> list[Block]:
     return [Block(*found) for found in BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))]
 
 
-def having(*languages: str) -> list[str]:
-    """The pages with blocks in one of these languages."""
-    return [page for page in PAGES if any(block.language in languages for block in blocks(page))]
+def having(language: str) -> list[str]:
+    """The pages with blocks in this language."""
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
+
+
+def is_script(block: Block) -> bool:
+    """Part of the page's script: neither a file to write nor one of the repository, which is shown as it is."""
+    return block.language == "python" and not is_file(block) and not block.text.startswith("--8<--\n")
 
 
 def is_file(block: Block) -> bool:
@@ -76,6 +91,8 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **as_root, "PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "c")}
+    if (site := folder / "site").exists():
+        environment["PYTHONPATH"] = str(site)
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
 
 
@@ -98,10 +115,12 @@ def test_every_block_says_its_language() -> None:
     assert len(PAGES) > 10
 
 
-@pytest.mark.parametrize("page", having("python"))
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_script, blocks(page)))])
 def test_the_script_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    if "jax" in page:
+        pytest.importorskip("jax")
     write_files(page, tmp_path)
-    script = "\n".join(block.text for block in blocks(page) if block.language == "python" and not is_file(block))
+    script = "\n".join(block.text for block in filter(is_script, blocks(page)))
     (tmp_path / "page.py").write_text(script)
     done = shell("python page.py", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -135,8 +154,9 @@ def test_a_command_prints_what_the_page_shows(page: str, tmp_path: Path) -> None
 def test_every_command_is_tried_somewhere() -> None:
     found = set(itertools.chain.from_iterable(map(commands, PAGES)))
     ours = {command for command in found if command.startswith("polyaccel ")}
-    assert found - ours <= RUN | set(ELSEWHERE)
-    assert RUN | set(ELSEWHERE) <= found
+    tried = {*RUN, *ELSEWHERE, *PLUGIN}
+    assert found - ours <= tried
+    assert tried <= found
     assert all((ROOT / file).exists() for file in ELSEWHERE.values())
     for command in ours - RUN:
         arguments = shlex.split(command)[1:]
@@ -151,3 +171,18 @@ def test_a_command_works(command: str, tmp_path: Path) -> None:
     done = shell(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or ">" in command
+
+
+def test_a_plugin_made_by_the_guide_trains_at_every_stage(tmp_path: Path) -> None:
+    write_files("plugins.md", tmp_path)
+    new, install, train = PLUGIN
+    assert shell(new, tmp_path).returncode == 0
+    (tmp_path / "site").mkdir()  # and not the environment of whoever runs the tests
+    aside = "--quiet --no-index --no-deps --no-build-isolation --target site"
+    installed = shell(install.replace("install", f"install {aside}", 1), tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    done = shell(train, tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"\[rank 0\] acme stage (\d) loss ([0-9.]+)", done.stdout)
+    assert [stage for stage, _ in losses] == ["0", "1", "2", "3"]
+    assert len({loss for _, loss in losses}) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from polyaccel.comm.torch_pg import TorchBackend
@@ -12,4 +14,4 @@ class SimcommBackend(TorchBackend):
 
     API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
     name: ClassVar[str] = "simcomm"
-    module: ClassVar[str | None] = "polyaccel_simdev.device"
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType({"simdev": "polyaccel_simdev.device"})
