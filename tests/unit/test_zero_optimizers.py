@@ -86,6 +86,16 @@ def test_runs_hold_every_touched_slice_whole_and_no_other(sizes, world, data):
     assert {piece.fqn for piece in shard.slices if shard.updates(piece)} == touched & {p.fqn for p in shard.slices}
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_a_shard_whose_parameters_are_all_alike_is_one_run_with_its_padding(rank):
+    shard = make_shard([40, 50, 60], 3, rank, Sgd(), {"lr": 1.0})
+    low, _ = shard.bucket.shard_bounds(rank)
+    steps = dict.fromkeys(["p0", "p1", "p2"], 5)
+    (run,) = runs_of(shard, steps, steps, low)
+    assert (run.offset, run.numel, run.step) == (0, shard.master.numel, 5)
+    assert runs_of(shard, steps, steps, low, is_stochastic=True) == (run,)  # float32 is never rounded: the long way
+
+
 @pytest.mark.parametrize(("kind", "group"), ALL, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
 def test_an_update_leaves_untouched_parameters_and_their_states_alone(kind, group, dtype):
