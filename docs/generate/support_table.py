@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 
 Rows: TypeAlias = Mapping[str, Mapping[str, str]]
+"""By name, the `state` of a plugin, `what` it is for and `where` it is tested."""
 
 _STATES = {
     "run": "tested: {where}",
@@ -28,14 +29,18 @@ _STATES = {
 _TITLES = {"accelerators": "accelerator", "comm": "comm backend"}
 
 
-def support() -> Mapping[str, Rows]:
-    """What the file says: by group and name, its `state`, `what` and `where`."""
+def support() -> Mapping[str, Any]:
+    """What the file says: `engine` by feature, and the `Rows` of each group of plugins."""
     return tomllib.loads((ROOT / "docs" / "support.toml").read_text(encoding="utf-8"))
 
 
 def support_table() -> str:
-    """Both groups as Markdown tables."""
-    return "\n\n".join(_table(_TITLES[group], rows) for group, rows in support().items())
+    """All of it as Markdown tables."""
+    said = support()
+    engine = "\n".join(
+        ["| | state |", "|---|---|", *(f"| {what} | {state} |" for what, state in said["engine"].items())]
+    )
+    return "\n\n".join([engine, *(_table(title, said[group]) for group, title in _TITLES.items())])
 
 
 def with_table(document: str) -> str:
