@@ -61,7 +61,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"communication_data_type": "fp61"}, "communication_data_type", "did you mean 'fp16'?"),
     ({"gradient_allreduce_op": "avg"}, "gradient_allreduce_op", "should be 'mean' or 'sum'"),
     ({"comm": {"timeout_s": 0}}, "comm.timeout_s", "should be greater than 0"),
-    ({"comms_logger": {"prof_ops": [1]}}, "comms_logger.prof_ops[0]", "should be a valid string"),
+    ({"comms_logger": {"prof_ops": ["all_reduced"]}}, "comms_logger.prof_ops[0]", "did you mean 'all_reduce'?"),
     ({"checkpoint": {"tag_validation": "Wrn"}}, "checkpoint.tag_validation", "did you mean 'Warn'?"),
     ({"pipeline": {"stages": "many"}}, "pipeline.stages", "should be a valid integer, or should be 'auto'"),
     ({"optimizer": {"params": {}}}, "optimizer.type", "is required and missing"),
