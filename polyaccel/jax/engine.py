@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
+from polyaccel.jax.checkpoint import load_engine, save_engine
 from polyaccel.jax.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -93,6 +96,14 @@ class JaxEngine(Engine):
         )
         self.adapter.let_go()
         self._recorder.begin()
+
+    @property
+    def optimizer_kind(self) -> str | None:
+        """What must be equal for one optimizer's state to mean something to another; None without one."""
+        optimizer = self.zero.optimizer
+        if optimizer is None:
+            return None
+        return optimizer.kind if isinstance(optimizer, OptaxOptimizer) else type(optimizer).__name__
 
     # Running the function.
 
@@ -202,10 +213,40 @@ class JaxEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
     ) -> bool:
-        raise _no_checkpoints()
+        """Write everything needed to go on exactly, at any world size, in JAX or in torch. Every rank calls it.
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str, dict[str, Any]]:
-        raise _no_checkpoints()
+        Raises CheckpointError, and PolyaccelError after half an update.
+        """
+        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
+            raise CheckpointError(
+                "gradients of an unfinished optimizer step would be lost",
+                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
+            )
+        save_engine(self, save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        name_map: NameMap | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
+        state. `name_map` says what the parameters are called there, where it is not as here.
+
+        Raises CheckpointError for one that is missing, incomplete, damaged, of another model or another optimizer.
+        """
+        fence()
+        return load_engine(
+            self,
+            load_dir,
+            tag,
+            optimizer_states=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            name_map=name_map,
+        )
 
     # What users ask.
 
@@ -237,7 +278,3 @@ class JaxEngine(Engine):
 
 def _is_iterator(data: Any) -> bool:
     return hasattr(data, "__next__")
-
-
-def _no_checkpoints() -> PolyaccelError:
-    return PolyaccelError("checkpoints are not available for JAX in this version", cure="save engine.params yourself")

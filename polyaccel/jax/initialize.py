@@ -12,6 +12,8 @@ from polyaccel.config import ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.modules import as_function
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.runtime import NATIVE_OPTIMIZERS, Runtime, compose
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
@@ -28,19 +30,16 @@ def initialize(
     dist_init_required: bool | None = None,
 ) -> JaxEngine:
     """Build an engine around `model`, a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
-    auxiliary output); `params` is the pytree of its parameters, whose floating leaves are trained.
+    auxiliary output); `params` is the pytree of its parameters, whose floating leaves are trained. Modules of flax and
+    equinox are taken too, see `polyaccel.jax.modules`.
 
-    `config` is a path, a dict or base64. `seed` is of the random keys that the function gets. Joins the other ranks if
+    `optimizer` is an elementwise optax transformation and goes before the config's; `config` is a path, a dict or
+    base64. `seed` is of the random keys that the function gets. Joins the other ranks if
     nobody has yet, unless `dist_init_required` is False. Rank 0's parameters are everybody's.
 
     Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
     cut as asked, CommError when the ranks cannot meet.
     """
-    if not callable(model):
-        kind = type(model).__name__
-        raise PolyaccelError(f"a {kind} is no function", cure="pass model=fn, fn(params, batch, rng)", value=kind)
-    if params is None:
-        raise PolyaccelError("initialize was called without params", cure="pass the pytree of the parameters")
     if config is None:
         raise ConfigError([Problem("config", None, "no config was given", "pass config=")], source="initialize")
     parsed = load_config(config)
@@ -49,7 +48,8 @@ def initialize(
     runtime = compose(parsed)
     _check_config(runtime)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
-    engine = JaxEngine(model, params, runtime, slices, hyperparameters, seed)
+    fn, tree = as_function(model, params)
+    engine = JaxEngine(fn, tree, runtime, slices, hyperparameters, seed)
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in hyperparameters:
@@ -79,6 +79,12 @@ def _check_config(runtime: Runtime) -> None:
 
 def _make_optimizer(runtime: Runtime, client: Any) -> tuple[SliceOptimizer | None, dict[str, Any]]:
     """The optimizer on slices and its hyperparameters: the caller's, else the config's, else none."""
+    if client is not None:
+        if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
+            kind = type(client).__name__
+            cure = "pass an optax transformation, or name the optimizer in the config"
+            raise PolyaccelError(f"a {kind} is no optax transformation", cure=cure, value=kind)
+        return OptaxOptimizer(client), {}
     section = runtime.config.optimizer
     native = runtime.native_optimizer()
     if native is not None:

@@ -85,20 +85,28 @@ class ParamViews:
 
     def _import(self, fqn: str) -> None:
         buffer = self._buffers[fqn]
-        shaped = buffer.raw.reshape(self._shapes[fqn])
-        array = _over(shaped, fqn)
-        if array.dtype.name != buffer.dtype.value:
-            raise ShardingError(
-                f"parameter {fqn!r} is {buffer.dtype.value} to the engine and {array.dtype.name} to JAX",
-                cure='jax.config.update("jax_enable_x64", True), or use types of 32 bits',
-                value=buffer.dtype.value,
-            )
+        array = array_over(buffer, self._shapes[fqn], f"parameter {fqn!r}")
         if buffer.numel and array.unsafe_buffer_pointer() != buffer.data_ptr():
             self._copied[fqn] = buffer.generation
         self._arrays[fqn] = array
 
 
-def _over(shaped: Any, fqn: str) -> jax.Array:
+def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
+    """An array of JAX over the memory of `buffer`; where that is not aligned to 64 bytes, over a copy.
+
+    Raises ShardingError where JAX has no such device or type.
+    """
+    array = _over(buffer.raw.reshape(shape), name)
+    if array.dtype.name != buffer.dtype.value:
+        raise ShardingError(
+            f"{name} is {buffer.dtype.value} to the engine and {array.dtype.name} to JAX",
+            cure='jax.config.update("jax_enable_x64", True), or use types of 32 bits',
+            value=buffer.dtype.value,
+        )
+    return array
+
+
+def _over(shaped: Any, name: str) -> jax.Array:
     """An array of JAX over the memory of one of torch or numpy. Raises ShardingError where JAX has no such device."""
     if isinstance(shaped, np.ndarray):  # which exports no bfloat16 by DLPack
         return jax.device_put(shaped, jax.local_devices(backend="cpu")[0], may_alias=True)
@@ -106,7 +114,7 @@ def _over(shaped: Any, fqn: str) -> jax.Array:
         return jax.dlpack.from_dlpack(shaped)
     except Exception as error:
         raise ShardingError(
-            f"JAX cannot see the engine's memory for {fqn!r}: {type(error).__name__}: {error}",
+            f"JAX cannot see the engine's memory for {name}: {type(error).__name__}: {error}",
             cure="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR alike",
-            value=fqn,
+            value=name,
         ) from error

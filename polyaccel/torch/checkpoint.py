@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.torch_memory import dtype_of
-from polyaccel.checkpoint import CheckpointReader, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.engine.lr_schedules import Schedule
+from polyaccel.engine.resuming import PARAM, check_names, check_optimizer, load_groups, read_state
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.client_optimizer import ClientOptimizer
-from polyaccel.torch.optimizer import load_groups
 from polyaccel.types import DType
 from polyaccel.zero.optimizers import SliceOptimizer
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = getLogger(__name__)
 
-_PARAM, _BUFFER = "param", "buffer"
+_BUFFER = "buffer"
 _CLIENT_OPTIMIZER, _CLIENT_SCHEDULE = "client_optimizer", "client_schedule"
 
 
@@ -87,32 +88,28 @@ def load_engine(
     optimizer_states: bool,
     schedule: bool,
     module_only: bool,
+    name_map: NameMap | None,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint's state. Collective. Returns its path and the client state."""
     engine.zero.params.fence()
-    reader = open_checkpoint(load_dir, tag, communicator=engine.communicator)
+    saved = open_checkpoint(load_dir, tag, communicator=engine.communicator)
+    reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in engine.zero.layout.params})
     scalars = reader.scalars
-    _check_names(engine, reader, strict)
+    check_names(engine.zero, reader, strict=strict)
     optimizer = engine.zero.optimizer
     if optimizer_states:
-        _check_optimizer(optimizer, reader)
+        check_optimizer(_optimizer_kind(optimizer), reader)
     if optimizer_states and isinstance(optimizer, ClientOptimizer):
         _allocate_client_states(engine, reader)
-    is_whole = optimizer_states
-    for slot, kind, start, buffer in engine.zero.needed_pieces():
-        fqn = slot.param.fqn
-        may_lack = kind == _PARAM or isinstance(optimizer, ClientOptimizer)
-        if (kind == _PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
-            reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=engine.accelerator.allocate)
-        elif kind == _PARAM:
-            is_whole = False
-    engine.zero.discard_gradients()
-    if is_whole:
-        engine.zero.mend()
     resumes_optimizer = optimizer_states and engine.optimizer is not None and scalars["optimizer"] is not None
-    if resumes_optimizer:  # before master weights are rounded, which depends on it
-        engine.zero.steps.update({fqn: scalars["param_steps"].get(fqn, 0) for fqn in engine.zero.steps})
-    engine.zero.params.publish_masters()
+    read_state(
+        engine.zero,
+        engine.accelerator,
+        reader,
+        optimizer_states=optimizer_states,
+        counts_updates=resumes_optimizer,
+        may_lack_states=isinstance(optimizer, ClientOptimizer),
+    )
     _load_buffers(engine, reader)
     if not module_only:
         engine.counters.load_state_dict(scalars["counters"])
@@ -137,7 +134,7 @@ def _pieces(engine: TorchEngine, exclude_frozen: bool) -> Iterator[TensorPiece]:
     for slot, kind, start, buffer in engine.zero.owned_pieces():
         fqn = slot.param.fqn
         # A shard's buffer of a state has room for parameters that have no such state.
-        exists = kind == _PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
+        exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
         if exists and (slot.param.trainable or not exclude_frozen):
             yield TensorPiece(slot.param.fqn, kind, slot.param.shape, buffer.dtype, start, buffer)
     if engine.communicator.rank == 0:
@@ -161,7 +158,7 @@ def _buffers(engine: TorchEngine) -> dict[str, Tensor]:
     return found
 
 
-def _load_buffers(engine: TorchEngine, reader: CheckpointReader) -> None:
+def _load_buffers(engine: TorchEngine, reader: RenamedReader) -> None:
     for name, tensor in _buffers(engine).items():
         if not reader.has(name, _BUFFER):
             log.warning("the checkpoint has no buffer %r; it keeps its value", name)
@@ -172,43 +169,16 @@ def _load_buffers(engine: TorchEngine, reader: CheckpointReader) -> None:
             tensor.copy_(flat.raw.view(tensor.shape))
 
 
-def _check_names(engine: TorchEngine, reader: CheckpointReader, strict: bool) -> None:
-    """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
-    ours = {param.fqn: param.shape for param in engine.zero.layout.params if param.numel}
-    theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == _PARAM}
-    shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
-    missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    if shapes or (strict and (missing or unknown)):
-        differences = {"other shape (saved, model)": shapes, "not saved": missing[:8], "not in the model": unknown[:8]}
-        told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
-        raise CheckpointError(
-            f"checkpoint {reader.tag!r} is of another model: {told}",
-            cure="build the model that was saved; load_module_strict=False takes what fits by name",
-            value=reader.tag,
-        )
-
-
 def _optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
     if optimizer is None:
         return None
     return optimizer.kind if isinstance(optimizer, ClientOptimizer) else type(optimizer).__name__
 
 
-def _check_optimizer(optimizer: SliceOptimizer | None, reader: CheckpointReader) -> None:
-    """Raise CheckpointError when the saved optimizer states are of another kind than this run's."""
-    ours, theirs = _optimizer_kind(optimizer), reader.scalars["optimizer_kind"]
-    if ours is not None and theirs is not None and ours != theirs:
-        raise CheckpointError(
-            f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {ours}",
-            cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
-            value=theirs,
-        )
-
-
-def _allocate_client_states(engine: TorchEngine, reader: CheckpointReader) -> None:
+def _allocate_client_states(engine: TorchEngine, reader: RenamedReader) -> None:
     saved: dict[str, list[tuple[str, DType]]] = {}
     for entry in reader.tensors():
-        if entry.kind not in (_PARAM, _BUFFER):
+        if entry.kind not in (PARAM, _BUFFER):
             saved.setdefault(entry.fqn, []).append((entry.kind, entry.dtype))
     for shard in engine.zero.shards:
         for piece in shard.slices:
@@ -224,7 +194,7 @@ def _packed(state: Any) -> bytes:
     return stream.getvalue()
 
 
-def _load_schedule(schedule: Any, reader: CheckpointReader) -> None:
+def _load_schedule(schedule: Any, reader: RenamedReader) -> None:
     if isinstance(schedule, Schedule):
         if reader.scalars["lr_scheduler"] is not None:
             schedule.load_state_dict(reader.scalars["lr_scheduler"])
@@ -243,7 +213,7 @@ def _random_states(engine: TorchEngine) -> dict[str, bytes]:
     }
 
 
-def _restore_random_states(engine: TorchEngine, reader: CheckpointReader) -> None:
+def _restore_random_states(engine: TorchEngine, reader: RenamedReader) -> None:
     if reader.world_size != engine.communicator.world_size:
         log.warning(
             "random generators keep their present states: they were saved on %d ranks, this is a run of %d",
@@ -251,6 +221,9 @@ def _restore_random_states(engine: TorchEngine, reader: CheckpointReader) -> Non
         )  # fmt: skip
         return
     blobs = reader.rank_blobs(engine.communicator.rank)
+    if "rng.torch" not in blobs:
+        log.warning("random generators keep their present states: another framework saved the checkpoint")
+        return
     engine.accelerator.set_rng_state(blobs["rng.accelerator"])
     torch.set_rng_state(torch.frombuffer(bytearray(blobs["rng.torch"]), dtype=torch.uint8))
     version, internal, gauss = json.loads(blobs["rng.python"])

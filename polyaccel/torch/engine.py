@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
@@ -283,8 +284,10 @@ class TorchEngine(nn.Module, Engine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        name_map: NameMap | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint, whatever world size and stage wrote it; returns its path and client state.
+        """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
+        state. `name_map` says what the parameters are called there, where it is not as here.
 
         Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
         that does not have this model's parameters, and for optimizer states that this run's optimizer cannot take over.
@@ -299,6 +302,7 @@ class TorchEngine(nn.Module, Engine):
             optimizer_states=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             module_only=load_module_only,
+            name_map=name_map,
         )
 
     # The whole model.

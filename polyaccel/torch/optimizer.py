@@ -6,12 +6,13 @@ it; its `param_groups` are read anew at each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from polyaccel.engine.resuming import hyperparameters, load_groups
 from polyaccel.errors import ConfigError, InvariantError, Problem, ShardingError
 from polyaccel.runtime import NATIVE_OPTIMIZERS
 
@@ -61,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self._is_built = True
         self.param_groups = groups
-        self.defaults = _hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
+        self.defaults = hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -86,20 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The hyperparameters of the groups."""
-        return {"param_groups": [_hyperparameters(group) for group in self.param_groups]}
+        return {"param_groups": [hyperparameters(group) for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         load_groups(self.param_groups, state_dict["param_groups"])
-
-
-def load_groups(groups: ParamGroups, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over the hyperparameters of saved groups. Raises ConfigError when their number differs."""
-    if len(groups) != len(saved):
-        expected = f"the checkpoint has {len(saved)} optimizer groups"
-        raise ConfigError([Problem("optimizer.param_groups", len(groups), expected, "build the same groups")])
-    for group, values in zip(groups, saved, strict=True):
-        group.update({key: tuple(value) if key == "betas" else value for key, value in values.items()})
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

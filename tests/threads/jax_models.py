@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import sys
+from atexit import register
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
 import polyaccel
+from polyaccel.jax.pytree import named_leaves
+
+# Most of a test's time is XLA's, which need not compile the same program again for each engine and each rank.
+_programs = TemporaryDirectory(prefix="polyaccel-xla-")
+register(_programs.cleanup)
+jax.config.update("jax_compilation_cache_dir", _programs.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEADS = 2
@@ -65,10 +75,6 @@ def filled(tree: Any, values: dict[str, Any], path: str = "") -> Any:
 
 def leaves(tree: Any) -> dict[str, Any]:
     """Copies of a tree's leaves by path, as float64."""
-    import jax
-
-    from polyaccel.jax.pytree import named_leaves
-
     arrays = jax.tree.map(jax.numpy.asarray, tree)
     return {fqn: np.array(leaf.astype("float32"), np.float64) for fqn, leaf in named_leaves(arrays)[0].items()}
 

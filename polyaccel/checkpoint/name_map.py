@@ -1,0 +1,134 @@
+"""A checkpoint under other names: what one framework saved, read by the parameters of another.
+
+Tensors are the same numbers under other names, perhaps with their axes in another order; optimizer states go along.
+Nothing is rewritten: a range is read from where it was saved, and only a tensor whose axes differ is read whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.manifest import TensorEntry
+from polyaccel.checkpoint.reader import CheckpointReader
+from polyaccel.errors import CheckpointError
+from polyaccel.types import DType
+
+Axes = tuple[int, ...]
+NameMap = Literal["flax"] | Callable[[str], str | tuple[str, Axes]]
+"""Where a parameter was saved: a function from its name to the saved name, or to (saved name, axes), where the
+parameter is the saved array with its axes in this order, as `numpy.transpose(saved, axes)`. "flax" knows how flax and
+torch call and lay out the same layers, in both directions: kernel, embedding and scale are weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    axes: Axes | None = None
+
+
+class RenamedReader:
+    """`reader` as seen by parameters of these `shapes` (by name); reads like a `CheckpointReader`.
+
+    Raises CheckpointError when two parameters are mapped to one.
+    """
+
+    def __init__(self, reader: CheckpointReader, names: NameMap | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._reader = reader
+        self._sources = {fqn: _source(fqn, shape, names, reader) for fqn, shape in shapes.items()}
+        taken: dict[str, str] = {}
+        for fqn, source in self._sources.items():
+            if source.name in taken:
+                raise CheckpointError(
+                    f"{taken[source.name]!r} and {fqn!r} are both mapped to {source.name!r}",
+                    cure="let name_map give each parameter a name of its own",
+                    value=source.name,
+                )
+            taken[source.name] = fqn
+        self._names = taken
+        self.tag, self.world_size, self.scalars = reader.tag, reader.world_size, reader.scalars
+        self.rank_blobs = reader.rank_blobs
+
+    def steps_of(self, fqn: str) -> int:
+        """How many updates a parameter has had."""
+        count: int = self.scalars["param_steps"].get(self._source_of(fqn).name, 0)
+        return count
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Every tensor under the reader's names, without its pieces where the axes differ."""
+        return tuple(self._renamed(entry) for entry in self._reader.tensors())
+
+    def has(self, fqn: str, kind: str) -> bool:
+        return self._reader.has(self._source_of(fqn).name, kind)
+
+    def read_into(
+        self,
+        fqn: str,
+        kind: str,
+        start: int,
+        length: int,
+        buffer: Buffer,
+        *,
+        cast_through: Callable[[int, DType], Buffer],
+    ) -> None:
+        """As `CheckpointReader.read_into`, in the coordinates of the parameter."""
+        source = self._source_of(fqn)
+        if source.axes is None:
+            self._reader.read_into(source.name, kind, start, length, buffer, cast_through=cast_through)
+            return
+        saved = self._reader.tensor(source.name, kind)
+        whole = cast_through(prod(saved.shape), saved.dtype)
+        self._reader.read_into(source.name, kind, 0, whole.numel, whole, cast_through=cast_through)
+        elements = np.frombuffer(whole.to_bytes(), dtype=f"V{saved.dtype.itemsize}").reshape(saved.shape)
+        part = cast_through(length, saved.dtype)
+        part.from_bytes(elements.transpose(source.axes).reshape(-1)[start : start + length].tobytes())
+        buffer.copy_from(part)
+
+    def _source_of(self, fqn: str) -> _Source:
+        return self._sources.get(fqn, _Source(fqn))
+
+    def _renamed(self, entry: TensorEntry) -> TensorEntry:
+        fqn = self._names.get(entry.fqn, entry.fqn)
+        axes = self._source_of(fqn).axes
+        if axes is None:
+            return replace(entry, fqn=fqn)
+        return replace(entry, fqn=fqn, shape=tuple(entry.shape[axis] for axis in axes), pieces=())
+
+
+def _source(fqn: str, shape: tuple[int, ...], names: NameMap | None, reader: CheckpointReader) -> _Source:
+    if names is None:
+        return _Source(fqn)
+    if names == "flax":
+        return next((source for source in _flax(fqn, len(shape)) if reader.has(source.name, "param")), _Source(fqn))
+    found: Any = names(fqn)
+    source = _Source(found) if isinstance(found, str) else _Source(found[0], tuple(found[1]))
+    if source.axes is not None and sorted(source.axes) != list(range(len(shape))):
+        raise CheckpointError(
+            f"axes {source.axes} of {fqn!r} are no order of {len(shape)} axes",
+            cure="give each axis of the parameter once",
+            value=source.axes,
+        )
+    return source
+
+
+def _flax(fqn: str, ndim: int) -> list[_Source]:
+    """Where a parameter of flax may stand in a checkpoint of torch, and the other way round, its own name first.
+
+    A kernel of flax is (*spatial, in, out), a weight of torch (out, in, *spatial).
+    """
+    prefix, dot, leaf = fqn.rpartition(".")
+    spatial = range(ndim - 2)
+    from_torch = (*(axis + 2 for axis in spatial), 1, 0)
+    from_flax = (ndim - 1, ndim - 2, *spatial)
+    others: dict[str, list[tuple[str, Axes | None]]] = {
+        "kernel": [("weight", from_torch)],
+        "embedding": [("weight", None)],
+        "scale": [("weight", None)],
+        "weight": [("kernel", from_flax), ("embedding", None), ("scale", None)],
+    }
+    return [_Source(fqn), *(_Source(f"{prefix}{dot}{name}", axes) for name, axes in others.get(leaf, []))]

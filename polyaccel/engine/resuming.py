@@ -1,0 +1,86 @@
+"""What every frontend's engine does to go on from a checkpoint: compare, read this rank's slices, take over counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.checkpoint.name_map import RenamedReader
+from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.zero.step import ZeroStep
+
+PARAM = "param"
+"""The kind of the tensors that are parameters; the others are optimizer states."""
+
+
+def check_names(zero: ZeroStep, reader: RenamedReader, *, strict: bool) -> None:
+    """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
+    ours = {param.fqn: param.shape for param in zero.layout.params if param.numel}
+    theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
+    shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
+    missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    if shapes or (strict and (missing or unknown)):
+        differences = {"other shape (saved, model)": shapes, "not saved": missing[:8], "not in the model": unknown[:8]}
+        told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} is of another model: {told}",
+            cure="build the model that was saved, or say with name_map what its parameters are called there; "
+            "load_module_strict=False takes what fits by name",
+            value=reader.tag,
+        )
+
+
+def check_optimizer(kind: str | None, reader: RenamedReader) -> None:
+    """Raise CheckpointError when the saved optimizer states are of another kind than this run's."""
+    theirs = reader.scalars["optimizer_kind"]
+    if kind is not None and theirs is not None and kind != theirs:
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {kind}",
+            cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+            value=theirs,
+        )
+
+
+def read_state(
+    zero: ZeroStep,
+    accelerator: Accelerator,
+    reader: RenamedReader,
+    *,
+    optimizer_states: bool,
+    counts_updates: bool,
+    may_lack_states: bool = False,
+) -> None:
+    """Read what this rank needs, forget all gradients, and make the parameters whole everywhere. Collective.
+
+    `counts_updates`: each parameter's number of updates is taken over too. `may_lack_states`: an optimizer state that
+    was not saved is none.
+    """
+    is_whole = optimizer_states
+    for slot, kind, start, buffer in zero.needed_pieces():
+        fqn = slot.param.fqn
+        may_lack = kind == PARAM or may_lack_states
+        if (kind == PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
+            reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=accelerator.allocate)
+        elif kind == PARAM:
+            is_whole = False
+    zero.discard_gradients()
+    if is_whole:
+        zero.mend()
+    if counts_updates:  # before master weights are rounded, which depends on it
+        zero.steps.update({fqn: reader.steps_of(fqn) for fqn in zero.steps})
+    zero.params.publish_masters()
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def load_groups(groups: Sequence[MutableMapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take over the hyperparameters of saved groups. Raises ConfigError when their number differs."""
+    if len(groups) != len(saved):
+        expected = f"the checkpoint has {len(saved)} optimizer groups"
+        raise ConfigError([Problem("optimizer.param_groups", len(groups), expected, "build the same groups")])
+    for group, values in zip(groups, saved, strict=True):
+        group.update({key: tuple(value) if key == "betas" else value for key, value in values.items()})

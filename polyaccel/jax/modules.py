@@ -1,0 +1,121 @@
+"""Modules of flax and equinox as functions of their parameters, so that the engine knows functions only.
+
+A module is called as one of torch is: a mapping as named arguments, a tuple or list as positional ones, anything else
+as the one argument; it returns its loss, or (loss, auxiliary output).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from polyaccel.errors import InvariantError, PolyaccelError
+from polyaccel.jax.function import LossFn
+
+
+def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
+    """The function and the parameters that `model` and `params` mean.
+
+    flax.linen needs `params`, what `model.init` gave; flax.nnx and equinox modules have their own. Raises
+    PolyaccelError for a model without parameters, and for a module with other state than parameters: a function has
+    none.
+    """
+    for package, name, convert in _KINDS:
+        loaded = sys.modules.get(package)
+        if loaded is not None and isinstance(model, getattr(loaded, name)):
+            return convert(model, params)
+    if not callable(model) or isinstance(model, type):
+        kind = type(model).__name__
+        raise PolyaccelError(f"a {kind} is no function", cure="pass model=fn, fn(params, batch, rng)", value=kind)
+    if params is None:
+        raise PolyaccelError(
+            "initialize was called without params", cure="pass the pytree of the function's parameters"
+        )
+    return model, params
+
+
+def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
+    if params is None:
+        raise PolyaccelError("a flax.linen module has no parameters", cure="pass params=model.init(key, ...)")
+    others = sorted(set(params) - {"params"}) if "params" in params else []
+    if others:
+        raise _stateful(others)
+
+    def loss(params: Any, batch: Any, rng: Any) -> Any:
+        return _call(model.apply, batch, {"params": params}, rngs=None if rng is None else {"dropout": rng})
+
+    return loss, params.get("params", params)
+
+
+def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
+    from flax import nnx
+
+    _require_own(params)
+    model.eval()
+    still, *_ = nnx.split(model, nnx.Param, ...)
+    model.train()
+    moving, state, rest = nnx.split(model, nnx.Param, ...)
+    named = nnx.to_pure_dict(state)  # whose paths are the names of layers, without the variables around the arrays
+    if any(one is not other for one, other in zip(jax.tree.leaves(named), jax.tree.leaves(state), strict=True)):
+        raise InvariantError("flax orders a state and its pure dict differently")
+    whole = jax.tree.structure(state)
+    leaves, structure = jax.tree.flatten(rest)
+    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    others = nnx.filter_state(rest, nnx.Not(nnx.RngState))
+    if jax.tree.leaves(others):
+        raise _stateful(sorted({".".join(map(str, path)) for path, _ in nnx.to_flat_state(others)}))
+
+    def loss(params: Any, batch: Any, rng: Any) -> Any:
+        drawn = [
+            jax.random.fold_in(rng, at) if fresh and rng is not None else leaf
+            for at, (leaf, fresh) in enumerate(zip(leaves, is_key, strict=True))
+        ]
+        graph = still if rng is None else moving
+        variables = jax.tree.unflatten(whole, jax.tree.leaves(params))
+        return _call(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), batch)
+
+    return loss, named
+
+
+def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
+    import equinox
+
+    _require_own(params)
+    arrays, static = equinox.partition(model, equinox.is_inexact_array)
+    takes_key = "key" in inspect.signature(type(model).__call__).parameters
+
+    def loss(params: Any, batch: Any, rng: Any) -> Any:
+        named = {"key": rng} if takes_key else {}
+        return _call(equinox.combine(params, static), batch, **named)
+
+    return loss, arrays
+
+
+_KINDS: tuple[tuple[str, str, Callable[[Any, Any], tuple[LossFn, Any]]], ...] = (
+    ("flax.linen", "Module", _from_linen),
+    ("flax.nnx", "Module", _from_nnx),
+    ("equinox", "Module", _from_equinox),
+)
+
+
+def _call(fn: Any, batch: Any, *leading: Any, **named: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return fn(*leading, **batch, **named)
+    return fn(*leading, *batch, **named) if isinstance(batch, (tuple, list)) else fn(*leading, batch, **named)
+
+
+def _require_own(params: Any) -> None:
+    if params is not None:
+        raise PolyaccelError("params were passed with a module that has its own", cure="leave params out")
+
+
+def _stateful(names: list[str]) -> PolyaccelError:
+    return PolyaccelError(
+        f"the module has state that is no parameter: {', '.join(names)}",
+        cure="use layers without running statistics, or pass a function that keeps such state itself",
+        value=names,
+    )

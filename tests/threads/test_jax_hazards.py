@@ -1,0 +1,294 @@
+"""What could make JAX compute with other numbers than the engine has: each is safe, or a clear error."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax_models import make_config
+
+import polyaccel
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.comm.default import set_thread_communicator
+from polyaccel.comm.single import SingleCommunicator
+from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
+from polyaccel.testkit.threads import run_threads
+
+CONFIG = {key: value for key, value in make_config(2).items() if key != "scheduler"}
+
+
+def weights(size=8):
+    return {"w": np.full((size, size), 0.5, np.float32), "b": np.zeros(size, np.float32)}
+
+
+def loss(params, batch, rng):
+    return jnp.square(jnp.tanh(batch @ params["w"]) + params["b"]).mean()
+
+
+def with_engine(check, *, fn=loss, params=None, config=CONFIG, memory=None, **arguments):
+    """`check(engine)` on the one rank there is."""
+
+    def go(ranks):
+        engine = polyaccel.initialize(
+            model=fn, params=weights() if params is None else params, config=config, **arguments
+        )
+        return check(engine)
+
+    return run_threads(1, go, accelerator=CpuAccelerator(memory))[0]
+
+
+def batch(size=8):
+    return np.ones((2, size), np.float32)
+
+
+@pytest.mark.parametrize("memory", ["torch", "numpy"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_leaf_is_a_view_and_follows_the_engine(memory, precision):
+    config = CONFIG if precision == "fp32" else {**CONFIG, precision: {"enabled": True}}
+
+    def check(engine):
+        before = engine.params
+        value = np.array(before["w"].astype(jnp.float32))
+        assert str(engine.copies) == "zero-copy 2/2"
+        for _ in range(2):
+            engine.train_batch(batch())
+        assert engine.params["w"] is before["w"]
+        after = np.array(jnp.array(before["w"]).astype(jnp.float32))
+        assert np.abs(after - value).max() > 1e-4
+        _, slot = engine.zero.params.locate("w")
+        flat = engine.zero.params.full(engine.zero.layout.locate("w")[0].index).view(slot.offset, slot.param.numel)
+        np.testing.assert_array_equal(after.reshape(-1), np.asarray(flat.raw.tolist(), np.float32))
+
+    with_engine(check, config=config, memory=memory)
+
+
+def test_a_computation_of_the_users_own_reads_the_values_of_before():
+    """XLA is still at work on the parameters when the engine wants to write them."""
+    size = 256
+
+    @jax.jit
+    def slowly(x):
+        return jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ x) + x, x).sum()
+
+    def check(engine):
+        engine.grad_step(np.ones((2, size), np.float32))
+        expected = float(slowly(jnp.array(engine.params["w"])))
+        racing = slowly(engine.params["w"])
+        engine.step()
+        assert float(racing) == expected
+        assert float(slowly(engine.params["w"])) != expected
+
+    huge = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1e3}}}
+    params = {"w": np.eye(size, dtype=np.float32) * 0.1, "b": np.zeros(size, np.float32)}
+    with_engine(check, params=params, config=huge)
+
+
+def test_a_closure_over_the_engines_arrays_is_refused():
+    def check(engine):
+        held["w"] = engine.params["w"]
+        for run in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(ShardingError, match="closed over parameter 'w'"):
+                run(batch())
+
+    held = {}
+    with_engine(check, fn=lambda params, batch, rng: loss({**params, **held}, batch, rng))
+
+
+def test_a_closure_over_the_arrays_of_the_start_is_refused():
+    start = {fqn: jnp.asarray(value) for fqn, value in weights().items()}
+
+    def check(engine):
+        with pytest.raises(ShardingError, match="closed over parameter 'b'"):
+            engine.train_batch(batch())
+
+    with_engine(check, fn=lambda params, batch, rng: loss({**params, "b": start["b"]}, batch, rng), params=start)
+
+
+def test_other_constants_are_welcome():
+    table = jnp.arange(8.0)
+    with_engine(
+        lambda engine: engine.train_batch(batch()),
+        fn=lambda params, batch, rng: loss(params, batch + table, rng),
+    )
+
+
+def test_donated_and_deleted_views_come_back():
+    def check(engine):
+        taken = jax.jit(lambda x: x + 1.0, donate_argnums=0)(engine.params["w"])
+        np.testing.assert_array_equal(taken, 1.5)
+        engine.params["b"].delete()
+        np.testing.assert_array_equal(engine.params["w"], 0.5)
+        before = float(engine.eval_batch(batch()))
+        engine.train_batch(batch())
+        engine.train_batch(batch())
+        assert float(engine.eval_batch(batch())) < before
+
+    with_engine(check)
+
+
+def test_donated_parameters_are_refused_at_the_start():
+    params = {fqn: jnp.asarray(value) for fqn, value in weights().items()}
+    jax.jit(lambda x: x + 1.0, donate_argnums=0)(params["w"]).block_until_ready()
+    with pytest.raises(ShardingError, match="'w' was deleted or donated"):
+        with_engine(None, params=params)
+
+
+def test_parameters_that_are_not_row_major():
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+    def check(engine):
+        np.testing.assert_array_equal(engine.params["w"], values.T)
+
+    with_engine(check, params={**weights(), "w": values.T})
+    turned = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    array = jax.device_put(jnp.asarray(values.T), turned)
+    assert array.format.layout.major_to_minor == (1, 0)
+    with_engine(check, params={**weights(), "w": array})
+
+
+def test_integers_of_64_bits_are_refused_and_others_are_frozen():
+    with pytest.raises(ShardingError, match=r"'table' is int64.*\n.*int32"):
+        with_engine(None, params={**weights(), "table": np.arange(3)})
+
+    def check(engine):
+        engine.train_batch(batch())
+        np.testing.assert_array_equal(engine.params["table"], [0, 1, 2])
+        assert engine.params["table"].dtype == jnp.int32
+
+    with_engine(check, params={**weights(), "table": np.arange(3, dtype=np.int32)})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_a_forked_worker_is_told():
+    """It would wait for threads that the fork did not take along."""
+
+    def check(engine):
+        engine.train_batch(batch())
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                engine.grad_step(batch())
+            except PolyaccelError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            assert "forked" in answer.read()
+        os.waitpid(child, 0)
+
+    communicator = SingleCommunicator(CpuAccelerator(), timeout_s=30.0)
+    set_thread_communicator(communicator)
+    try:
+        check(polyaccel.initialize(model=loss, params=weights(), config=CONFIG))
+    finally:
+        set_thread_communicator(None)
+
+
+def test_auxiliary_output_keeps_its_values():
+    def check(engine):
+        engine.grad_step(batch())
+        kept = engine.aux["w"]
+        engine.step()
+        engine.train_batch(batch())
+        np.testing.assert_array_equal(kept, 0.5)
+        assert float(engine.params["w"][0, 0]) != 0.5
+
+    with_engine(check, fn=lambda params, batch, rng: (loss(params, batch, rng), {"w": params["w"]}))
+
+
+def test_random_keys_follow_from_seed_rank_and_count():
+    def fn(params, batch, rng):
+        noise = 0.0 if rng is None else jax.random.uniform(rng)
+        return loss(params, batch, rng), noise
+
+    def drawn(ranks, seed):
+        engine = polyaccel.initialize(model=fn, params=weights(), config=CONFIG, seed=seed)
+        found = []
+        for _ in range(2):
+            engine.train_batch(batch())
+            found.append(float(engine.aux))
+        engine.eval_batch(batch())
+        assert float(engine.aux) == 0.0
+        return found
+
+    first, other = run_threads(2, drawn, 0), run_threads(2, drawn, 1)
+    assert len({value for run in (*first, *other) for value in run}) == 8
+    assert run_threads(2, drawn, 0) == first
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda params, batch, rng: batch @ params["w"], "scalar loss"),
+        (lambda params, batch, rng: jnp.int32(3), "scalar loss"),
+    ],
+)
+def test_a_function_without_a_loss_is_refused(fn, message):
+    def check(engine):
+        with pytest.raises(PolyaccelError, match=message):
+            engine.train_batch(batch())
+        engine.zero_grad()
+
+    with_engine(check, fn=fn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
+        ({"optimizer": {"type": "Adadelta", "params": {}}}, "optax transformation"),
+    ],
+)
+def test_what_is_not_there_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        with_engine(None, config={**CONFIG, **changes})
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), 1j])
+def test_leaves_that_are_no_arrays_are_refused(leaf):
+    with pytest.raises(ShardingError, match="'other'"):
+        with_engine(None, params={**weights(), "other": leaf})
+
+
+def test_a_batch_is_cut_into_micro_batches():
+    rows = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)
+    config = make_config(2, accumulation=3)
+
+    def losses(engine, data):
+        return [float(engine.train_batch(data())) for _ in range(2)]
+
+    whole = with_engine(partial(losses, data=lambda: rows), config=config)
+    assert whole == with_engine(partial(losses, data=lambda: iter(np.split(rows, 3))), config=config)
+
+    def check(engine):
+        with pytest.raises(PolyaccelError, match="cannot be cut into 3"):
+            engine.train_batch(rows[:5])
+
+    with_engine(check, config=config)
+
+
+def test_fp16_skips_overflows_and_lowers_the_scale():
+    config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}
+
+    def check(engine):
+        scale = engine.get_loss_scale()
+        engine.train_batch(100 * batch())
+        assert engine.skipped_steps == 1
+        assert engine.get_loss_scale() == scale / 2
+        for _ in range(40):
+            engine.train_batch(batch())
+        assert engine.was_step_applied()
+        assert np.isfinite(engine.metrics.grad_norm)
+
+    with_engine(check, config=config)
