@@ -10,15 +10,11 @@ import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from polyaccel import PolyaccelError
 
@@ -109,25 +105,7 @@ def _write(folder: Path, parts: dict[str, list[Path]], root: Path) -> None:
                 raise
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The file's bytes in windows of `context`, side by side: (tokens, targets), int64, targets one byte later."""
-
-    def __init__(self, file: Path, context: int) -> None:
-        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(file, dtype=np.uint8, mode="r")
-        self.context = context
-
-    def __len__(self) -> int:
-        return (len(self.bytes) - 1) // self.context
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        begin = index * self.context
-        window = torch.from_numpy(self.bytes[begin : begin + self.context + 1].astype(np.int64))
-        return window[:-1], window[1:]
-
-
-def validation_share(windows: Windows, *, count: int, rank: int, world_size: int) -> list[int]:
+def validation_share(windows: Sized, *, count: int, rank: int, world_size: int) -> list[int]:
     """Which windows this rank evaluates: about `count` in all, spread evenly over the file, equally many a rank."""
     each = max(1, min(count, len(windows)) // world_size)
     spread: list[int] = np.linspace(0, len(windows) - 1, each * world_size).astype(int).tolist()

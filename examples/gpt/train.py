@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import Corpus, Windows, open_corpus, validation_share
+from corpus import Corpus, open_corpus, validation_share
 from model import SHAPES, Gpt, generate
 from progress import Progress, open_progress
 from report import write_report
 from run_folder import RunFolder, choose_folder
 from settings import Settings, add_arguments
 from torch import Tensor
+from windows import Windows
 
 import polyaccel
 from polyaccel import PolyaccelError, TorchEngine, comm

@@ -134,7 +134,7 @@ def test_a_damaged_cache_and_an_empty_library_are_errors(gpt: SimpleNamespace, l
 def test_windows_cover_the_bytes_and_targets_are_the_next_ones(gpt: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "bytes"
     file.write_bytes(bytes(range(25)))
-    windows = gpt.corpus.Windows(file, 8)
+    windows = gpt.windows.Windows(file, 8)
     assert len(windows) == 3
     tokens, targets = zip(*(windows[index] for index in range(3)), strict=True)
     assert torch.cat(tokens).tolist() == list(range(24))
@@ -146,7 +146,7 @@ def test_windows_cover_the_bytes_and_targets_are_the_next_ones(gpt: SimpleNamesp
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_validate_on_equally_many_windows(gpt: SimpleNamespace, tmp_path: Path, world_size: int) -> None:
     (tmp_path / "bytes").write_bytes(bytes(1001))
-    windows = gpt.corpus.Windows(tmp_path / "bytes", 10)
+    windows = gpt.windows.Windows(tmp_path / "bytes", 10)
     shares = [
         gpt.corpus.validation_share(windows, count=12, rank=rank, world_size=world_size) for rank in range(world_size)
     ]
