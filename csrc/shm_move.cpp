@@ -58,7 +58,7 @@ void shm_fence(void) {
 #endif
 }
 
-void shm_copy(void* to, const void* from, int64_t nbytes, bool streams) {
+void shm_copy(void* to, const void* from, int64_t nbytes, [[maybe_unused]] bool streams) {
     if (to == from || nbytes == 0) return;
 #if defined(__x86_64__)
     if (streams && nbytes >= 256) {
