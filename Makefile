@@ -14,7 +14,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl test-mpi test-triton environment lint docs bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-ccl test-jax test-mpi test-triton test-ipex environment lint docs bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -47,6 +47,12 @@ environment: $(STAMP)
 
 lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/ruff check .
+test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its own: torch 2.8 with the Intel extension (7 GB)
+	$(PYTHON) -m venv $(VENV)-ipex
+	$(VENV)-ipex/bin/python -m pip --disable-pip-version-check install -qq --editable . --editable plugins/polyaccel-ipex \
+		pytest pytest-timeout
+	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
+
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt/*.py
@@ -88,7 +94,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

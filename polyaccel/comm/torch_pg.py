@@ -42,7 +42,7 @@ class TorchBackend(CommBackend):
     library: ClassVar[str | None] = None
     """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """By the accelerator's name, the module whose import adds the backend to torch; empty if torch always has it."""
+    """By torch's name of a device, the module whose import adds the backend to torch; empty if torch has it."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -86,7 +86,7 @@ class TorchBackend(CommBackend):
         """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be."""
         if not self.modules:
             return
-        module = self.modules.get(accelerator.name)
+        module = self.modules.get(accelerator.torch_device_type or accelerator.name)
         if module is None:
             raise CommError(
                 f"comm backend {self.name!r} is for {' and '.join(self.modules)}, not for {accelerator.name}",

@@ -155,12 +155,15 @@ class StandInAccelerator(TorchAccelerator):
     def _torch_device(self) -> torch.device:
         return torch.device("cpu")
 
+    def current_device(self) -> DeviceId:
+        return DeviceId("cpu")  # the host has no index
+
     @classmethod
     def probe(cls) -> Probe:
         return Probe(True, "made up", 100)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(dtypes=frozenset(DType), default_comm="gloo", streams=True)
+        return Capabilities(dtypes=frozenset(DType), default_comm="gloo")
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Any:
         return super().allocate(numel, dtype)  # torch pins no memory without a device
