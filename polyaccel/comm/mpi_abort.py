@@ -13,6 +13,7 @@ import sys
 import threading
 from contextlib import redirect_stderr
 from threading import ExceptHookArgs
+from time import monotonic, sleep
 from types import TracebackType
 from typing import TextIO
 
@@ -22,6 +23,7 @@ from polyaccel.comm.mpi_progress import PROGRESS
 from polyaccel.errors import CommError
 
 _EXIT_CODE = 1
+_READ_WITHIN_S = 1.0
 
 
 class AbortOnFailure:
@@ -37,7 +39,7 @@ class AbortOnFailure:
     def abort(self) -> None:
         """End the job at once, on every rank. A forked child is no rank and ends only itself."""
         for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
+            _pass_on(stream)
         if os.getpid() == self._process and MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(_EXIT_CODE)
 
@@ -77,9 +79,17 @@ def abort_on_failure() -> None:
     _installed = _installed or AbortOnFailure()
 
 
-def _flush(stream: TextIO | None) -> None:
+def _pass_on(stream: TextIO | None) -> None:
+    """Flush, and wait until the launcher has read what is in its pipe: MPICH's drops the rest when a rank aborts."""
+    if stream is None or sys.platform == "win32":
+        return
+    import fcntl
+    import termios
+
+    deadline = monotonic() + _READ_WITHIN_S
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
+        while any(fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4))) and monotonic() < deadline:
+            sleep(0.001)
     except (OSError, ValueError):
-        return  # closed already
+        return  # closed already, or nothing that is read from
