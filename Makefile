@@ -43,16 +43,16 @@ test-triton: ## run Triton's kernels in its interpreter and compile them for GPU
 	TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest tests/unit/test_triton_kernels.py $(ARGS)
 	$(VENV)-triton/bin/python -m pytest tests/unit/test_triton_compiled.py $(ARGS)
 
-environment: $(STAMP)
-
-lint: $(STAMP) ## check style, types and the imports between rooms
-	$(BIN)/ruff check .
 test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its own: torch 2.8 with the Intel extension (7 GB)
 	$(PYTHON) -m venv $(VENV)-ipex
 	$(VENV)-ipex/bin/python -m pip --disable-pip-version-check install -qq --editable . --editable plugins/polyaccel-ipex \
 		pytest pytest-timeout
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
 
+environment: $(STAMP)
+
+lint: $(STAMP) ## check style, types and the imports between rooms
+	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt/*.py
