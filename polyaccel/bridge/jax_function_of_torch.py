@@ -1,0 +1,181 @@
+"""A module of torch as a function of JAX.
+
+[Note: Modules with a will of their own]
+JAX needs a function whose result its arguments decide. So before a form of arguments is compiled, the module runs once
+on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch norm in
+training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyaccel.bridge.exchange_torch_jax import Exchange, narrow
+from polyaccel.bridge.jax_operation_of_torch import HostOperation, describe, require_unwritten
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.views import CopyCount
+from polyaccel.torch.sharded import require_whole
+
+_SEEDING = Lock()  # torch's generator is one for all threads
+
+
+def as_jax(module: nn.Module) -> TorchFunction:
+    """A function `fn(params, *args, rng=None, **kwargs)` of JAX that runs `module`, which must be on the CPU.
+
+    `fn.params` are copies of the parameters that want gradients, by full name; the others, and buffers, are constants.
+    Arguments are pytrees of arrays; what else is in them is a constant of the compiled program. `rng` is a random key,
+    needed by modules that draw random numbers, and decides them. Results are the module's, with arrays for tensors.
+
+    Works under `jit`, `grad` of any order and `vmap` (one call an element). The backward computes again what it needs.
+    Each callback costs about 0.1 ms, and results are copied once.
+
+    Raises ShardingError for a module that an engine holds sharded, PolyaccelError for one that is not on the CPU.
+    """
+    return TorchFunction(module)
+
+
+class TorchFunction:
+    """See `as_jax`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        require_whole(module)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.device.type != "cpu":
+                raise PolyaccelError(
+                    f"{name!r} is on {tensor.device}, and JAX calls torch on the CPU",
+                    cure="call module.cpu() first",
+                    value=str(tensor.device),
+                )
+        self.module = module
+        self._exchange = Exchange()
+        self._names = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+        self._operations: dict[Hashable, tuple[HostOperation, Any]] = {}
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        """Copies of the module's parameters as they are now, by full name."""
+        named = dict(self.module.named_parameters())
+        return {name: jnp.array(self._exchange.to_jax(named[name]), copy=True) for name in self._names}
+
+    @property
+    def copies(self) -> CopyCount:
+        """How many arrays went to torch and tensors came back so far, copied and not."""
+        return self._exchange.count()
+
+    def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
+        """The module's result. Raises PolyaccelError for parameters of other names, and for a module that JAX cannot
+        have: see [Note: Modules with a will of their own]."""
+        if set(params) != set(self._names):
+            odd = sorted(set(params) ^ set(self._names))
+            raise PolyaccelError(
+                f"parameters {odd} are missing or unknown", cure="pass a pytree like fn.params", value=odd
+            )
+        leaves, form = jax.tree.flatten((args, kwargs))
+        constants = tuple(_ARRAY if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        arrays = [jnp.asarray(one) for one in (*(params[name] for name in self._names), *filter(_is_array, leaves))]
+        if rng is not None:
+            arrays.append(jax.random.bits(rng, (), jnp.uint32))
+        arguments = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        described = tuple((one.shape, one.dtype) for one in arguments)
+        key = (form, constants, described, rng is not None, self._modes())
+        if key not in self._operations:
+            self._operations[key] = self._compile(form, constants, arguments, rng is not None)
+        operation, structure = self._operations[key]
+        return jax.tree.unflatten(structure, operation(*arrays))
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(part.training for part in self.module.modules())
+
+    def _compile(
+        self, form: Any, constants: Sequence[Any], arguments: Sequence[jax.ShapeDtypeStruct], is_seeded: bool
+    ) -> tuple[HostOperation, Any]:
+        """The operation for one form of arguments, and the tree structure of its results."""
+        modes = self._modes()
+        plainly = self._function(form, constants)
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            if self._modes() != modes:
+                raise PolyaccelError(
+                    "module.train() or module.eval() was called after its function was compiled",
+                    cure="compile a function for each: call jax.jit on it again",
+                )
+            buffers = dict(self.module.named_buffers())
+            versions = [buffer._version for buffer in buffers.values()]
+            result = plainly(buffers, tensors[:-1], int(tensors[-1])) if is_seeded else plainly(buffers, tensors, None)
+            _require_unchanged(buffers, versions)
+            return jax.tree.leaves(result)  # type: ignore[no-any-return]
+
+        zeros = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for one in arguments]
+        with torch.no_grad(), _Draws(is_refused=not is_seeded):
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            versions = [buffer._version for buffer in buffers.values()]
+            result = plainly(buffers, zeros[:-1], 0) if is_seeded else plainly(buffers, zeros, None)
+            _require_unchanged(buffers, versions)
+            require_unwritten(zeros)
+        leaves, structure = jax.tree.flatten(result)
+        odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+        if odd:
+            raise PolyaccelError(f"the module returned a {odd[0]}", cure="return tensors only", value=odd[0])
+        results = [describe(narrow(leaf)) for leaf in leaves]
+        return HostOperation(run, arguments, results, self._exchange), structure
+
+    def _function(self, form: Any, constants: Sequence[Any]) -> Callable[[Any, Sequence[Tensor], int | None], Any]:
+        """The module on `buffers` and tensors (parameters, then arguments), its random numbers by a seed."""
+
+        def function(buffers: dict[str, Tensor], tensors: Sequence[Tensor], seed: int | None) -> Any:
+            params = dict(zip(self._names, tensors, strict=False))
+            remaining = iter(tensors[len(self._names) :])
+            leaves = [next(remaining) if constant is _ARRAY else constant[1] for constant in constants]
+            args, kwargs = jax.tree.unflatten(form, leaves)
+            if seed is None:
+                return functional_call(self.module, {**params, **buffers}, args, kwargs)
+            with _SEEDING, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return functional_call(self.module, {**params, **buffers}, args, kwargs)
+
+        return function
+
+
+_ARRAY = "array"  # what stands for an array among constants, which are pairs
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
+
+
+def _require_unchanged(buffers: dict[str, Tensor], versions: Sequence[int]) -> None:
+    """Raise PolyaccelError if a buffer's version is not the given one any more."""
+    for (name, buffer), version in zip(buffers.items(), versions, strict=True):
+        if buffer._version != version:
+            raise PolyaccelError(
+                f"the module changes its buffer {name!r}, and JAX may run it any number of times",
+                cure="call module.eval() before the function is compiled",
+                value=name,
+            )
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for operations that draw random numbers."""
+
+    def __init__(self, is_refused: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_refused = is_refused
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_refused and torch.Tag.nondeterministic_seeded in func.tags:
+            raise PolyaccelError(
+                f"the module draws random numbers ({func}), and its backward would draw others",
+                cure="pass rng=, a random key, or call module.eval() first",
+                value=str(func),
+            )
+        return func(*args, **(kwargs or {}))

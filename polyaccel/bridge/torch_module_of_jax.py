@@ -1,0 +1,175 @@
+"""A function of JAX as a module of torch, its parameters those of any other module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import torch
+from torch import Tensor, nn
+from torch.overrides import has_torch_function_unary
+from torch.utils.dlpack import from_dlpack
+
+from polyaccel.bridge.exchange_torch_jax import Exchange
+from polyaccel.bridge.torch_operation_of_jax import Operation
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.pytree import as_array, named_leaves
+from polyaccel.jax.views import CopyCount
+from polyaccel.torch.leaf_modules import set_z3_leaf_module
+
+
+def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
+    """A module that calls `fn(params, *args, **kwargs)`, a function of JAX, on tensors.
+
+    `params` is a pytree of arrays. Floating leaves become trained parameters and others buffers, copies all of them,
+    named by their path: `params["blocks"][0]["w"]` is "blocks.0.w". Arguments are pytrees of tensors; what else is in
+    them (numbers, strings, None) is a constant of the compiled program, as is every shape, so that new ones compile
+    anew; layers of one function share their programs. Results are the function's, with tensors for arrays, on the
+    device of the arguments.
+
+    Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. What the backward needs is
+    computed again then (see [Note: Recomputation] in `torch_operation_of_jax`). Transforms of `torch.func` are refused.
+
+    Raises ShardingError for leaves that are no arrays or whose names clash.
+    """
+    return JaxModule(fn, params)
+
+
+class JaxModule(nn.Module):
+    """See `as_torch`."""
+
+    def __init__(self, fn: Callable[..., Any], params: Any) -> None:
+        super().__init__()
+        leaves, structure = named_leaves(params)
+        for fqn, leaf in leaves.items():
+            _register(self, fqn, from_dlpack(as_array(leaf)).clone())
+        self._call = _Call(fn, structure, tuple(leaves))
+        # The modules that hold its parameters are never called themselves, so all are gathered around this one.
+        set_z3_leaf_module(self, True)
+
+    @property
+    def copies(self) -> CopyCount:
+        """How many tensors went to JAX and arrays came back so far, copied and not. Prints as "zero-copy 76/76"."""
+        return self._call.exchange.count()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`fn(params, *args, **kwargs)`. Raises PolyaccelError for what JAX cannot take, and inside `torch.func`."""
+        if torch._C._are_functorch_transforms_active():
+            raise PolyaccelError(
+                "a function of JAX cannot run inside vmap, grad or another transform of torch.func",
+                cure="use jax.vmap and the like in the function itself, and torch.autograd for gradients",
+            )
+        named = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+        return self._call(named, args, kwargs)
+
+    def extra_repr(self) -> str:
+        return getattr(self._call.fn, "__name__", type(self._call.fn).__name__)
+
+
+class _Call:
+    """`fn` with parameters of the given tree structure and names, and the count of what it takes and gives."""
+
+    def __init__(self, fn: Callable[..., Any], structure: Any, names: tuple[str, ...]) -> None:
+        self.fn = fn
+        self.exchange = Exchange()
+        self._structure = structure
+        self._names = names
+        self._programs = _shared_programs(fn, structure)
+
+    def __reduce__(self) -> Any:  # a copy counts for itself
+        return _Call, (self.fn, self._structure, self._names)
+
+    def __call__(self, named: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        params = [_present(named[name]) for name in self._names]
+        leaves, form = jax.tree.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        odd = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, Hashable))})
+        if odd:
+            raise PolyaccelError(f"a {odd[0]} was passed to a function of JAX", cure="pass tensors", value=odd)
+        return self._programs.operation(form, constants)(self.exchange, *params, *tensors)
+
+
+class _Programs:
+    """The operations of `fn` with parameters of one tree structure, one for each form of arguments."""
+
+    def __init__(self, fn: Callable[..., Any], structure: Any) -> None:
+        self._fn = fn
+        self._structure = structure
+        self._operations: dict[Hashable, Operation] = {}
+
+    def operation(self, form: Any, constants: tuple[Any, ...]) -> Operation:
+        """That of arguments of tree structure `form`, whose leaves are `constants`, or tensors."""
+        found = self._operations.get((form, constants))
+        if found is None:
+            found = Operation(self._function(form, constants))
+            found = self._operations.setdefault((form, constants), found)  # another thread may have been here first
+        return found
+
+    def _function(self, form: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
+        """`fn` of arrays only: the leaves of the parameters, then those of the arguments."""
+        count = self._structure.num_leaves
+
+        def function(*arrays: Any) -> Any:
+            params = jax.tree.unflatten(self._structure, arrays[:count])
+            remaining = iter(arrays[count:])
+            args, kwargs = jax.tree.unflatten(
+                form, [next(remaining) if constant is _TENSOR else constant[1] for constant in constants]
+            )
+            return self._fn(params, *args, **kwargs)
+
+        return function
+
+
+_programs: WeakValueDictionary[Hashable, _Programs] = WeakValueDictionary()
+_programs_lock = Lock()
+
+
+def _shared_programs(fn: Callable[..., Any], structure: Any) -> _Programs:
+    """The same for all layers of one function, so that a model of a hundred blocks compiles one."""
+    try:
+        key: Hashable = (hash(fn), fn, structure)
+    except TypeError:  # what cannot be hashed; its id is taken as long as its programs live
+        key = (id(fn), structure)
+    with _programs_lock:
+        found = _programs.get(key)
+        if found is None:
+            found = _programs[key] = _Programs(fn, structure)
+        return found
+
+
+_TENSOR = "tensor"  # what stands for a tensor among constants, which are pairs
+
+
+def _present(tensor: Tensor) -> Tensor:
+    """`tensor` with its values here: one that is sharded or still arriving is brought by any operation on it."""
+    if has_torch_function_unary(tensor):
+        tensor.detach()
+    return tensor
+
+
+def _register(root: nn.Module, fqn: str, value: Tensor) -> None:
+    """Make `value` a parameter or buffer of `root` under a name with dots; modules in between are made."""
+    *path, name = fqn.split(".")
+    module = root
+    try:
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        if value.is_floating_point() or value.is_complex():
+            module.register_parameter(name, nn.Parameter(value))
+        else:
+            module.register_buffer(name, value)
+    except KeyError as error:
+        raise PolyaccelError(
+            f"a module of torch cannot have a parameter {fqn!r}: {error.args[0]}",
+            cure="use another key for it in params",
+            value=fqn,
+        ) from None

@@ -1,0 +1,96 @@
+"""A compiled function of JAX as an operation of torch's autograd, differentiable any number of times.
+
+[Note: Recomputation]
+The operation saves its inputs, by autograd's own means, and computes again what its backward needs. So autograd
+notices an input that was changed in between; activation checkpointing and `save_on_cpu` work; and of a sharded
+parameter not the memory is saved, which others use by the time of the backward. Residuals that JAX would keep are
+views of the very inputs, unseen by torch: an update between forward and backward would give wrong gradients in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from polyaccel.bridge.exchange_torch_jax import Exchange, is_differentiable
+
+ArrayFn = Callable[..., Any]
+"""Arrays to a pytree of arrays."""
+
+
+class Operation:
+    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is such an operation again."""
+
+    def __init__(self, fn: ArrayFn) -> None:
+        self._fn = fn
+        self._compiled = jax.jit(fn)
+        self._gradients: dict[Any, Operation] = {}
+
+    def __call__(self, exchange: Exchange, *tensors: Tensor) -> Any:
+        """The result, a pytree of tensors; `exchange` counts what is handed over, in the backward too."""
+        structures: list[Any] = []
+        results = _Apply.apply(self, exchange, structures, *tensors)  # type: ignore[no-untyped-call]
+        return jax.tree.unflatten(structures[0], results)
+
+    def compute(self, exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The results, without a graph, and their tree structure."""
+        arrays = [exchange.to_jax(tensor) for tensor in tensors]
+        leaves, structure = jax.tree.flatten(jax.block_until_ready(self._compiled(*arrays)))
+        return exchange.to_torch(leaves, arrays), structure
+
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Operation:
+        """(inputs, gradients of the `given` results) to a tuple of the gradients of the `wanted` inputs."""
+        found = self._gradients.get((wanted, given))
+        if found is None:
+            found = Operation(_gradient_of(self._fn, wanted, given))
+            found = self._gradients.setdefault((wanted, given), found)  # another thread may have been here first
+        return found
+
+
+def _gradient_of(fn: ArrayFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> ArrayFn:
+    def gradient(*arguments: Any) -> Any:
+        inputs, cotangents = arguments[: len(wanted)], arguments[len(wanted) :]
+
+        def of_wanted(*chosen: Any) -> tuple[Any, ...]:
+            remaining = iter(chosen)
+            every = [next(remaining) if is_wanted else one for one, is_wanted in zip(inputs, wanted, strict=True)]
+            results = jax.tree.leaves(fn(*every))
+            return tuple(result for result, is_given in zip(results, given, strict=True) if is_given)
+
+        _, pull = jax.vjp(of_wanted, *(one for one, is_wanted in zip(inputs, wanted, strict=True) if is_wanted))
+        # For complex numbers torch's gradient is the conjugate of JAX's; real ones are left as they are.
+        return tuple(jnp.conj(found) for found in pull(tuple(jnp.conj(one) for one in cotangents)))
+
+    return gradient
+
+
+class _Apply(torch.autograd.Function):
+    """See [Note: Recomputation]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, exchange: Exchange, structures: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results, structure = operation.compute(exchange, tensors)
+        structures.append(structure)
+        ctx.operation, ctx.exchange = operation, exchange
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(result for result in results if not is_differentiable(result)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        given = tuple(gradient is not None for gradient in gradients)
+        if not any(given):
+            return (None,) * (len(wanted) + 3)
+        operation = ctx.operation.gradient(wanted, given)
+        given_gradients = (one for one in gradients if one is not None)
+        found = iter(operation(ctx.exchange, *ctx.saved_tensors, *given_gradients))
+        return None, None, None, *(next(found) if is_wanted else None for is_wanted in wanted)

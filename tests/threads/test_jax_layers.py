@@ -1,0 +1,279 @@
+"""A function of JAX as a layer of torch: gradients, refusals, and training under ZeRO beside a model of torch."""
+
+from __future__ import annotations
+
+import copy
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from parity_models import SMALL_BUCKET, make_config, train_on_threads
+from stage3_models import assert_same_run
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from polyaccel.errors import PolyaccelError, ShardingError
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax_layer_models import MIXED, TORCH, TorchMlp, mlp  # noqa: E402
+
+from polyaccel.jax import as_torch  # noqa: E402
+
+STEPS = 20
+SLOWLY = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}}
+SHARDED = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 0}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}}
+
+
+def pair():
+    """A layer of JAX and its twin of torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        twin = TorchMlp()
+    params = {
+        name: {key: jnp.array(value.detach().numpy()) for key, value in part.named_parameters()}
+        for name, part in twin.named_children()
+    }
+    return as_torch(mlp, params), twin
+
+
+def inputs(seed=0, rows=5):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def by_name(layer):
+    """Its parameters in an order that does not depend on where they come from: JAX sorts the keys of a dict."""
+    return [parameter for _, parameter in sorted(layer.named_parameters())]
+
+
+def gradients(layer, x):
+    return torch.autograd.grad(layer(x).sin().sum(), [x, *by_name(layer)])
+
+
+def second_gradients(layer, x):
+    (first,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), [x, *(one for one in by_name(layer) if one.dim() > 1)])
+
+
+def assert_near(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
+
+
+def test_names_and_values_are_those_of_the_tree():
+    layer, twin = pair()
+    wanted = twin.state_dict()
+    assert dict(layer.state_dict()).keys() == wanted.keys()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, wanted[name])
+    mixed = as_torch(lambda params, x: x, {"a": [jnp.ones(2), np.int32(3)]})
+    assert list(dict(mixed.named_parameters())) == ["a.0"]
+    assert mixed.state_dict()["a.1"] == 3
+
+
+def test_a_layer_has_memory_of_its_own():
+    given = {"w": jnp.ones(16)}
+    layer = as_torch(lambda params, x: params["w"] * x, given)
+    with torch.no_grad():
+        layer.w.zero_()
+    assert float(given["w"].sum()) == 16
+    assert layer(torch.ones(())).sum() == 0
+
+
+def test_gradients_of_every_order_are_those_of_torch():
+    layer, twin = pair()
+    x = inputs()
+    assert_near([layer(x)], [twin(x)])
+    assert_near(gradients(layer, x), gradients(twin, x))
+    assert_near(second_gradients(layer, x), second_gradients(twin, x))
+
+
+def test_gradients_of_complex_numbers_are_those_of_torch():
+    layer = as_torch(lambda params, z: params * z * z + jnp.conj(z), jnp.array(1 + 2j))
+    z = torch.tensor([1 + 2j, 0.3 - 1j], requires_grad=True)
+    plain = layer.params * z * z + z.conj()
+    wanted = torch.autograd.grad(plain.abs().square().sum(), [z, layer.params])
+    assert_near(torch.autograd.grad(layer(z).abs().square().sum(), [z, layer.params]), wanted)
+
+
+def test_what_needs_no_gradient_gets_none():
+    layer, _ = pair()
+    layer.requires_grad_(False)
+    layer.wide.bias.requires_grad_(True)
+    layer(inputs().detach()).sum().backward()
+    assert [name for name, one in layer.named_parameters() if one.grad is not None] == ["wide.bias"]
+    with torch.no_grad():
+        assert not layer(inputs()).requires_grad
+
+
+def test_results_may_be_any_tree_and_only_some_be_used():
+    layer = as_torch(lambda w, x, scale, *, deep: {"y": x * w, "ids": jnp.argmax(x), "n": None, "z": (x * scale,)}, 2.0)
+    x = inputs()
+    result = layer(x, 3, deep="constant")
+    assert result["n"] is None
+    assert not result["ids"].is_floating_point()
+    assert not result["ids"].requires_grad
+    (found,) = torch.autograd.grad(result["z"][0].sum(), x)
+    assert torch.equal(found, torch.full_like(x, 3))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    layer, twin = pair()
+    x = inputs()
+    checkpoint(layer, x, use_reentrant=reentrant).sin().sum().backward()
+    assert_near([x.grad, *(one.grad for one in by_name(layer))], gradients(twin, x))
+
+
+def test_threads_share_a_layer():
+    layer, twin = pair()
+    xs = [inputs(seed, rows=3 + seed % 2) for seed in range(4)]
+    found = [None] * len(xs)
+
+    def work(index):
+        for _ in range(10):
+            found[index] = gradients(layer, xs[index])
+
+    threads = [Thread(target=work, args=(index,), daemon=True) for index in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for grads, x in zip(found, xs, strict=True):
+        assert_near(grads, gradients(twin, x))
+
+
+def test_nothing_is_copied_but_what_has_to_be():
+    layer, _ = pair()
+    x = torch.ones(4, 8)
+    layer(x)
+    assert str(layer.copies) == "zero-copy 6/6"  # four parameters, the input, the output
+    layer(torch.ones(8, 4).t())
+    assert (layer.copies.views, layer.copies.copies) == (11, 1)
+
+
+def test_a_result_that_is_an_input_is_memory_of_its_own():
+    layer = as_torch(lambda w, x: (w, x, x), jnp.ones(16))
+    x = torch.ones(16)
+    results = layer(x)
+    assert len({one.data_ptr() for one in (layer.params, x, *results)}) == 5
+
+
+def test_a_weight_changed_before_the_backward_is_noticed():
+    layer, _ = pair()
+    loss = layer(inputs()).sum()
+    with torch.no_grad():
+        layer.narrow.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_copy_is_independent():
+    layer, _ = pair()
+    other = copy.deepcopy(layer)
+    x = inputs()
+    assert torch.equal(other(x), layer(x))
+    with torch.no_grad():
+        other.narrow.bias.add_(1)
+    assert not torch.equal(other(x), layer(x))
+    assert other.copies.views == 12
+
+
+def test_empty_inputs_and_token_numbers():
+    embedding = as_torch(lambda table, ids: table[ids], np.eye(4, dtype=np.float32))
+    assert embedding(torch.tensor([2, 3])).tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
+    assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.tensor([2**40]), "do not fit into JAX's 32 bits"),
+        (torch.ones(2, dtype=torch.float64), "cut torch.float64"),
+        (torch.ones(2).to_sparse(), "has no torch.sparse_coo tensors"),
+        (torch.ones(2, device="meta"), "cannot take a torch.float32 tensor on meta"),
+        (np.ones(2), "a ndarray was passed"),
+    ],
+)
+def test_what_jax_cannot_take_is_refused(given, message):
+    with pytest.raises(PolyaccelError, match=message):
+        as_torch(lambda w, x: x, 1.0)(given)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda fn: torch.func.grad(lambda x: fn(x).sum())])
+def test_transforms_of_torch_are_refused(transform):
+    layer, _ = pair()
+    with pytest.raises(PolyaccelError, match=r"transform of torch\.func"):
+        transform(layer)(torch.ones(3, 8))
+
+
+def test_names_that_a_module_cannot_have_are_refused():
+    with pytest.raises(PolyaccelError, match="cannot have a parameter 'type'"):
+        as_torch(lambda params: 0, {"type": jnp.ones(2)})
+    with pytest.raises(ShardingError, match="'a' is a str"):
+        as_torch(lambda params: 0, {"a": "text"})
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """A model that lives, so that its layers' programs are compiled once for all tests."""
+    return MIXED[None].build()
+
+
+def test_layers_of_one_function_are_compiled_once():
+    calls = []
+
+    def traced(params, x):
+        calls.append(1)
+        return params * x
+
+    layers = [as_torch(traced, jnp.full(16, float(index))) for index in range(3)]
+    assert [layer(torch.ones(16))[0].item() for layer in layers] == [0, 1, 2]
+    assert len(calls) == 1
+
+
+def run(case, world, stage, steps=STEPS, **changes):
+    config = make_config(stage, zero=SHARDED if stage == 3 else {"reduce_bucket_size": SMALL_BUCKET}, **changes)
+    return train_on_threads(world, config, steps, build=case.build, loss_fn=case.loss)
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {"accumulation": 3}),
+        (2, {"gradient_clipping": 0.5, "scheduler": WARMUP}),
+        (3, {}),
+    ],
+)
+def test_a_mixed_model_trains_as_one_of_torch(programs, world, changes):
+    wanted = run(TORCH, world, 0, **changes)
+    runs = [run(MIXED[None], world, stage, **changes) for stage in range(4)]
+    for found in runs:
+        np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
+    assert_same_run(runs[1], runs[0])
+    assert_same_run(runs[3], runs[2])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_in_bfloat16(programs, stage):
+    changes = {"bf16": {"enabled": True}, "scheduler": SLOWLY}
+    np.testing.assert_allclose(
+        run(MIXED[None], 2, stage, **changes).losses, run(TORCH, 2, stage, **changes).losses, rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_recomputed_blocks_at_stage_3(programs, how):
+    assert_same_run(run(MIXED[how], 2, 3, steps=2), run(MIXED[None], 2, 2, steps=2))
+
+
+def test_at_stage_3_a_layer_is_gathered_around_itself():
+    """As one of torch would be: its parameters are not those of modules that are never called."""
+    from polyaccel.torch.units import find_units
+
+    model = MIXED[None].build()
+    assert list(find_units(model)) == ["blocks.0", "blocks.1", "blocks.2", "last"]
+    assert isinstance(model.last, nn.Module)
