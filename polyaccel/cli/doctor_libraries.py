@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def variables() -> dict[str, str]:
 def libraries() -> dict[str, str]:
     """MPI, oneCCL, and the programs that start ranks."""
     facts: dict[str, Callable[[], str]] = {"MPI": _mpi, "oneCCL": _oneccl}
-    return guarded({**facts, **{program: lambda name=program: _program(name) for program in _PROGRAMS}})
+    return guarded({**facts, **{program: partial(_program, program) for program in _PROGRAMS}})
 
 
 def _mpi() -> str:
