@@ -222,7 +222,7 @@ class Device(CpuAccelerator):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = name  # type: ignore[misc]
+        self.name = self.torch_device_type = name  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
