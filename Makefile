@@ -32,6 +32,10 @@ test-ccl: ## run the tests of the ccl backend in an environment of its own: oneC
 	$(VENV)-ccl/bin/polyaccel build ccl
 	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py tests/procs/test_parity_backends.py $(ARGS)
 
+test-jax: ## run the tests of the JAX frontend in an environment of its own: JAX, flax, equinox and optax (700 MB)
+	$(MAKE) environment VENV=$(VENV)-jax EXTRAS=torch,jax-dev
+	$(VENV)-jax/bin/python -m pytest tests/threads/test_jax_*.py tests/procs/test_*jax*.py $(ARGS)
+
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
 	for mpi in mpich impi-rt; do \
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
@@ -57,6 +61,7 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt/*.py
 	$(BIN)/mypy examples/cifar10/*.py
+	MYPYPATH=examples/gpt $(BIN)/mypy examples/gpt_jax/*.py
 	$(BIN)/mypy bench
 	$(BIN)/mypy docs/generate
 	$(BIN)/lint-imports --no-cache

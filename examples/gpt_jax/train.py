@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,9 +79,9 @@ class Windows:
     def shuffled(self, samples: int, count: int, seed: int) -> Any:
         """The windows of the `count` samples after the first `samples`, in an order of its own for each epoch."""
         positions = np.arange(samples, samples + count)
-        epochs = positions // len(self)
+        epochs, places = positions // len(self), positions % len(self)
         orders = {epoch: np.random.default_rng([seed, epoch]).permutation(len(self)) for epoch in set(epochs.tolist())}
-        return [orders[epoch][position % len(self)] for epoch, position in zip(epochs, positions, strict=True)]
+        return [orders[int(epoch)][place] for epoch, place in zip(epochs, places, strict=True)]
 
 
 def train(args: argparse.Namespace) -> None:
@@ -116,12 +117,13 @@ def train(args: argparse.Namespace) -> None:
         )
         while engine.global_steps < last:
             indices = windows.shuffled(engine.global_samples, engine.train_batch_size(), settings.seed)
+            began_s = time.perf_counter()
             loss_here = engine.train_batch(windows.batch(indices[ranks.rank * each : (ranks.rank + 1) * each]))
             assert engine.metrics is not None  # after an optimizer step
             metrics = replace(
                 engine.metrics,
                 loss=float(np.mean(ranks.all_gather_object(float(loss_here)))),
-                tokens_per_s=engine.metrics.samples_per_s * shape.context,
+                tokens_per_s=engine.train_batch_size() * shape.context / (time.perf_counter() - began_s),
             )
             progress.step(metrics)
             if ranks.rank == 0:

@@ -59,14 +59,14 @@ class LossFunction:
         arguments = (trained, frozen, as_inputs(batch), rng, np.float32(factor))
         self._check(self._with_gradients, arguments)
         loss, aux, gradients = jax.block_until_ready(self._with_gradients(*arguments))
-        return loss, self._own(aux), gradients
+        return loss, aux, gradients
 
     def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         """(loss, auxiliary output), computed, with None for `rng`. Raises as `gradients` does."""
         arguments = (list(leaves), as_inputs(batch))
         self._check(self._without, arguments)
         loss, aux = jax.block_until_ready(self._without(*arguments))
-        return loss, self._own(aux)
+        return loss, aux
 
     def _gradients(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
         def scaled(trained: Any) -> Any:
@@ -98,10 +98,6 @@ class LossFunction:
 
     def _cast(self, value: Any) -> Any:
         return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
-
-    def _own(self, aux: Any) -> Any:
-        """`aux` with copies of what jit forwarded out of the engine's memory, which will change."""
-        return jax.tree.map(lambda leaf: leaf if self._views.owner_of(leaf) is None else jnp.array(leaf), aux)
 
     def _check(self, compiled: Any, arguments: Any) -> None:
         """Compare a new program's constants with parameters. See [Note: Constants of a program]."""
