@@ -6,8 +6,10 @@ of its own kind (`StepPolicy`, `LossScalePolicy`, ...), so no part reads JSON ke
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from logging import getLogger
 from typing import Any
 from uuid import uuid4
 
@@ -33,6 +35,8 @@ from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.routes import Routes
 from polyaccel.zero.travel import AS_THEY_ARE, BLOCK_NUMEL, Bits, TravelPolicy
 from polyaccel.zero.update import StepPolicy
+
+log = getLogger(__name__)
 
 NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
     "Adam": Adam,
@@ -62,6 +66,15 @@ class Runtime:
     step_policy: StepPolicy
     param_dtype: DType | None
     """What floating parameters are held in; None: as the model has them."""
+
+    def apply_to_process(self) -> None:
+        """Do what the config asks of the whole process: level of the log, garbage collection, the config shown."""
+        if self.config.log_level is not None:
+            getLogger("polyaccel").setLevel(self.config.log_level.upper())
+        if self.config.disable_python_gc:
+            gc.disable()
+        if self.config.dump_state and self.communicator.rank == 0:
+            log.info("resolved config:\n%s", self.config.to_json())
 
     def plan(self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]]) -> ShardLayout:
         """Lay out `specs` as the config says; see `plan_for`."""

@@ -46,6 +46,7 @@ def initialize(
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = compose(parsed)
+    runtime.apply_to_process()
     _check_config(runtime)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
     fn, tree = as_function(model, params)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
-from logging import getLogger
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.torch.sharded import require_whole
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
-
-log = getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -69,7 +65,7 @@ def initialize(
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = compose(parsed)
     device = device_of(runtime.accelerator)
-    _apply_process_settings(runtime)
+    runtime.apply_to_process()
     require_whole(model)
     prepare(model)
     _move(model, device)
@@ -98,17 +94,6 @@ def _move(model: nn.Module, device: torch.device) -> None:
         model.to(device)
     finally:
         future.set_swap_module_params_on_conversion(as_before)
-
-
-def _apply_process_settings(runtime: Runtime) -> None:
-    """What the config asks of the whole process."""
-    config = runtime.config
-    if config.log_level is not None:
-        getLogger("polyaccel").setLevel(config.log_level.upper())
-    if config.disable_python_gc:
-        gc.disable()
-    if config.dump_state and runtime.communicator.rank == 0:
-        log.info("resolved config:\n%s", config.to_json())
 
 
 def _the_config(args: Any, *given: Any) -> Any:
