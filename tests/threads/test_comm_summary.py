@@ -52,9 +52,7 @@ def test_every_call_is_counted_once_by_operation_and_size(capsys: pytest.Capture
     for rank, figures in enumerate(run_threads(3, body)):
         counts = {(op, nbytes): row["count"] for op, sizes in figures.items() for nbytes, row in sizes.items()}
         assert counts.pop(("all_reduce", 40), 0) == (1 if rank != 1 else 0)
-        assert counts == {
-            ("all_reduce", 120): 3, ("reduce_scatter", 120): 1, ("all_gather", 120): 1, ("split", 0): 1
-        }
+        assert counts == {("all_reduce", 120): 3, ("reduce_scatter", 120): 1, ("all_gather", 120): 1, ("split", 0): 1}
         row = figures["all_reduce"][120]
         assert row["bus_gbps"] == pytest.approx(row["algorithm_gbps"] * 4 / 3)
         assert row["total_ms"] == pytest.approx(3 * row["mean_ms"])
