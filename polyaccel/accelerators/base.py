@@ -178,6 +178,11 @@ class Accelerator(ABC):
         or process has made. Raises PluginContractError where the device cannot work on host memory."""
         raise PluginContractError(f"accelerator {self.name!r} does not work on host memory", value=dtype)
 
+    @property
+    def works_on_host_memory(self) -> bool:
+        """Whether `over_host_memory` is provided: ranks on one host can then share memory."""
+        return type(self).over_host_memory is not Accelerator.over_host_memory
+
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
         """Those of `MATRIX_OPS` that are to be used for float32 in place of the framework's own; often none.
 

@@ -130,7 +130,7 @@ def connect(
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
-    if backend is None and communicator.backend == "gloo" and communicator.world_size > 1:
+    if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
         communicator = share_hosts(communicator, rendezvous.local_rank)
     return RecordingCommunicator(communicator, debug=debug)
 
@@ -140,7 +140,7 @@ def _own_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
         return "local"
     own = accelerator.capabilities().default_comm
     is_one_host = rendezvous.local_world_size == rendezvous.world_size <= MOST_RANKS
-    if own not in ("gloo", "local") or not is_one_host or accelerator.current_device().type != "cpu":
+    if own not in ("gloo", "local") or not is_one_host or not accelerator.works_on_host_memory:
         return own
     probe = comm_backend("shm").probe()
     if not probe.usable and own == "gloo" and rendezvous.rank == 0:
