@@ -29,6 +29,7 @@ meeting = Rendezvous(rank, 2, rank, 2, None, None, "a test", sys.argv[2])
 comm = ShmBackend().connect(meeting, CpuAccelerator(), timeout_s=600)
 buffer = comm.allocate(40_000, DType.FLOAT32)
 seen = []
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started pytest may ignore it
 signal.signal(signal.SIGUSR1, lambda *_: (seen.append(1), print("handled", flush=True)))
 comm.all_reduce(buffer)
 print("ready", flush=True)
