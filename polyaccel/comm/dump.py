@@ -176,10 +176,7 @@ class Dumper:
 
         def on_signal(number: int, _: object) -> None:
             """The thread answers, unless the C handler could not reach it."""
-            if os.getpid() != owner:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            elif number == signal.SIGTERM:
+            if number == signal.SIGTERM:
                 theirs.send(bytes([number]))
 
         for each in wanted:
@@ -195,13 +192,26 @@ class Dumper:
                 theirs.close()  # ends the thread
                 reader.join(1.0)
 
-        def wake_by(descriptor: int) -> None:
-            if undo in self._undo and _is_main_thread():
-                signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-
-        # A signal to a worker of a data loader is not ours: without this its C handler would tell our thread.
-        os.register_at_fork(before=lambda: wake_by(-1), after_in_parent=lambda: wake_by(theirs.fileno()))
         self._undo.append(undo)
+        # A signal to a worker of a data loader is not ours: it does what it did before us. One that comes while the
+        # worker begins waits until then; it may be the only one, and Python drops what is pending at a fork.
+        before_fork = threading.local()
+
+        def block() -> None:
+            before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+
+        def unblock() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before_fork.mask)
+
+        def let_go() -> None:
+            if undo in self._undo:
+                signal.set_wakeup_fd(-1)
+                for each in wanted:
+                    if signal.getsignal(each) is on_signal:
+                        signal.signal(each, signal.SIG_DFL)
+            unblock()
+
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=let_go)
 
     def _answer(self, numbers: socket.socket, wanted: list[signal.Signals]) -> None:
         with numbers:

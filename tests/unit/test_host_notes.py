@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count
 
 import pytest
@@ -64,7 +64,8 @@ def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str)
         exchange_on_host(place, 1, 2, "stray", 30.0)
     with pytest.raises(CommError, match=r"another job of yours|cannot be met"):
         exchange_on_host(place, 0, 3, "stray", 30.0)
-    again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many
+    again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many, and learns it while they still meet
+    wait([one, again], return_when=FIRST_COMPLETED)
     last = enter(threads, place, 2, 3)
     assert first.result() == last.result() == ["note 0", "note 1", "note 2"]
     problems = [error for error in (one.exception(), again.exception()) if error is not None]
