@@ -7,7 +7,7 @@ of its own kind (`StepPolicy`, `LossScalePolicy`, ...), so no part reads JSON ke
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
@@ -21,7 +21,9 @@ from polyaccel.comm.quantized import QuantizedCommunicator
 from polyaccel.comm.summary import start_log
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.offload import OffloadDevice
+from polyaccel.engine.base import ModelAdapter
 from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
@@ -29,10 +31,11 @@ from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.gathering import GatherPolicy
 from polyaccel.zero.gradients import ReductionPolicy
 from polyaccel.zero.layout import ShardLayout, plan_layout
-from polyaccel.zero.optimizers import Adagrad, Adam, Lamb, Lion, Sgd, SliceOptimizer
+from polyaccel.zero.optimizers import Adagrad, Adam, Group, Lamb, Lion, Sgd, SliceOptimizer
 from polyaccel.zero.placement import StatePlacement, first_shards, offloaded_buckets
 from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.routes import Routes
+from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.travel import AS_THEY_ARE, BLOCK_NUMEL, Bits, TravelPolicy
 from polyaccel.zero.update import StepPolicy
 
@@ -75,6 +78,32 @@ class Runtime:
             gc.disable()
         if self.config.dump_state and self.communicator.rank == 0:
             log.info("resolved config:\n%s", self.config.to_json())
+
+    def zero_step(
+        self,
+        adapter: ModelAdapter,
+        optimizer: SliceOptimizer | None,
+        groups: Sequence[Group],
+        timer: PhaseTimer,
+        *,
+        resident: bool = False,
+    ) -> ZeroStep:
+        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `place_states`, whose errors it raises."""
+        layout = self.plan(tuple(adapter.param_specs()), adapter.unit_names)
+        return ZeroStep(
+            layout,
+            self.policy,
+            self.step_policy_for(layout),
+            self.place_states(layout, resident=resident),
+            optimizer,
+            groups,
+            self.communicator,
+            self.accelerator,
+            adapter.read_param,
+            adapter,
+            timer,
+            self.routes(),
+        )
 
     def plan(self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]]) -> ShardLayout:
         """Lay out `specs` as the config says; see `plan_for`."""

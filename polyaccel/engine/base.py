@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.timing import PhaseTimer
+from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.types import ParamSpec
 from polyaccel.zero.optimizers import Group
 from polyaccel.zero.params import ParamObserver
@@ -29,6 +33,10 @@ class ModelAdapter(ParamObserver, ABC):
     @abstractmethod
     def param_specs(self) -> Sequence[ParamSpec]:
         """Every parameter once (tied ones under their first name), in the order in which gradients appear."""
+
+    @abstractmethod
+    def unit_names(self) -> Mapping[str, str]:
+        """The unit of each parameter: those of a unit are gathered at once."""
 
     @abstractmethod
     def read_param(self, fqn: str) -> Buffer:
@@ -47,11 +55,14 @@ class Engine(ABC):
     """A model in training. Frontends add what their framework's users expect, and set the parts named here."""
 
     config: ResolvedConfig
+    accelerator: Accelerator
+    communicator: Communicator
     counters: StepCounters
     loss_scaler: LossScaler
     zero: ZeroStep
     lr_scheduler: Any = None
     """What moves the learning rates after each applied step."""
+    timer: PhaseTimer
     _recorder: StepRecorder
     _result: StepResult | None = None
 
@@ -84,6 +95,22 @@ class Engine(ABC):
     @abstractmethod
     def destroy(self) -> None:
         """Give back memory, hooks and connections. The model stays usable."""
+
+    def _compose(
+        self, config: ResolvedConfig, accelerator: Accelerator, communicator: Communicator, loss_scaler: LossScaler
+    ) -> None:
+        """Set the parts that follow from the config alone: all of the above but `zero`."""
+        self.config = config
+        self.accelerator = accelerator
+        self.communicator = communicator
+        self.loss_scaler = loss_scaler
+        self.counters = StepCounters(
+            gradient_accumulation_steps=config.gradient_accumulation_steps, train_batch_size=config.train_batch_size
+        )
+        self._recorder = StepRecorder(
+            accelerator, communicator, print_every=config.steps_per_print, print_phases=config.wall_clock_breakdown
+        )
+        self.timer = self._recorder.timer
 
     # How far the run is.
 
@@ -149,6 +176,20 @@ class Engine(ABC):
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step."""
         return None if self._result is None else self._result.grad_norm
+
+    # What must be before a call.
+
+    def _require_optimizer(self) -> None:
+        if self.zero.optimizer is None:
+            cure = 'pass one to initialize, or add "optimizer" to the config'
+            raise PolyaccelError("this engine has no optimizer", cure=cure)
+
+    def _require_whole_step(self) -> None:
+        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
+            raise CheckpointError(
+                "gradients of an unfinished optimizer step would be lost",
+                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
+            )
 
     # The end of a step.
 

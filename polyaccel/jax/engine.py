@@ -11,9 +11,7 @@ import jax.numpy as jnp
 
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
-from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.recording import StepRecorder
-from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import load_engine, save_engine
 from polyaccel.jax.function import LossFn, LossFunction, as_inputs
@@ -22,7 +20,6 @@ from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
-from polyaccel.zero.step import ZeroStep
 
 
 class OptimizerGroups:
@@ -49,42 +46,15 @@ class JaxEngine(Engine):
         seed: int,
     ) -> None:
         self.runtime = runtime
-        self.config = runtime.config
-        self.accelerator = runtime.accelerator
-        self.communicator = runtime.communicator
-        self.counters = StepCounters(
-            gradient_accumulation_steps=self.config.gradient_accumulation_steps,
-            train_batch_size=self.config.train_batch_size,
-        )
-        self.loss_scaler = runtime.loss_scaler()
+        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
         self.aux: Any = None
         """The function's auxiliary output for the last micro-batch."""
-        self._recorder = StepRecorder(
-            self.accelerator,
-            self.communicator,
-            print_every=self.config.steps_per_print,
-            print_phases=self.config.wall_clock_breakdown,
-        )
-        self.timer = self._recorder.timer
         self.optimizer = OptimizerGroups([dict(hyperparameters)])
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
         self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
         self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
-        layout = runtime.plan(tuple(self.adapter.param_specs()), self.adapter.unit_names)
-        self.zero = ZeroStep(
-            layout,
-            runtime.policy,
-            runtime.step_policy_for(layout),
-            runtime.place_states(layout, resident=False),
-            slice_optimizer,
-            self.optimizer.param_groups,
-            self.communicator,
-            self.accelerator,
-            self.adapter.read_param,
-            self.adapter,
-            self.timer,
-        )
+        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
         is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
         self._function = LossFunction(
             fn,
@@ -217,11 +187,7 @@ class JaxEngine(Engine):
 
         Raises CheckpointError, and PolyaccelError after half an update.
         """
-        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
-            raise CheckpointError(
-                "gradients of an unfinished optimizer step would be lost",
-                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
-            )
+        self._require_whole_step()
         save_engine(self, save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest)
         return True
 
@@ -259,12 +225,6 @@ class JaxEngine(Engine):
         self.zero.params.fence()
         self.adapter.release()
         self.zero.close()
-
-    def _require_optimizer(self) -> None:
-        if self.zero.optimizer is None:
-            raise PolyaccelError(
-                "this engine has no optimizer", cure='pass one to initialize, or add "optimizer" to the config'
-            )
 
     def _require_own_process(self) -> None:
         """JAX's threads do not survive a fork: a computation in the child would wait for ever."""

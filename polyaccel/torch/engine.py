@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
-from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.recording import StepRecorder
-from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.errors import PolyaccelError
 from polyaccel.runtime import Runtime
 from polyaccel.torch.activations import ActivationOffload
 from polyaccel.torch.adapter import TorchAdapter
@@ -28,7 +26,6 @@ from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
 from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.step import ZeroStep
 
 
 class TorchEngine(nn.Module, Engine):
@@ -48,22 +45,8 @@ class TorchEngine(nn.Module, Engine):
         super().__init__()
         self._modules["module"] = module
         self.runtime = runtime
-        self.config = runtime.config
-        self.accelerator = runtime.accelerator
-        self.communicator = runtime.communicator
-        self.counters = StepCounters(
-            gradient_accumulation_steps=self.config.gradient_accumulation_steps,
-            train_batch_size=self.config.train_batch_size,
-        )
-        self.loss_scaler = runtime.loss_scaler()
+        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
         self.training_dataloader: Any = None
-        self._recorder = StepRecorder(
-            self.accelerator,
-            self.communicator,
-            print_every=self.config.steps_per_print,
-            print_phases=self.config.wall_clock_breakdown,
-        )
-        self.timer = self._recorder.timer
         self._offload = (
             ActivationOffload(self.accelerator) if self.config.activation_checkpointing.cpu_checkpointing else None
         )
@@ -82,21 +65,8 @@ class TorchEngine(nn.Module, Engine):
         )
         self._offloaded = OffloadedStates(self)
         self.adapter.checks_contents = self.config.zero_optimization.enable_sanity_checks
-        layout = runtime.plan(tuple(self.adapter.param_specs()), self.adapter.unit_names)
-        self.zero = ZeroStep(
-            layout,
-            runtime.policy,
-            runtime.step_policy_for(layout),
-            runtime.place_states(layout, resident=isinstance(slice_optimizer, ClientOptimizer)),
-            slice_optimizer,
-            groups,
-            self.communicator,
-            self.accelerator,
-            self.adapter.read_param,
-            self.adapter,
-            self.timer,
-            runtime.routes(),
-        )
+        resident = isinstance(slice_optimizer, ClientOptimizer)
+        self.zero = runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
         self.optimizer: Any = None
         self.adapter.attach(self.zero)
         if slice_optimizer is not None:
@@ -146,8 +116,7 @@ class TorchEngine(nn.Module, Engine):
 
         Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
         """
-        if self.optimizer is None:
-            raise _no_optimizer()
+        self._require_optimizer()
         self.adapter.require_nothing_away()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -179,8 +148,7 @@ class TorchEngine(nn.Module, Engine):
         """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
         if not self._passes.reduce:
             raise PolyaccelError("step was called inside no_sync", cure="leave the no_sync block first")
-        if self.optimizer is None:
-            raise _no_optimizer()
+        self._require_optimizer()
         self.adapter.require_nothing_away()
         if not self.counters.is_boundary:
             self.counters.advance()
@@ -267,11 +235,7 @@ class TorchEngine(nn.Module, Engine):
         """Write everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError."""
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
-        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
-            raise CheckpointError(
-                "gradients of an unfinished optimizer step would be lost",
-                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
-            )
+        self._require_whole_step()
         tag = tag or f"global_step{self.global_steps}"
         save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
@@ -374,9 +338,3 @@ class TorchEngine(nn.Module, Engine):
             if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self._own_module, name)
-
-
-def _no_optimizer() -> PolyaccelError:
-    return PolyaccelError(
-        "this engine has no optimizer", cure='pass one to initialize, or add "optimizer" to the config'
-    )
