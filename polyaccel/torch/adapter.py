@@ -28,6 +28,7 @@ from polyaccel.torch.batch import device_of
 from polyaccel.torch.deferred import value_of
 from polyaccel.torch.external import external_parameters
 from polyaccel.torch.homes import Home, leave, settle
+from polyaccel.torch.leaf_modules import set_configured_leaves
 from polyaccel.torch.published import expect
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
@@ -115,6 +116,7 @@ class TorchAdapter(ModelAdapter):
                 hooks.release()
         self._step = self._sites = self._state_dicts = None
         leave(self._names)
+        set_configured_leaves(self.module, ())
 
     def _give_back(self) -> None:
         """Let each parameter have its values in memory of its own. Collective where they are sharded."""

@@ -10,7 +10,7 @@ from torch.nn.modules import container
 
 from polyaccel.config.zero import ZeroConfig
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.leaf_modules import mark_leaf_modules, set_z3_leaf_module
+from polyaccel.torch.leaf_modules import matching_modules, set_configured_leaves
 
 log = getLogger(__name__)
 
@@ -20,24 +20,27 @@ _CONTAINERS = tuple(getattr(container, name) for name in container.__all__)
 
 
 def mark_configured_leaves(model: nn.Module, zero: ZeroConfig) -> None:
-    """Mark the leaf modules of `leaf_module` and `stage3_module_granularity_threshold` in `model`.
+    """Mark the leaf modules of `leaf_module` and `stage3_module_granularity_threshold` in `model`, and those alone.
 
     Raises ConfigError for a choice that is stated and matches nothing.
     """
     section = zero.leaf_module
+    leaves: list[nn.Module] = []
     for key, choices in (
         ("classes", section.classes),
         ("names", section.names),
         ("name_suffixes", section.name_suffixes),
     ):
         for choice in choices:
-            found = mark_leaf_modules(model, choice)
+            found = matching_modules(model, choice)
+            leaves += found
             if not found and key in section.model_fields_set:
                 expected = "no module of the model matches"
                 cure = "give a class's name, a module's full name, or the end of one"
                 raise ConfigError([Problem(f"zero_optimization.leaf_module.{key}", choice, expected, cure)])
     if zero.module_granularity_threshold:
-        _mark_fine_grained(model, zero.module_granularity_threshold)
+        leaves += _fine_grained(model, zero.module_granularity_threshold)
+    set_configured_leaves(model, leaves)
 
 
 def granularity(module: nn.Module) -> int | None:
@@ -67,10 +70,9 @@ def fine_grained_modules(model: nn.Module, threshold: int) -> Iterator[nn.Module
         yield from fine_grained_modules(child, threshold)
 
 
-def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
+def _fine_grained(model: nn.Module, threshold: int) -> list[nn.Module]:
+    """`fine_grained_modules`, and a warning when there are none."""
     found = list(fine_grained_modules(model, threshold))
-    for module in found:
-        set_z3_leaf_module(module, True)
     if not found:
         finest = min((own for part in model.modules() if (own := granularity(part)) is not None), default=None)
         log.warning(
@@ -78,3 +80,4 @@ def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
             threshold,
             "no module is made of modules" if finest is None else f"the finest module has a granularity of {finest}",
         )
+    return found

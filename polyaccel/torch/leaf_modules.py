@@ -1,6 +1,7 @@
 """Modules that are gathered as one, wherever they stand: mixture-of-experts blocks, whose ranks use different experts.
 
-DeepSpeed's name for them is *leaf modules*. A mark on the module says so, set before `initialize`.
+DeepSpeed's name for them is *leaf modules*. A mark on the module says so: one that callers set before `initialize`, or
+one that `initialize` sets for its config, which goes with the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.torch.homes import home_of
 
 _LEAF = "_polyaccel_leaf"
+_CONFIGURED_LEAF = "_polyaccel_configured_leaf"
 
 ModuleChoice = type[nn.Module] | str
 
@@ -27,7 +29,9 @@ def set_leaf_modules(
     """
     chosen = list(choices)
     require_unsharded(model)
-    found = mark_leaf_modules(model, *chosen)
+    found = matching_modules(model, *chosen)
+    for module in found:
+        module.__dict__[_LEAF] = True
     if not found and raise_if_not_found:
         raise ShardingError(
             f"no module of the model matches {[str(choice) for choice in chosen]}",
@@ -37,12 +41,17 @@ def set_leaf_modules(
     return found
 
 
-def mark_leaf_modules(model: nn.Module, *choices: ModuleChoice) -> list[nn.Module]:
-    """`set_leaf_modules` without its checks."""
-    found = [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in choices)]
-    for module in found:
-        module.__dict__[_LEAF] = True
-    return found
+def matching_modules(model: nn.Module, *choices: ModuleChoice) -> list[nn.Module]:
+    """The parts of `model` that match a choice."""
+    return [module for name, module in model.named_modules() if any(_matches(name, module, one) for one in choices)]
+
+
+def set_configured_leaves(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
+    """Gather each of `leaves` as one for the engine that is being made; those of an earlier engine are forgotten."""
+    for module in model.modules():
+        module.__dict__.pop(_CONFIGURED_LEAF, None)
+    for module in leaves:
+        module.__dict__[_CONFIGURED_LEAF] = True
 
 
 def unset_leaf_modules(
@@ -61,7 +70,7 @@ def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_leaf_module(module: nn.Module) -> bool:
-    return bool(module.__dict__.get(_LEAF, False))
+    return bool(module.__dict__.get(_LEAF) or module.__dict__.get(_CONFIGURED_LEAF))
 
 
 def set_z3_leaf_modules(

@@ -153,6 +153,33 @@ def test_the_config_chooses_leaves(choice):
     run_threads(1, work)
 
 
+def test_leaves_of_a_config_go_with_its_engine_and_those_that_were_set_stay():
+    def work(communicator):
+        model = uneven()
+        zero.set_leaf_modules(model, ["head"])
+        first = initialize(model, leaf_module={"names": ["embed"]})
+        assert utils.get_z3_leaf_modules(model) == [model.embed, model.head]
+        first.destroy()
+        assert utils.get_z3_leaf_modules(model) == [model.head]
+
+    run_threads(1, work)
+
+
+def test_leaves_of_a_config_that_came_to_no_engine_are_not_the_next_ones():
+    def refuse(parameters):
+        raise ValueError("no such optimizer")
+
+    def work(communicator):
+        model = uneven()
+        config = config_of(leaf_module={"names": ["encoder"]})
+        with pytest.raises(ValueError, match="no such optimizer"):
+            polyaccel.initialize(model=model, optimizer=refuse, config=config)
+        engine = initialize(model, leaf_module={"names": ["embed"]})
+        assert {bucket.kind.unit for bucket in engine.zero.layout.buckets} == {"", "embed", *LAYERS}
+
+    run_threads(1, work)
+
+
 @pytest.mark.parametrize("key", ["classes", "names", "name_suffixes"])
 def test_a_choice_of_the_config_that_matches_nothing_is_an_error(key):
     def work(communicator):
