@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr
 from polyaccel.config.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
 from polyaccel.config.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.data import DataEfficiencyConfig
+from polyaccel.config.jax import JaxConfig
 from polyaccel.config.monitors import (
     AutotuningConfig,
     CometConfig,
@@ -47,6 +48,8 @@ class Config(Section):
     """polyaccel's own: name of an installed plugin of the group `polyaccel.accelerators`; null is detected."""
     comm: CommConfig = CommConfig()
     """polyaccel's own: backend and timeout of the collectives."""
+    jax: JaxConfig = JaxConfig()
+    """polyaccel's own: how a JAX function runs."""
     matrix_kernels: Literal["auto", "off"] = "auto"
     """polyaccel's own: float32 products of `nn.Linear` on the CPU by oneDNN, "auto" where a short measurement on this
     machine (kept in the user's cache) finds it at least 1.2 times as fast as torch's own, on every rank. It rounds

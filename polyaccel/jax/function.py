@@ -44,7 +44,7 @@ class LossFunction:
         self._views = views
         self._originals = {fqn: ref(array) for fqn, array in originals.items()}
         self._cast_inputs = cast_inputs
-        self._with_gradients = jax.jit(self._gradients)
+        self._with_gradients = jax.jit(self.differentiate)
         self._without = jax.jit(self._evaluate)
         self._checked: set[Any] = set()
 
@@ -68,21 +68,23 @@ class LossFunction:
         loss, aux = jax.block_until_ready(self._without(*arguments))
         return loss, aux
 
-    def _gradients(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
+    def differentiate(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
+        """What `gradients` gives, to be traced by JAX: leaves in tree order, the trained ones and the others."""
+
         def scaled(trained: Any) -> Any:
             remaining, others = iter(trained), iter(frozen)
             leaves = [next(remaining) if wanted else next(others) for wanted in self._is_trained]
-            loss, aux = self._call(leaves, batch, rng)
+            loss, aux = self.call(leaves, batch, rng)
             return loss * factor, (loss, aux)
 
         gradients, (loss, aux) = jax.grad(scaled, has_aux=True)(trained)
         return loss, aux, gradients
 
     def _evaluate(self, leaves: Any, batch: Any) -> Any:
-        return self._call(leaves, batch, None)
+        return self.call(leaves, batch, None)
 
-    def _call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
-        """(loss as at least float32, auxiliary output)."""
+    def call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        """(loss as at least float32, auxiliary output), to be traced by JAX."""
         if self._cast_inputs is not None:
             batch = jax.tree.map(self._cast, batch)
         found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
@@ -105,7 +107,12 @@ class LossFunction:
         signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
         if signature in self._checked:
             return
-        for constant in compiled.trace(*arguments).jaxpr.consts:
+        self.refuse_closed_over(compiled.trace(*arguments).jaxpr.consts)
+        self._checked.add(signature)
+
+    def refuse_closed_over(self, constants: Sequence[Any]) -> None:
+        """Raise ShardingError where a parameter is among a program's constants. See [Note: Constants of a program]."""
+        for constant in constants:
             fqn = self._views.owner_of(constant) or next(
                 (fqn for fqn, original in self._originals.items() if original() is constant), None
             )
@@ -115,7 +122,6 @@ class LossFunction:
                     cure="use what the function gets as its first argument",
                     value=fqn,
                 )
-        self._checked.add(signature)
 
 
 def as_inputs(batch: Any) -> Any:

@@ -71,6 +71,17 @@ class ReductionPolicy:
                 f"max_in_flight is {self.max_in_flight}", cure="use 1 or more", value=self.max_in_flight
             )
 
+    def scaling(self, ranks: int) -> tuple[float, float, ReduceOp]:
+        """Factors before and after the collective over `ranks`, and its operation."""
+        if not self.average:
+            return 1.0, 1.0, ReduceOp.SUM
+        if self.prescale:
+            return 1.0 / ranks, 1.0, ReduceOp.SUM
+        factor = self.predivide_factor
+        if factor != 1.0:
+            return 1.0 / factor, factor / ranks, ReduceOp.SUM
+        return 1.0, 1.0, ReduceOp.AVG
+
 
 class GradientBucket:
     """The gradients of one bucket on one rank, from the first arrival to the update."""
@@ -313,7 +324,7 @@ class GradientBucket:
         if source.dtype is not self._reduce_dtype:
             staged = self._pool.acquire(source.numel, self._reduce_dtype)
             staged.copy_from(source)
-        before, after, op = self._scaling()
+        before, after, op = self._reduction.scaling(self._communicator.world_size)
         if before != 1.0:
             self._kernels[SCALE](staged, before)
         info = CallInfo("late gradients" if is_late else "gradients", self.bucket.index)
@@ -351,18 +362,6 @@ class GradientBucket:
             return own
         low, high = self._own_bounds()
         return staged.view(low, high - low)
-
-    def _scaling(self) -> tuple[float, float, ReduceOp]:
-        """Factors before and after the collective, and its operation."""
-        ranks = self._communicator.world_size
-        if not self._reduction.average:
-            return 1.0, 1.0, ReduceOp.SUM
-        if self._reduction.prescale:
-            return 1.0 / ranks, 1.0, ReduceOp.SUM
-        factor = self._reduction.predivide_factor
-        if factor != 1.0:
-            return 1.0 / factor, factor / ranks, ReduceOp.SUM
-        return 1.0, 1.0, ReduceOp.AVG
 
     def _settle(self, reduced: Buffer) -> None:
         target = self.result()

@@ -158,9 +158,14 @@ class Adam(ElementwiseOptimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
 
+    @staticmethod
+    def hyper(group: Group, step: int) -> AdamHyper:
+        """What update number `step` of a parameter in `group` needs."""
+        return _adam_hyper(group, step)
+
     def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
-        hyper = _adam_hyper(group, run.step)
+        hyper = self.hyper(group, run.step)
         exp_avg, exp_avg_sq = states["exp_avg"], states["exp_avg_sq"]
         shard.kernels[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, run.rounding)
 
@@ -170,18 +175,22 @@ class Sgd(ElementwiseOptimizer):
 
     state_names = ("momentum_buffer",)
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
-        master, grad, out, states = shard.cut(run)
-        momentum = float(group.get("momentum", 0.0))
-        hyper = SgdHyper(
+    @staticmethod
+    def hyper(group: Group, step: int) -> SgdHyper:
+        """As `Adam.hyper`."""
+        return SgdHyper(
             lr=float(group["lr"]),
-            momentum=momentum,
+            momentum=float(group.get("momentum", 0.0)),
             dampening=float(group.get("dampening", 0.0)),
             weight_decay=float(group.get("weight_decay", 0.0)),
             nesterov=bool(group.get("nesterov", False)),
-            first=run.step == 1,
+            first=step == 1,
         )
-        average = states["momentum_buffer"] if momentum else None
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
+        master, grad, out, states = shard.cut(run)
+        hyper = self.hyper(group, run.step)
+        average = states["momentum_buffer"] if hyper.momentum else None
         shard.kernels[SGD](master, grad, average, out, hyper, grad_scale, run.rounding)
 
 
@@ -193,15 +202,20 @@ class Adagrad(ElementwiseOptimizer):
     def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:
         states["sum"].fill(float(group.get("initial_accumulator_value", 0.0)))
 
-    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
-        master, grad, out, states = shard.cut(run)
-        hyper = AdagradHyper(
+    @staticmethod
+    def hyper(group: Group, step: int) -> AdagradHyper:
+        """As `Adam.hyper`."""
+        return AdagradHyper(
             lr=float(group["lr"]),
             eps=float(group.get("eps", 1e-10)),
             weight_decay=float(group.get("weight_decay", 0.0)),
             lr_decay=float(group.get("lr_decay", 0.0)),
-            step=run.step,
+            step=step,
         )
+
+    def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
+        master, grad, out, states = shard.cut(run)
+        hyper = self.hyper(group, run.step)
         shard.kernels[ADAGRAD](master, grad, states["sum"], out, hyper, grad_scale, run.rounding)
 
 
@@ -210,10 +224,15 @@ class Lion(ElementwiseOptimizer):
 
     state_names = ("exp_avg",)
 
+    @staticmethod
+    def hyper(group: Group, step: int) -> LionHyper:
+        """As `Adam.hyper`; the number of the update does not matter."""
+        beta1, beta2 = group["betas"]
+        return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group.get("weight_decay", 0.0)))
+
     def update_run(self, shard: Shard, run: Run, group: Group, grad_scale: float) -> None:
         master, grad, out, states = shard.cut(run)
-        beta1, beta2 = group["betas"]
-        hyper = LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group.get("weight_decay", 0.0)))
+        hyper = self.hyper(group, run.step)
         shard.kernels[LION](master, grad, states["exp_avg"], out, hyper, grad_scale, run.rounding)
 
 
@@ -224,6 +243,16 @@ class Lamb(SliceOptimizer):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def hyper(group: Group, step: int) -> AdamHyper:
+        """As `Adam.hyper`."""
+        return _adam_hyper(group, step)
+
+    @staticmethod
+    def bounds(group: Group) -> tuple[float, float]:
+        """The least and the greatest trust ratio."""
+        return float(group.get("min_coeff", 0.01)), float(group.get("max_coeff", 10.0))
 
     def update(
         self,
@@ -244,7 +273,7 @@ class Lamb(SliceOptimizer):
                     states["exp_avg"],
                     states["exp_avg_sq"],
                     direction.view(run.offset, run.numel),
-                    _adam_hyper(group, run.step),
+                    self.hyper(group, run.step),
                     grad_scale,
                 )
             ratios = self._trust_ratios(shard, direction, group, communicator)
@@ -279,7 +308,7 @@ class Lamb(SliceOptimizer):
             sums.copy_from(own)
             communicator.all_reduce(sums, info=CallInfo("lamb norms", shard.bucket.index))
         values = read_sums(sums)
-        low, high = float(group.get("min_coeff", 0.01)), float(group.get("max_coeff", 10.0))
+        low, high = self.bounds(group)
         ratios: dict[str, float] = {}
         for index, fqn in enumerate(names):
             weight, update = sqrt(values[index]), sqrt(values[len(names) + index])
