@@ -18,6 +18,13 @@
 #include <unistd.h>
 #include <vector>
 
+#define PA_CCL_TEXT_OF(value) #value
+#define PA_CCL_TEXT(value) PA_CCL_TEXT_OF(value)
+
+// What this is compiled for. Python looks for it in the file, so as to know without loading it (ccl_build.py).
+__attribute__((used)) static const char stamp[] = "polyaccel_ccl ABI " PA_CCL_TEXT(PA_CCL_ABI_VERSION) " for oneCCL "  //
+    PA_CCL_TEXT(CCL_MAJOR_VERSION) "." PA_CCL_TEXT(CCL_MINOR_VERSION) "." PA_CCL_TEXT(CCL_UPDATE_VERSION);
+
 struct pa_ccl_group {
     const int64_t number;  // no two groups of this process have the same
     std::shared_ptr<ccl::kvs> meeting;
@@ -161,10 +168,7 @@ std::string version(int major, int minor, int update) {
 
 int32_t pa_ccl_abi_version() { return PA_CCL_ABI_VERSION; }
 
-const char* pa_ccl_built_for() {
-    static const std::string text = version(CCL_MAJOR_VERSION, CCL_MINOR_VERSION, CCL_UPDATE_VERSION);
-    return text.c_str();
-}
+const char* pa_ccl_built_for() { return std::strrchr(stamp, ' ') + 1; }
 
 const char* pa_ccl_loaded() {
     static const std::string text = [] {

@@ -10,7 +10,8 @@
 #define PA_CCL_EXPORT __attribute__((visibility("default")))
 
 // A change of anything below needs another number: what pip has compiled may be older than the Python that loads it.
-enum { PA_CCL_ABI_VERSION = 2, PA_CCL_ADDRESS_NBYTES = 256 };
+#define PA_CCL_ABI_VERSION 2
+#define PA_CCL_ADDRESS_NBYTES 256
 
 enum pa_ccl_op {
     PA_CCL_BARRIER,

@@ -13,6 +13,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from polyaccel.cli.doctor_machine import guarded
+from polyaccel.errors import PolyaccelError
 
 PACKAGES = (
     *("polyaccel", "torch", "torch-npu", "intel-extension-for-pytorch", "triton", "jax", "jaxlib", "ml-dtypes"),
@@ -75,8 +76,10 @@ def _oneccl() -> str:
     found = build.find_oneccl()
     if found is None:
         return "none found"
-    path = build.compiled(found)
-    bridge = f"compiled for: {path}" if path else "not compiled for: polyaccel build ccl"
+    try:
+        bridge = f"csrc/ccl is compiled for it: {build.compiled(found)}"
+    except PolyaccelError as error:
+        bridge = f"{error.message}: {error.cure}"
     return f"{found.version} ({found.library}); {bridge}"
 
 

@@ -28,7 +28,9 @@ _HEADER = Path("include", "oneapi", "ccl.hpp")
 _VERSION_HEADER = Path("include", "oneapi", "ccl", "config.h")
 _VERSION = re.compile(r"#define\s+CCL_(?:MAJOR|MINOR|UPDATE)_VERSION\s+(\d+)")
 _INSTALLED = Path("lib", "libpolyaccel_ccl.so")
+_STAMP = re.compile(rb"polyaccel_ccl ABI (\d+) for oneCCL ([\d.]+)\0")
 _BUILD_TIMEOUT_S = 300
+ABI_VERSION = 2
 GET_ONECCL = "pip install oneccl-devel, or set CCL_ROOT to an installation"
 
 
@@ -53,10 +55,24 @@ def find_oneccl() -> OneCcl | None:
     return None
 
 
-def compiled(oneccl: OneCcl) -> Path | None:
-    """The library that was compiled against `oneccl`: the one that the user built before the one that pip did."""
-    candidates = [_built(oneccl), *(folder / _INSTALLED for folder in _package_folders())]
-    return next((path for path in candidates if path.exists()), None)
+def compiled(oneccl: OneCcl) -> Path:
+    """The library that was compiled against `oneccl`: the one that the user built before the one that pip did.
+
+    Raises CommError where there is none, or pip's is stale: oneCCL or polyaccel is of another version now.
+    """
+    built = _built(oneccl)
+    if built.exists():
+        return built
+    message = f"csrc/ccl is not compiled for oneCCL {oneccl.version}"
+    for path in (folder / _INSTALLED for folder in _package_folders()):
+        if path.exists():
+            found = _STAMP.search(path.read_bytes())
+            abi, version = (text.decode() for text in found.groups()) if found else ("", "")
+            if (abi, version) == (str(ABI_VERSION), oneccl.version):
+                return path
+            of = f"oneCCL {version}, and {oneccl.version} is here" if abi == str(ABI_VERSION) else "another polyaccel"
+            message = f"{path} is stale: it was compiled for {of}"
+    raise CommError(message, cure="run `polyaccel build ccl`", value=oneccl.version)
 
 
 def build() -> Path:

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from polyaccel.comm.base import unusable_error
-from polyaccel.comm.ccl_build import GET_ONECCL, compiled, find_oneccl
+from polyaccel.comm.ccl_build import ABI_VERSION, GET_ONECCL, compiled, find_oneccl
 from polyaccel.errors import CommError
 from polyaccel.types import DType, Probe, ReduceOp
 
-ABI_VERSION = 2
 ADDRESS_NBYTES = 256
 
 SETTINGS = MappingProxyType(
@@ -95,9 +94,7 @@ def probe_library() -> Probe:
     try:
         path = compiled(oneccl)
     except CommError as error:
-        return Probe(False, error.message)
-    if path is None:
-        return Probe(False, f"csrc/ccl is not compiled for oneCCL {oneccl.version}: run `polyaccel build ccl`")
+        return Probe(False, f"{error.message}: {error.cure}")
     return Probe(True, f"oneCCL {oneccl.version} in {oneccl.root} ({path})")
 
 
@@ -105,9 +102,9 @@ def probe_library() -> Probe:
 def ccl_library() -> ctypes.CDLL:
     """The library, with oneCCL's settings in the environment. Raises CommError where there is none that fits."""
     oneccl = find_oneccl()
-    path = None if oneccl is None else compiled(oneccl)
-    if path is None:
+    if oneccl is None:
         raise unusable_error("ccl", probe_library().reason)
+    path = compiled(oneccl)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     library = load(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.cli import doctor_libraries
 from polyaccel.cli.main import main
 from polyaccel.comm import ccl_build, ccl_library
 from polyaccel.comm.base import Rendezvous
@@ -44,6 +45,15 @@ def install(root: Path, version: tuple[int, int, int] = (2021, 15, 7)) -> None:
     names = ("MAJOR", "MINOR", "UPDATE")
     lines = [f"#define CCL_{name}_VERSION   {number}\n" for name, number in zip(names, version, strict=True)]
     (root / "include" / "oneapi" / "ccl" / "config.h").write_text("".join(lines))
+
+
+def install_library(folder: Path, version: str, abi: int = ccl_build.ABI_VERSION) -> Path:
+    """What pip has compiled, of which the stamp is looked at; one without is older than stamps."""
+    library = folder / "package" / "lib" / "libpolyaccel_ccl.so"
+    library.parent.mkdir(parents=True)
+    stamp = f"polyaccel_ccl ABI {abi} for oneCCL {version}\0" if version else ""
+    library.write_bytes(b"\x7fELF\0" + stamp.encode() + b"\0more")
+    return library
 
 
 @pytest.fixture
@@ -103,14 +113,33 @@ def test_what_was_compiled_for_another_oneccl_is_not_taken(nothing: Path, compil
     built = ccl_build.build()
     mine = ccl_build.OneCcl(nothing / "environment", "2021.15.7")
     assert ccl_build.compiled(mine) == built
-    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "environment", "2022.1.0")) is None
-    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "elsewhere", "2021.15.7")) is None
-    installed = nothing / "package" / "lib" / "libpolyaccel_ccl.so"
-    installed.parent.mkdir(parents=True)
-    installed.touch()
+    for other in (("environment", "2022.1.0"), ("elsewhere", "2021.15.7")):
+        with pytest.raises(CommError, match=f"csrc/ccl is not compiled for oneCCL {other[1]}\n  cure: run"):
+            ccl_build.compiled(ccl_build.OneCcl(nothing / other[0], other[1]))
+    installed = install_library(nothing, "2021.15.7")
     assert ccl_build.compiled(mine) == built, "the user's own build goes first"
     built.unlink()
     assert ccl_build.compiled(mine) == installed
+
+
+@pytest.mark.parametrize(
+    ("version", "abi", "reason"),
+    [
+        ("2022.1.0", ccl_build.ABI_VERSION, "it was compiled for oneCCL 2022.1.0, and 2021.15.7 is here"),
+        ("2021.15.7", ccl_build.ABI_VERSION + 1, "it was compiled for another polyaccel"),
+        ("", ccl_build.ABI_VERSION, "it was compiled for another polyaccel"),
+    ],
+)
+def test_what_pip_compiled_for_something_else_is_called_stale(
+    nothing: Path, compiler: Path, version: str, abi: int, reason: str
+) -> None:
+    install(nothing / "environment")
+    stale = install_library(nothing, version, abi)
+    probe = CclBackend.probe()
+    assert (probe.usable, probe.reason) == (False, f"{stale} is stale: {reason}: run `polyaccel build ccl`")
+    assert probe.reason in doctor_libraries.libraries()["oneCCL"]
+    ccl_build.build()
+    assert CclBackend.probe().usable, "what the user builds is taken then"
 
 
 def test_the_command_names_the_pip_package(nothing: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,13 +165,13 @@ def test_the_compilers_words_are_shown(nothing: Path, compiler: Path) -> None:
     compiler.write_text("#!/bin/sh\necho 'ccl.cpp: no such template' >&2\nexit 3\n")
     with pytest.raises(CommError, match=r"exit code 3\):\nccl.cpp: no such template\n  cure: "):
         ccl_build.build()
-    assert ccl_build.compiled(ccl_build.OneCcl(nothing / "environment", "2021.15.7")) is None
+    assert not CclBackend.probe().usable
 
 
 class Library:
     """What ctypes would show of a library."""
 
-    def __init__(self, *, abi: int = ccl_library.ABI_VERSION, built: str = "2021.15.7", lacks: str = "") -> None:
+    def __init__(self, *, abi: int = ccl_build.ABI_VERSION, built: str = "2021.15.7", lacks: str = "") -> None:
         for name in ccl_library._SIGNATURES.keys() - {lacks}:
             setattr(self, name, lambda: None)
         self.pa_ccl_abi_version = lambda: abi
@@ -180,6 +209,6 @@ def test_python_declares_what_the_header_does() -> None:
     header = (Path(__file__).parents[2] / "csrc" / "ccl" / "ccl.h").read_text()
     functions = re.findall(r"^PA_CCL_EXPORT .*?(pa_ccl_\w+)\(", header, re.MULTILINE)
     assert sorted(functions) == sorted([*ccl_library._SIGNATURES, "pa_ccl_abi_version"])
-    constants = dict(re.findall(r"(PA_CCL_\w+) = (\d+)", header))
-    assert constants["PA_CCL_ABI_VERSION"] == str(ccl_library.ABI_VERSION)
+    constants = dict(re.findall(r"#define (PA_CCL_\w+) (\d+)", header))
+    assert constants["PA_CCL_ABI_VERSION"] == str(ccl_build.ABI_VERSION)
     assert constants["PA_CCL_ADDRESS_NBYTES"] == str(ccl_library.ADDRESS_NBYTES)
