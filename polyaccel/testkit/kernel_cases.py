@@ -88,7 +88,7 @@ def kernel_cases(dtypes: frozenset[DType]) -> tuple[KernelCase, ...]:
 def _elementwise_cases() -> list[KernelCase]:
     cases = []
     for target in _TYPES:
-        for source in {target, _F}:
+        for source in dict.fromkeys((target, _F)):
             for op in ReduceOp:
                 cases.append(_combine_case(op, target, source))
             cases.append(_cast_case(source, target))
