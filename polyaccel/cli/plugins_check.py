@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,8 @@ KINDS = {group.value.rpartition(".")[2].removesuffix("s"): group for group in Pl
 _INDENT = " " * 11
 _OF_ONE = "local"
 _PROBE_TIMEOUT_S = 60
+_JOB_TIMEOUT_S = 120
+_JOB = "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])"
 _PROBE = """
 import json, sys
 from polyaccel.registry import PluginGroup
@@ -104,6 +108,8 @@ def examine(
         chosen = info.name if info.group is PluginGroup.ACCELERATORS else accelerator or "cpu"
         for outcome in suites.run_suite(info.group, info.name, accelerator=chosen, place=location):
             yield f"{info.group.noun} contract", outcome
+    if info.group is PluginGroup.LAUNCHERS:
+        yield "by name", run_test("test_polyaccel_run_starts_ranks_with_it", lambda: _launch(info.name, max(ranks, 2)))
     if info.group is PluginGroup.ACCELERATORS and ranks > 1:
         yield from _ranks(info.name, None, ranks)
     if info.group is PluginGroup.COMM:
@@ -141,6 +147,29 @@ def _probe(info: PluginInfo) -> None:
         raise AssertionError(f"importing and probing it imports {' and '.join(loaded)}, which takes seconds")
     if not usable:
         raise AssertionError(f"cannot be used here: {reason}")
+
+
+def _launch(name: str, ranks: int) -> None:
+    """Let `polyaccel run` start ranks with the launcher, as a user would."""
+    with tempfile.TemporaryDirectory(prefix="polyaccel-check-") as folder:
+        script = Path(folder, "job.py")
+        script.write_text(_JOB)
+        written = Path(folder, "ranks")
+        written.mkdir()
+        command = [sys.executable, "-m", "polyaccel", "run", "--launcher", name, "--nproc", str(ranks)]
+        done = subprocess.run(
+            [*command, str(script), str(written)],
+            env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+            capture_output=True,
+            text=True,
+            timeout=_JOB_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(f"exit code {done.returncode}: {_complaint(done.stderr)}")
+        found = {file.name: file.read_text() for file in written.iterdir()}
+        if found != {str(rank): str(ranks) for rank in range(ranks)}:
+            raise AssertionError(f"of {ranks} ranks these ran, with these world sizes: {found}")
 
 
 def _complaint(stderr: str) -> str:

@@ -17,7 +17,7 @@ KINDS: Mapping[str, tuple[PluginGroup, str]] = MappingProxyType(
     {
         "accelerator": (PluginGroup.ACCELERATORS, "Use it with `DS_ACCELERATOR=$name python train.py`.\n"),
         "comm": (PluginGroup.COMM, "Use it with `POLYACCEL_COMM=$name`, or `comm.backend` in the config.\n"),
-        "launcher": (PluginGroup.LAUNCHERS, ""),
+        "launcher": (PluginGroup.LAUNCHERS, "Use it with `polyaccel run --launcher $name --nproc 2 train.py`.\n"),
         "monitor": (PluginGroup.MONITORS, ""),
         "storage": (PluginGroup.STORAGE, ""),
     }

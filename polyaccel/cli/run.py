@@ -7,16 +7,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import API_VERSION, DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher
 from polyaccel.launch.environment import check_not_nested
 from polyaccel.launch.local import plan_local
 from polyaccel.launch.program import python_command
-from polyaccel.registry import PluginGroup, load_plugin
+from polyaccel.registry import PluginGroup, list_plugins, load_plugin
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_DEFAULT_LAUNCHER = "local"
 _DESCRIPTION = """\
 Start one process a rank, each with the variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) and of DeepSpeed (CROSS_RANK, CROSS_SIZE, LOCAL_SIZE), show what they print with the rank's
@@ -37,6 +39,12 @@ def add_parser(subparsers: _SubParsers) -> None:
         type=_nproc,
         metavar="N|auto",
         help="ranks to start; auto (the default) is one a device, or on a machine without any, one a NUMA node",
+    )
+    parser.add_argument(
+        "--launcher",
+        default=_DEFAULT_LAUNCHER,
+        metavar="NAME",
+        help="the launcher plugin that starts them (default: %(default)s; `polyaccel plugins` lists them)",
     )
     parser.add_argument(
         "--master-port", type=_port, metavar="P|auto", help="where the ranks meet; auto (the default) picks a free one"
@@ -68,8 +76,12 @@ def add_parser(subparsers: _SubParsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the job that the arguments describe. Returns its exit code."""
+    """Start the job that the arguments describe. Returns its exit code.
+
+    Raises PluginNotFound for a launcher that is not installed, LaunchError for one that cannot be used here.
+    """
     check_not_nested(os.environ)
+    launcher = choose_launcher(args.launcher)
     plan = plan_local(
         python_command(args.script, args.arguments, module=args.module),
         nproc=args.nproc or count_ranks(),
@@ -80,8 +92,18 @@ def run(args: argparse.Namespace) -> int:
         stop_timeout_s=args.stop_timeout,
         log_dir=args.log_dir,
     )
-    launcher: Launcher = load_plugin(PluginGroup.LAUNCHERS, "local", Launcher, API_VERSION)()
     return launcher.run(plan)
+
+
+def choose_launcher(name: str) -> Launcher:
+    """The launcher plugin called `name`. Raises what `load_plugin` does, and LaunchError if it cannot be used here."""
+    plugin: type[Launcher] = load_plugin(PluginGroup.LAUNCHERS, name, Launcher, API_VERSION)
+    probe = plugin.probe()
+    if not probe.usable:
+        others = [info.name for info in list_plugins(PluginGroup.LAUNCHERS) if info.name != name]
+        cure = f"provide what it lacks, or choose another one: --launcher {' or '.join(others) or 'NAME'}"
+        raise LaunchError(f"launcher {name!r} cannot be used here: {probe.reason}", cure=cure, value=name)
+    return plugin()
 
 
 def count_ranks() -> int:

@@ -29,6 +29,17 @@ class DryLauncher(Launcher):
         return 5
 
 
+class AbsentLauncher(DryLauncher):
+    name = "cluster"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(usable=False, reason="there is no cluster")
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {"local": DryLauncher, "acme": DryLauncher, "cluster": AbsentLauncher}
+
+
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
     """What `polyaccel run` would start, in a directory that has a train.py."""
@@ -36,7 +47,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(verb, "load_plugin", lambda *arguments: DryLauncher)
+    monkeypatch.setattr(verb, "load_plugin", lambda group, name, *rest: LAUNCHERS[name])
     DryLauncher.plans = []
     return DryLauncher.plans
 
@@ -88,6 +99,34 @@ def test_wrong_options_start_nothing(
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert plans == []
+
+
+def test_a_launcher_is_chosen_by_name(plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, "local", AbsentLauncher)
+    assert main(["run", "--launcher", "acme", "--nproc", "2", "train.py"]) == 5
+    assert len(plans) == 1
+
+
+def test_a_launcher_that_cannot_be_used_starts_nothing(
+    plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--launcher", "cluster", "--nproc", "2", "train.py"]) == 1
+    said = capsys.readouterr().err
+    assert "launcher 'cluster' cannot be used here: there is no cluster" in said
+    assert "choose another one: --launcher local" in said
+    assert plans == []
+
+
+def test_an_unknown_launcher_is_answered_with_those_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--launcher", "loca", "--nproc", "2", str(tmp_path / "train.py")]) == 1
+    said = capsys.readouterr().err
+    assert "no launcher plugin is called 'loca'; installed: local (polyaccel " in said
+    assert "did you mean 'local'? Otherwise install the package that provides it" in said
 
 
 def test_a_missing_script_starts_nothing(plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str]) -> None:
