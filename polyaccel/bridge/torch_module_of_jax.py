@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import jax
+import numpy as np
 import torch
+from jax.extend.core import ClosedJaxpr
 from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 from torch.utils.dlpack import from_dlpack
@@ -16,8 +18,9 @@ from torch.utils.dlpack import from_dlpack
 from polyaccel.bridge.exchange_torch_jax import Exchange
 from polyaccel.bridge.torch_operation_of_jax import Operation
 from polyaccel.errors import PolyaccelError
+from polyaccel.jax.constants import require_no_parameter
 from polyaccel.jax.pytree import as_array, named_leaves
-from polyaccel.jax.views import CopyCount
+from polyaccel.jax.views import CopyCount, address_of
 from polyaccel.torch.leaf_modules import set_z3_leaf_module
 
 
@@ -31,9 +34,11 @@ def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
     device of the arguments.
 
     Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. What the backward needs is
-    computed again then (see [Note: Recomputation] in `torch_operation_of_jax`). Transforms of `torch.func` are refused.
+    computed again then (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
+    compiles what is around. Transforms of `torch.func` are refused.
 
-    Raises ShardingError for leaves that are no arrays or whose names clash.
+    Raises ShardingError for leaves that are no arrays or whose names clash; a call does for a function that closed over
+    parameters in place of using its first argument.
     """
     return JaxModule(fn, params)
 
@@ -47,6 +52,7 @@ class JaxModule(nn.Module):
         for fqn, leaf in leaves.items():
             _register(self, fqn, from_dlpack(as_array(leaf)).clone())
         self._call = _Call(fn, structure, tuple(leaves))
+        self._call.know(leaves)
         # The modules that hold its parameters are never called themselves, so all are gathered around this one.
         set_z3_leaf_module(self, True)
 
@@ -55,6 +61,7 @@ class JaxModule(nn.Module):
         """How many tensors went to JAX and arrays came back so far, copied and not. Prints as "zero-copy 76/76"."""
         return self._call.exchange.count()
 
+    @torch.compiler.disable(reason="a function of JAX is compiled by JAX")  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`fn(params, *args, **kwargs)`. Raises PolyaccelError for what JAX cannot take, and inside `torch.func`."""
         if torch._C._are_functorch_transforms_active():
@@ -80,7 +87,11 @@ class _Call:
         self.exchange = Exchange()
         self._structure = structure
         self._names = names
-        self._programs = _shared_programs(fn, structure)
+        self._programs = _shared_programs(fn, structure, names)
+
+    def know(self, originals: Mapping[str, Any]) -> None:
+        """Refuse programs that closed over `originals`, of which parameters are copies."""
+        self._programs.know(originals)
 
     def __reduce__(self) -> Any:  # a copy counts for itself
         return _Call, (self.fn, self._structure, self._names)
@@ -97,20 +108,34 @@ class _Call:
 
 
 class _Programs:
-    """The operations of `fn` with parameters of one tree structure, one for each form of arguments."""
+    """The operations of `fn` with parameters of one tree structure and names, one for each form of arguments."""
 
-    def __init__(self, fn: Callable[..., Any], structure: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], structure: Any, names: tuple[str, ...]) -> None:
         self._fn = fn
         self._structure = structure
+        self._names = names
+        self._originals: list[tuple[str, ref[Any]]] = []
         self._operations: dict[Hashable, Operation] = {}
+
+    def know(self, originals: Mapping[str, Any]) -> None:
+        arrays = {fqn: leaf for fqn, leaf in originals.items() if isinstance(leaf, (jax.Array, np.ndarray))}
+        self._originals += [(fqn, ref(array)) for fqn, array in arrays.items()]
 
     def operation(self, form: Any, constants: tuple[Any, ...]) -> Operation:
         """That of arguments of tree structure `form`, whose leaves are `constants`, or tensors."""
         found = self._operations.get((form, constants))
         if found is None:
-            found = Operation(self._function(form, constants))
+            found = Operation(self._function(form, constants), self._require_own_params)
             found = self._operations.setdefault((form, constants), found)  # another thread may have been here first
         return found
+
+    def _require_own_params(self, program: ClosedJaxpr, arrays: Sequence[jax.Array]) -> None:
+        """Raise ShardingError for a program that closed over parameters or what they are copies of."""
+        present = zip(self._names, arrays[: len(self._names)], strict=True)
+        known = [*present, *((fqn, original()) for fqn, original in self._originals)]
+        owners = {address_of(array): fqn for fqn, array in known}
+        owners.pop(None, None)
+        require_no_parameter(program, lambda constant: owners.get(address_of(constant)))
 
     def _function(self, form: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
         """`fn` of arrays only: the leaves of the parameters, then those of the arguments."""
@@ -131,7 +156,7 @@ _programs: WeakValueDictionary[Hashable, _Programs] = WeakValueDictionary()
 _programs_lock = Lock()
 
 
-def _shared_programs(fn: Callable[..., Any], structure: Any) -> _Programs:
+def _shared_programs(fn: Callable[..., Any], structure: Any, names: tuple[str, ...]) -> _Programs:
     """The same for all layers of one function, so that a model of a hundred blocks compiles one."""
     try:
         key: Hashable = (hash(fn), fn, structure)
@@ -140,7 +165,7 @@ def _shared_programs(fn: Callable[..., Any], structure: Any) -> _Programs:
     with _programs_lock:
         found = _programs.get(key)
         if found is None:
-            found = _programs[key] = _Programs(fn, structure)
+            found = _programs[key] = _Programs(fn, structure, names)
         return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import ClosedJaxpr
 from torch import Tensor
 
 from polyaccel.bridge.exchange_torch_jax import Exchange, is_differentiable
@@ -23,12 +24,22 @@ ArrayFn = Callable[..., Any]
 """Arrays to a pytree of arrays."""
 
 
-class Operation:
-    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is such an operation again."""
+Check = Callable[[ClosedJaxpr, Sequence[jax.Array]], None]
+"""Raises if a program must not run on these arrays."""
 
-    def __init__(self, fn: ArrayFn) -> None:
+
+class Operation:
+    """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is such an operation again.
+
+    `check` is called before the first computation with arrays of new shapes; the gradients' programs hold no other
+    constants.
+    """
+
+    def __init__(self, fn: ArrayFn, check: Check | None = None) -> None:
         self._fn = fn
         self._compiled = jax.jit(fn)
+        self._check = check
+        self._checked: set[Any] = set()
         self._gradients: dict[Any, Operation] = {}
 
     def __call__(self, exchange: Exchange, *tensors: Tensor) -> Any:
@@ -40,8 +51,17 @@ class Operation:
     def compute(self, exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The results, without a graph, and their tree structure."""
         arrays = [exchange.to_jax(tensor) for tensor in tensors]
+        self._require_checked(arrays)
         leaves, structure = jax.tree.flatten(jax.block_until_ready(self._compiled(*arrays)))
         return exchange.to_torch(leaves, arrays), structure
+
+    def _require_checked(self, arrays: Sequence[jax.Array]) -> None:
+        if self._check is None:
+            return
+        signature = tuple((array.shape, array.dtype) for array in arrays)
+        if signature not in self._checked:
+            self._check(self._compiled.trace(*arrays).jaxpr, arrays)
+            self._checked.add(signature)
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Operation:
         """(inputs, gradients of the `given` results) to a tuple of the gradients of the `wanted` inputs."""

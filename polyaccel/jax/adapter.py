@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
@@ -35,9 +36,9 @@ class JaxAdapter(ModelAdapter):
         return tuple(spec.trainable for spec in self._specs.values())
 
     @property
-    def originals(self) -> dict[str, jax.Array]:
-        """The arrays that the engine was built from, until `let_go`."""
-        return {fqn: leaf for fqn, leaf in self._leaves.items() if isinstance(leaf, jax.Array)}
+    def originals(self) -> dict[str, Any]:
+        """The arrays that the engine was built from, of JAX or numpy, until `let_go`."""
+        return {fqn: leaf for fqn, leaf in self._leaves.items() if isinstance(leaf, (jax.Array, np.ndarray))}
 
     def let_go(self) -> None:
         """Everything has been read: the caller's arrays are the caller's alone."""

@@ -1,10 +1,4 @@
-"""The user's function, compiled: loss and gradients of one micro-batch, and the loss alone.
-
-[Note: Constants of a program]
-What a function closes over becomes a constant of the compiled program. A parameter there would keep the value of the
-first step for good and have no gradient, so before a program runs for the first time its constants are compared with
-the engine's memory and with the arrays that the engine was built from.
-"""
+"""The user's function, compiled: loss and gradients of one micro-batch, and the loss alone."""
 
 from __future__ import annotations
 
@@ -15,9 +9,11 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.jax.views import ParamViews
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.constants import require_no_parameter
+from polyaccel.jax.views import ParamViews, address_of
 
 LossFn = Callable[[Any, Any, Any], Any]
 """`fn(params, batch, rng)` -> a scalar loss, or (loss, auxiliary output). In evaluation `rng` is None."""
@@ -35,7 +31,7 @@ class LossFunction:
         structure: Any,
         is_trained: Sequence[bool],
         views: ParamViews,
-        originals: Mapping[str, jax.Array],
+        originals: Mapping[str, Any],
         cast_inputs: Any = None,
     ) -> None:
         self._fn = fn
@@ -102,26 +98,25 @@ class LossFunction:
         return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
     def _check(self, compiled: Any, arguments: Any) -> None:
-        """Compare a new program's constants with parameters. See [Note: Constants of a program]."""
+        """`refuse_closed_over` for a program that is new."""
         leaves, structure = jax.tree.flatten(arguments)
         signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
         if signature in self._checked:
             return
-        self.refuse_closed_over(compiled.trace(*arguments).jaxpr.consts)
+        self.refuse_closed_over(compiled.trace(*arguments).jaxpr)
         self._checked.add(signature)
 
-    def refuse_closed_over(self, constants: Sequence[Any]) -> None:
-        """Raise ShardingError where a parameter is among a program's constants. See [Note: Constants of a program]."""
-        for constant in constants:
-            fqn = self._views.owner_of(constant) or next(
-                (fqn for fqn, original in self._originals.items() if original() is constant), None
-            )
-            if fqn is not None:
-                raise ShardingError(
-                    f"the function closed over parameter {fqn!r}: it would keep today's value for good",
-                    cure="use what the function gets as its first argument",
-                    value=fqn,
-                )
+    def refuse_closed_over(self, program: ClosedJaxpr) -> None:
+        """Raise ShardingError for a program that closed over parameters: the engine's, or the arrays that it was built
+        from. See [Note: Constants of a program]."""
+        require_no_parameter(program, self._owner_of)
+
+    def _owner_of(self, constant: Any) -> str | None:
+        address = address_of(constant)
+        if address is None:
+            return None
+        found = (fqn for fqn, original in self._originals.items() if address_of(original()) == address)
+        return self._views.owner_of(constant) or next(found, None)
 
 
 def as_inputs(batch: Any) -> Any:

@@ -5,7 +5,7 @@ JAX believes that arrays never change, and computes when it likes. The engine wr
 memory that JAX reads, so before it writes, everything must have been computed that may read it: `fence` waits for
 every live array of this process, the user's own included. A result that nobody holds any more may read what it likes.
 A computation that starts later sees the new values. What breaks the bargain is found elsewhere: a function that closed
-over parameters, which are constants of its program then (`polyaccel.jax.function`).
+over parameters, which are constants of its program then (`polyaccel.jax.constants`).
 """
 
 from __future__ import annotations
@@ -72,12 +72,10 @@ class ParamViews:
         return CopyCount(len(self._arrays) - len(self._copied), len(self._copied))
 
     def owner_of(self, array: Any) -> str | None:
-        """The parameter in whose memory `array` lies; None for any other."""
-        if not isinstance(array, jax.Array) or array.size == 0 or len(array.devices()) != 1:
+        """The parameter in whose memory `array`, of JAX or numpy, lies; None for any other."""
+        address = address_of(array)
+        if address is None:
             return None
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-            return None
-        address = array.addressable_data(0).unsafe_buffer_pointer()
         for fqn, buffer in self._buffers.items():
             if buffer.data_ptr() <= address < buffer.data_ptr() + buffer.nbytes:
                 return fqn
@@ -89,6 +87,18 @@ class ParamViews:
         if buffer.numel and array.unsafe_buffer_pointer() != buffer.data_ptr():
             self._copied[fqn] = buffer.generation
         self._arrays[fqn] = array
+
+
+def address_of(array: Any) -> int | None:
+    """Where an array of JAX or numpy begins; None for what is no array, is empty, or is nowhere or in many places."""
+    if isinstance(array, jax.Array):
+        is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+        if is_key or array.size == 0 or array.is_deleted() or len(array.devices()) != 1:
+            return None
+        return int(array.addressable_data(0).unsafe_buffer_pointer())
+    # JAX wraps constants that are numpy's in a class of its own, which gives the very array back.
+    values = np.asarray(array)
+    return int(values.ctypes.data) if values.size and values.dtype != object else None
 
 
 def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:

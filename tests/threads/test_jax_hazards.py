@@ -101,7 +101,13 @@ def test_the_fence_waits_for_every_result_that_somebody_holds():
     assert result.is_ready()
 
 
-def test_a_closure_over_the_engines_arrays_is_refused():
+def jitted(fn):
+    """What it closes over is a constant of a program within the program."""
+    return lambda params, batch, rng: jax.jit(fn)(params, batch, rng)
+
+
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, jitted])
+def test_a_closure_over_the_engines_arrays_is_refused(wrapped):
     def check(engine):
         held["w"] = engine.params["w"]
         for run in (engine.train_batch, engine.eval_batch):
@@ -109,17 +115,20 @@ def test_a_closure_over_the_engines_arrays_is_refused():
                 run(batch())
 
     held = {}
-    with_engine(check, fn=lambda params, batch, rng: loss({**params, **held}, batch, rng))
+    with_engine(check, fn=wrapped(lambda params, batch, rng: loss({**params, **held}, batch, rng)))
 
 
-def test_a_closure_over_the_arrays_of_the_start_is_refused():
-    start = {fqn: jnp.asarray(value) for fqn, value in weights().items()}
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, jitted])
+def test_a_closure_over_the_arrays_of_the_start_is_refused(wrapped, kind):
+    start = {fqn: kind(value) for fqn, value in weights().items()}
 
     def check(engine):
         with pytest.raises(ShardingError, match="closed over parameter 'b'"):
             engine.train_batch(batch())
 
-    with_engine(check, fn=lambda params, batch, rng: loss({**params, "b": start["b"]}, batch, rng), params=start)
+    fn = wrapped(lambda params, batch, rng: loss({**params, "b": start["b"]}, batch, rng))
+    with_engine(check, fn=fn, params=start)
 
 
 def test_other_constants_are_welcome():

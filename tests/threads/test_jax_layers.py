@@ -210,6 +210,38 @@ def test_transforms_of_torch_are_refused(transform):
         transform(layer)(torch.ones(3, 8))
 
 
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, jax.jit])
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
+def test_a_function_that_closed_over_its_parameters_is_refused(kind, wrapped):
+    """It would compute with the values of the start for good."""
+    given = {"a": kind(np.ones(64, np.float32)), "b": kind(np.ones(64, np.float32))}
+    layer = as_torch(wrapped(lambda params, x: params["a"] * given["b"] * x), given)
+    with pytest.raises(ShardingError, match="closed over parameter 'b'"):
+        layer(torch.ones(()))
+
+
+def test_a_function_that_closed_over_the_memory_of_a_parameter_is_refused():
+    """An update would change a constant of the program."""
+    held = [jnp.ones(64)]
+    layer = as_torch(lambda w, x: w * x * held[0], jnp.ones(64))
+    assert layer(torch.ones(())).tolist() == [1] * 64
+    held[0] = jax.dlpack.from_dlpack(layer.params.detach())
+    with pytest.raises(ShardingError, match="closed over parameter 'params'"):
+        layer(torch.ones(64))
+
+
+def test_a_compiled_model_runs_its_layers_of_jax_as_they_are():
+    layer, _ = pair()
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
+    x = inputs()
+    wanted = gradients(model, x)
+    with pytest.raises(Exception, match="a function of JAX is compiled by JAX"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert_near(gradients(torch.compile(model, backend="eager"), x), wanted)
+    assert_near([torch.compile(layer, backend="eager")(x)], [layer(x)])
+
+
 def test_names_that_a_module_cannot_have_are_refused():
     with pytest.raises(PolyaccelError, match="cannot have a parameter 'type'"):
         as_torch(lambda params: 0, {"type": jnp.ones(2)})
