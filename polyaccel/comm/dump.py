@@ -1,10 +1,13 @@
-"""The flight recorder on disk: one JSON file a rank, written when a collective times out, when the process gets
-SIGUSR1 or SIGTERM, or when it ends by an exception that nobody caught.
+"""The flight recorder on disk: one JSON file a rank, written when a collective fails, when the process gets SIGUSR1 or
+SIGTERM, or when it ends by an exception that nobody caught. A rank that is killed leaves none: a launcher ends the
+others by SIGTERM, and what these were in shows whom they waited for.
 
 [Note: Signals while a collective hangs]
 Python runs a signal handler between two of its own instructions, and a rank that hangs inside a library gets to none.
 But the C part of the handler writes the signal's number to the wake-up file descriptor at once, and a thread that reads
-there runs all the same. A script that has its own wake-up descriptor or its own handlers keeps them.
+there runs all the same. A script that has its own wake-up descriptor keeps it. One that has its own handlers, whether
+it had them before or has replaced ours, keeps these, and what becomes of a signal is its business; but its calls are
+written down at SIGTERM too, for it may hang, and be killed when it has not ended in time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -70,7 +74,7 @@ def dump_of(entries: Iterable[Entry], rank: int, world_size: int, reason: str) -
 def write_dump(dump: Dump, folder: Path) -> Path:
     """Write `rank-N.json` into `folder`, whole or not at all, over an older one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"rank-{dump.rank}.json"
+    path = folder / _file_name(dump.rank)
     part = path.with_suffix(f".{dump.pid}.part")
     part.write_text(json.dumps({"format": FORMAT, **_as_json(dump)}))
     part.replace(path)
@@ -113,30 +117,37 @@ class Dumper:
         self._world_size = world_size
         self._folder = folder
         self._undo: list[Callable[[], object]] = []
+        self._writing = threading.Lock()
 
     def start(self) -> None:
-        """Listen for timeouts, uncaught exceptions and, in the main thread of a process, signals."""
-        self._recorder.on_timeout = lambda: self.write("a collective timed out")
+        """Listen for failures, uncaught exceptions and, in the main thread of a process, signals.
+
+        What this rank of an earlier job left in the folder is removed: it would be taken for this one's.
+        """
+        with suppress(OSError):
+            (self._folder / _file_name(self._rank)).unlink(missing_ok=True)
+        self._recorder.on_failure = self.write
         self._watch_exceptions()
         if _is_main_thread():
             self._watch_signals()
 
     def stop(self) -> None:
         """Listen no more, and give signals and hooks back."""
-        self._recorder.on_timeout = None
+        self._recorder.on_failure = None
         while self._undo:
             self._undo.pop()()
 
-    def write(self, reason: str) -> Path | None:
+    def write(self, reason: str, *, level: int = logging.WARNING) -> Path | None:
         """Write the dump and log where; None, and a log line, when that is not possible. Raises nothing."""
         try:
-            path = write_dump(dump_of(list(self._recorder.entries), self._rank, self._world_size, reason), self._folder)
+            with self._writing:
+                dump = dump_of(list(self._recorder.entries), self._rank, self._world_size, reason)
+                path = write_dump(dump, self._folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: another thread made a call meanwhile
             _log.warning("the flight recorder could not be written to %s: %s", self._folder, error)
             return None
-        _log.warning(
-            "%s; the last calls are in %s, compare all ranks with `polyaccel comm diff %s`", reason, path, path.parent
-        )
+        compare = f"polyaccel comm diff {path.parent}"
+        _log.log(level, "%s; the last calls are in %s, compare all ranks with `%s`", reason, path, compare)
         return path
 
     def _watch_exceptions(self) -> None:
@@ -167,7 +178,7 @@ class Dumper:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         earlier = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        if earlier != -1 or not wanted:
+        if earlier != -1:
             signal.set_wakeup_fd(earlier)
             ours.close()
             theirs.close()
@@ -181,14 +192,15 @@ class Dumper:
 
         for each in wanted:
             signal.signal(each, on_signal)
-        reader = threading.Thread(target=self._answer, args=(ours, wanted), daemon=True, name="polyaccel dumps")
+        reader = threading.Thread(target=self._answer, args=(ours, on_signal), daemon=True, name="polyaccel dumps")
         reader.start()
 
         def undo() -> None:
             if os.getpid() == owner and _is_main_thread():
                 signal.set_wakeup_fd(-1)
                 for each in wanted:
-                    signal.signal(each, signal.SIG_DFL)
+                    if signal.getsignal(each) is on_signal:
+                        signal.signal(each, signal.SIG_DFL)
                 theirs.close()  # ends the thread
                 reader.join(1.0)
 
@@ -213,17 +225,24 @@ class Dumper:
 
         os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=let_go)
 
-    def _answer(self, numbers: socket.socket, wanted: list[signal.Signals]) -> None:
+    def _answer(self, numbers: socket.socket, ours: Callable[[int, Any], None]) -> None:
         with numbers:
             while received := numbers.recv(64):
                 for number in received:
-                    if signal.SIGUSR1 in wanted and number == signal.SIGUSR1:
+                    is_ours = signal.getsignal(number) is ours
+                    if number == signal.SIGUSR1 and is_ours:
                         self.write("SIGUSR1")
-                    elif signal.SIGTERM in wanted and number == signal.SIGTERM:
+                    elif number == signal.SIGTERM and not is_ours:
+                        self.write("SIGTERM", level=logging.INFO)
+                    elif number == signal.SIGTERM:
                         self.write("SIGTERM")
                         # Python lets only the main thread, which may hang, give a signal its default action back.
                         ctypes.CDLL(None).signal(number, ctypes.c_void_p(_DEFAULT_ACTION))
                         os.kill(os.getpid(), number)
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank}.json"
 
 
 def _is_main_thread() -> bool:

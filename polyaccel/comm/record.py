@@ -58,8 +58,8 @@ class Recorder:
         self.sent_numel: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.last: dict[tuple[int, ...], Entry] = {}
-        self.on_timeout: Callable[[], object] | None = None
-        """Called when a call has timed out, before its error is raised."""
+        self.on_failure: Callable[[str], object] | None = None
+        """Called when a call has failed, with a sentence that says so, before its error is raised."""
 
     def start(self, group: tuple[int, ...], seq: int, call: Call, sent_numel: float) -> Entry:
         entry = Entry(group, seq, call)
@@ -250,8 +250,8 @@ class RecordingCommunicator(Communicator):
 
     def explain(self, entry: Entry, error: CommError) -> CommError:
         """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
-        if isinstance(error, CommTimeout) and self.recorder.on_timeout is not None:
-            self.recorder.on_timeout()
+        if self.recorder.on_failure is not None:
+            self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
         known = _missing_of(error)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         places = where_ranks_are(

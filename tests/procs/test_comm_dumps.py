@@ -29,7 +29,7 @@ comm.all_reduce(buffer)
 class Job:
     """A script on two ranks under `polyaccel run`, and the folder that its dumps go to."""
 
-    def __init__(self, folder: Path, body: str, *, timeout_s: float, backend: str) -> None:
+    def __init__(self, folder: Path, body: str, *, timeout_s: float, backend: str, grace_s: float = 5) -> None:
         self.dumps = folder / "dumps"
         script = folder / "train.py"
         script.write_text(PRELUDE.format(timeout=timeout_s) + body)
@@ -40,7 +40,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "5", str(script)],
+            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", str(grace_s), str(script)],
             env={name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -175,6 +175,57 @@ def test_a_scripts_own_handler_stays(jobs: list[Job], tmp_path: Path) -> None:
     )
     output = job.end()
     assert job.process.returncode == 0, output
+
+
+CAUGHT = """
+from polyaccel.errors import CommError
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.barrier()
+except CommError:
+    sys.exit("the other rank is gone")
+"""
+HANDLED = """
+import time
+def wait_for(name):
+    while not os.path.exists(os.path.join(os.environ["POLYACCEL_DUMP_DIR"], name)):
+        time.sleep(0.01)
+def end(*_):
+    wait_for("rank-0.json")
+    print("ended by its own handler", flush=True)
+    sys.exit(3)
+if rank == 1:
+    wait_for("handled")
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, end)  # in place of the recorder's
+open(os.path.join(os.environ["POLYACCEL_DUMP_DIR"], "handled"), "w").close()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "body", "said"),
+    [
+        ("shm", CAUGHT, "the other rank is gone"),
+        ("gloo", CAUGHT, "the other rank is gone"),
+        ("shm", HANDLED, "ended by its own handler"),
+    ],
+)
+def test_a_killed_rank_leaves_none_and_is_the_one_that_is_missing(
+    jobs: list[Job], tmp_path: Path, backend: str, body: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dumps").mkdir()
+    for rank in range(2):
+        (tmp_path / "dumps" / f"rank-{rank}.json").write_text("of an earlier job")
+    jobs.append(Job(tmp_path, body, timeout_s=30, backend=backend, grace_s=60))
+    output = jobs[0].end()
+    assert jobs[0].process.returncode in (1, 128 + signal.SIGKILL), output
+    assert said in output
+    assert [file.name for file in jobs[0].dumps.glob("rank-*")] == ["rank-0.json"], output
+    _, text = diff(jobs[0].dumps, capsys)
+    assert "rank 1: no dump; killed, or never started?" in text
 
 
 def test_diff_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
