@@ -4,13 +4,14 @@
     polyaccel run --nproc 2 examples/gpt/train.py --resume
 
 Also runs under torchrun, mpirun and srun, and alone: `python examples/gpt/train.py`. All there is to see afterwards is
-in runs/NAME.
+in runs/NAME. Ctrl-C, or SIGTERM, stops it at the end of a step, with a checkpoint; a second one at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from progress import Progress, open_progress
 from report import write_report
 from run_folder import RunFolder, choose_folder
 from settings import Settings, add_arguments
+from stopping import StopWish, say_interrupted
 from torch import Tensor
 from windows import Windows
 
@@ -41,12 +43,14 @@ def main() -> int:
     args = parse_arguments()
     try:
         polyaccel.init_distributed()
-        train(args)
+        code = train(args)
     except PolyaccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return say_interrupted()
     comm.destroy_process_group()
-    return 0
+    return code
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -61,8 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace) -> None:
-    """The whole run. Collective."""
+def train(args: argparse.Namespace) -> int:
+    """The whole run, or as much of it as there is time for. Returns the exit code. Collective."""
     folder, settings = begin_run(args)
     corpus = agreed_corpus()
     shape = SHAPES[settings.size]
@@ -94,23 +98,34 @@ def train(args: argparse.Namespace) -> None:
         )
         if not args.resume:
             validation.evaluate(engine, monitor, progress)
-        saved_at = engine.global_steps
-        while engine.global_steps < last:
-            metrics = train_step(engine, shape.context)
+        saved_at, stopped_by = engine.global_steps, 0
+        wish = StopWish()
+        wish.listen()
+        while engine.global_steps < last and not stopped_by:
+            metrics, stopped_by = train_step(engine, shape.context, wish)
             progress.step(metrics)
             if rank == 0:
                 monitor.write(metrics)
             if metrics.step % args.eval_every == 0 or metrics.step == last:
                 validation.evaluate(engine, monitor, progress)
-            if metrics.step % args.save_every == 0 or metrics.step == last:
+            if metrics.step % args.save_every == 0 or metrics.step == last or stopped_by:
                 engine.save_checkpoint(str(folder.checkpoint), _TAG, {"corpus": corpus.digest})
                 saved_at = metrics.step
-        progress.say(f"checkpoint of step {saved_at}: {folder.checkpoint}")
-        if engine.global_steps < settings.steps:
-            progress.say(f"stopped at step {last} of {settings.steps}; --resume goes on")
-        finish(engine, folder, settings, numel, progress)
+        saved = f"checkpoint of step {saved_at}: {folder.checkpoint}"
+        if stopped_by:
+            name = signal.Signals(stopped_by).name
+            progress.say(
+                f"stopped by {name} at step {saved_at} of {settings.steps}; {saved}; "
+                f"go on with --resume --name {folder.path.name}"
+            )
+        else:
+            progress.say(saved)
+            if engine.global_steps < settings.steps:
+                progress.say(f"stopped at step {last} of {settings.steps}; --resume goes on")
+            finish(engine, folder, settings, numel, progress)
     monitor.close()
     engine.destroy()
+    return 128 + stopped_by if stopped_by else 0
 
 
 def begin_run(args: argparse.Namespace) -> tuple[RunFolder, Settings]:
@@ -148,21 +163,33 @@ def agreed_corpus() -> Corpus:
     return corpus
 
 
-def train_step(engine: TorchEngine, context: int) -> StepMetrics:
-    """One optimizer step; its metrics with the loss of all ranks and the time of this step alone."""
+def train_step(engine: TorchEngine, context: int, wish: StopWish) -> tuple[StepMetrics, int]:
+    """One optimizer step; its metrics with the loss of all ranks and the time of this step alone, and the signal that
+    stops the run, 0 for none: all ranks agree on it."""
     began_s = time.perf_counter()
     loss = engine.train_batch()
-    comm.all_reduce(loss, op=comm.ReduceOp.AVG)
+    # The wish travels with the loss: a collective of its own would cost each step one.
+    figures = torch.stack([loss.float(), torch.tensor(float(wish.signum), device=loss.device)])
+    comm.all_reduce(figures, op=comm.ReduceOp.AVG)
     elapsed_s = time.perf_counter() - began_s
     assert engine.metrics is not None  # after an optimizer step
     samples_per_s = engine.train_batch_size() / elapsed_s
-    return replace(
+    metrics = replace(
         engine.metrics,
-        loss=float(loss),
+        loss=float(figures[0]),
         step_time_s=elapsed_s,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * context,
     )
+    return metrics, agreed_wish(wish) if figures[1] > 0 else 0
+
+
+def agreed_wish(wish: StopWish) -> int:
+    """The signal that stops the run, where some rank has had one. Collective."""
+    wishes: list[Any] = [0] * comm.get_world_size()
+    comm.all_gather_object(wishes, wish.signum)
+    chosen: int = max(wishes)
+    return chosen
 
 
 class ValidationSet:

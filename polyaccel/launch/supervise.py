@@ -3,7 +3,8 @@
 [Note: How a job ends]
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that we pass on asks the
-ranks to end as well: they get no second one, but from the first rank that ends of it the grace period runs. A second
+ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
+later, the grace period runs. A second
 SIGINT kills at once. SIGUSR1, which asks ranks for their flight recorders, is passed on too and ends nothing. What
 ranks leave behind when they end is ended in the same way, so that nothing outlives the job.
 """
@@ -115,7 +116,7 @@ class Supervisor:
                 self._fail(_Verdict(128 + rank.stop_signal, sentence + limit, rank))
         if self._leftovers_until_s <= now and not self._is_ending:
             self._output.say(f"ending what the ranks left behind: pid {_listed(self._tree.members())}")
-            self._end()
+            self._end(is_asked=False)
         if self._kill_at_s <= now:
             self._kill()
 
@@ -151,15 +152,16 @@ class Supervisor:
     def _fail(self, verdict: _Verdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
-            if any(rank.state is not RankState.ENDED for rank in self._ranks):
+            if verdict.rank is not None and any(rank.state is not RankState.ENDED for rank in self._ranks):
                 self._output.say(f"{verdict.sentence}; ending the other ranks")
-            self._end()
+            self._end(is_asked=verdict.rank is None)
 
-    def _end(self) -> None:
+    def _end(self, *, is_asked: bool) -> None:
+        """Let the grace period run. `is_asked`: a signal that was passed on asks the ranks to end already."""
         self._is_ending = True
         now = monotonic()
         self._kill_at_s = min(self._kill_at_s, now + self._plan.grace_s)
-        if not any(now - passed_s < self._plan.grace_s for passed_s in self._passed_on.values()):
+        if not is_asked and not any(now - passed_s < self._plan.grace_s for passed_s in self._passed_on.values()):
             self._tree.signal(signal.SIGTERM)
             self._tree.signal(signal.SIGCONT)
 

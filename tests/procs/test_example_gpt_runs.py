@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,38 @@ def test_resumed_alone_it_continues_with_the_same_data(whole: Path, half: Path, 
     assert done.returncode == 0, done.stderr
     resumed, expected = losses(folder), losses(whole)
     assert [resumed[step] for step in STEPS] == pytest.approx([expected[step] for step in STEPS], rel=1e-5)
+
+
+def test_ctrl_c_ends_it_with_a_checkpoint_and_one_line(whole: Path, tmp_path: Path) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    job = subprocess.Popen(
+        [*BY_LAUNCHER, SCRIPT, *SMALL, "--steps", "1000000"],
+        cwd=tmp_path,
+        env={**inherited, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(whole.parent / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whatever started pytest may ignore it
+    )
+    limit = threading.Timer(100, job.kill)
+    limit.start()
+    try:
+        assert job.stdout is not None
+        started = any("1/1000000  loss" in line for line in job.stdout)
+        job.send_signal(signal.SIGINT)
+        rest, errors = job.communicate()
+    finally:
+        limit.cancel()
+        job.kill()
+    assert started, errors
+    assert job.returncode == 130, errors
+    assert "Traceback" not in errors
+    (said,) = [line for line in rest.splitlines() if "stopped by" in line]
+    step = int(said.partition("stopped by SIGINT at step ")[2].partition(" of 1000000; ")[0])
+    assert said.endswith(f"checkpoint of step {step}: runs/gpt/checkpoint; go on with --resume --name gpt")
+    done = start(ALONE, tmp_path, "--resume", "--name", "gpt", "--until", str(step + 1))
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path)) == list(range(1, step + 2))
 
 
 def test_what_cannot_be_resumed_is_an_error_on_every_rank(half: Path, tmp_path: Path) -> None:

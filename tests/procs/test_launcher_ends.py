@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from time import sleep
 
 import pytest
 from launcher_job import Job, is_alive, let_go, wait_gone
@@ -243,6 +244,30 @@ while True:
     assert code == 0
     assert "[rank 0] saved\n" in stdout
     assert "[rank 1] saved\n" in stdout
+
+
+def test_ranks_that_end_long_after_a_signal_get_no_second_one(tmp_path: Path) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: print("asked twice", flush=True))
+signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
+ready()
+if rank == 1:
+    wait()
+    sys.exit(130)
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script, "--grace", "0.5") as job:
+        ranks, _ = job.pids()
+        job.process.send_signal(signal.SIGINT)
+        job.wait_for("rank 0. asked")
+        sleep(0.5)  # at least the grace period
+        let_go(ranks[1])
+        code, stdout, stderr = job.finish()
+    assert code == 130
+    assert "asked twice" not in stdout
+    assert "ending the other ranks" not in stderr
+    assert stderr.rstrip().splitlines()[-1] == "polyaccel: ended by SIGINT, which was passed on to the ranks"
 
 
 def test_sigusr1_reaches_every_rank_and_ends_nobody(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,52 @@ def arguments(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(
         **{"size": None, "steps": None, "seed": None, "precision": None, "config": None, "eval_windows": None, **given}
     )
+
+
+# Stopping.
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts back what listening replaces."""
+    former = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in former.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_the_first_signal_is_a_wish_and_the_second_ends_the_process(
+    gpt: SimpleNamespace, handlers: None, monkeypatch: pytest.MonkeyPatch, is_torchrun: bool
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if is_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    raised: list[tuple[int, Any]] = []
+    now_s = 5.0
+    wish = gpt.stopping.StopWish(lambda: now_s)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wish.listen()
+    assert wish.signum == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert wish.signum == signal.SIGTERM
+    monkeypatch.setattr(signal, "raise_signal", lambda number: raised.append((number, signal.getsignal(number))))
+    if is_torchrun:
+        now_s = 6.9
+        os.kill(os.getpid(), signal.SIGTERM)  # the same press of a key
+        assert raised == []
+        now_s = 7.0
+    os.kill(os.getpid(), signal.SIGINT)
+    assert raised == [(signal.SIGINT, signal.SIG_DFL)]
+
+
+def test_what_is_ignored_stays_ignored(gpt: SimpleNamespace, handlers: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wish = gpt.stopping.StopWish()
+    wish.listen()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert wish.signum == 0
 
 
 # The model.
