@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
+from polyaccel.errors import PolyaccelError
+
 if TYPE_CHECKING:
     from polyaccel.jax.engine import JaxEngine
     from polyaccel.torch.engine import TorchEngine
@@ -25,10 +27,20 @@ def initialize(*positional: Any, **named: Any) -> Any:
 
     A torch module is taken as by `polyaccel.torch.initialize.initialize`, whose arguments stand in DeepSpeed's order;
     gives `(engine, optimizer, training_dataloader, lr_scheduler)`. With `params`, or a model of flax or equinox, as by
-    `polyaccel.jax.initialize.initialize`; gives the engine. Both say what they raise.
+    `polyaccel.jax.initialize.initialize`; gives the engine. Both say what they raise. Raises PolyaccelError where the
+    framework is not installed.
     """
     home = "jax" if "params" in named or _is_of(named.get("model"), _JAX_HOMES) else "torch"
-    return import_module(f"polyaccel.{home}.initialize").initialize(*positional, **named)
+    try:
+        module = import_module(f"polyaccel.{home}.initialize")
+    except ModuleNotFoundError as error:
+        if error.name != home:
+            raise
+        other = ", or pass params= where the model is a function of JAX" if home == "torch" else ""
+        raise PolyaccelError(
+            f"{home} is not installed", cure=f"pip install 'polyaccel[{home}]'{other}", value=home
+        ) from error
+    return module.initialize(*positional, **named)
 
 
 def _is_of(model: object, packages: frozenset[str]) -> bool:

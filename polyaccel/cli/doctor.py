@@ -33,6 +33,7 @@ _CONTRACTS = {
     PluginGroup.MONITORS: ("polyaccel.engine.metrics", "Monitor"),
 }
 _SHARED = "shm"
+_ALONE = "local"
 _NO_LAUNCHER = "none: a program started here is one process"
 
 
@@ -220,9 +221,10 @@ def _selection(statuses: Sequence[PluginStatus]) -> tuple[str | None, dict[str, 
     elif row is None and not _is_backend(comm):
         problems.append(f"no comm backend is called {comm!r}")
     shared = backends.get(_SHARED)
-    is_shared = comm in ("gloo", "local") and accelerator == "cpu" and shared is not None and shared.usable
+    is_shared = comm in ("gloo", _ALONE) and accelerator == "cpu" and shared is not None and shared.usable
     near = _SHARED if is_shared and "POLYACCEL_COMM" not in os.environ else comm
-    return accelerator, {"within a host": near, "between hosts": comm}, problems
+    far = "none, which takes torch or MPI" if comm == _ALONE else comm
+    return accelerator, {"within a host": near, "between hosts": far}, problems
 
 
 def _is_backend(name: str) -> bool:

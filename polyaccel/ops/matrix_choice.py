@@ -105,6 +105,8 @@ def describe_matrix_kernels() -> str:
     if choice != "auto":
         return f"{choice} ({VARIABLE})"
     identity, version = processor_identity(), _torch_version()
+    if not version:
+        return "none: they come with torch"
     lines = [
         f"{found.threads} thread{'s' * (found.threads != 1)}: {_summary(found)}"
         for found in sorted(_all_measured(), key=lambda found: found.threads)
