@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyaccel.jax import unit
+
 VOCABULARY = 256
 Params = dict[str, Any]
 
@@ -93,8 +95,9 @@ def _block(params: Params, hidden: jax.Array, heads: int) -> jax.Array:
 def logits(params: Params, tokens: jax.Array, *, heads: int) -> jax.Array:
     """Logits (batch, sequence, 256) in fp32 for `tokens` (batch, sequence), integers."""
     hidden = params["tokens"]["weight"][tokens] + params["positions"]["weight"][: tokens.shape[1]]
-    for block in params["blocks"]:
-        hidden = _block(block, hidden, heads)
+    block = unit(partial(_block, heads=heads))  # at stage 3, gathered for its own computation only
+    for layer in params["blocks"]:
+        hidden = block(layer, hidden)
     return (_norm(params["norm"], hidden) @ params["tokens"]["weight"].T).astype(jnp.float32)
 
 

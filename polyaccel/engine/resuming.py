@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.checkpoint.name_map import RenamedReader
+from polyaccel.buffer import Buffer
+from polyaccel.checkpoint import TensorEntry
 from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.types import DType
 from polyaccel.zero.step import ZeroStep
 
 PARAM = "param"
 """The kind of the tensors that are parameters; the others are optimizer states."""
 
 
-def check_names(zero: ZeroStep, reader: RenamedReader, *, strict: bool) -> None:
+class StateReader(Protocol):
+    """A checkpoint as seen by this run's parameters."""
+
+    tag: str
+    scalars: dict[str, Any]
+
+    def steps_of(self, fqn: str) -> int: ...
+
+    def tensors(self) -> Sequence[TensorEntry]: ...
+
+    def has(self, fqn: str, kind: str) -> bool: ...
+
+    def read_into(
+        self,
+        fqn: str,
+        kind: str,
+        start: int,
+        length: int,
+        buffer: Buffer,
+        *,
+        cast_through: Callable[[int, DType], Buffer],
+    ) -> None: ...
+
+
+def check_names(zero: ZeroStep, reader: StateReader, *, strict: bool) -> None:
     """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
     ours = {param.fqn: param.shape for param in zero.layout.params if param.numel}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
@@ -31,7 +57,7 @@ def check_names(zero: ZeroStep, reader: RenamedReader, *, strict: bool) -> None:
         )
 
 
-def check_optimizer(kind: str | None, reader: RenamedReader) -> None:
+def check_optimizer(kind: str | None, reader: StateReader) -> None:
     """Raise CheckpointError when the saved optimizer states are of another kind than this run's."""
     theirs = reader.scalars["optimizer_kind"]
     if kind is not None and theirs is not None and kind != theirs:
@@ -45,7 +71,7 @@ def check_optimizer(kind: str | None, reader: RenamedReader) -> None:
 def read_state(
     zero: ZeroStep,
     accelerator: Accelerator,
-    reader: RenamedReader,
+    reader: StateReader,
     *,
     optimizer_states: bool,
     counts_updates: bool,

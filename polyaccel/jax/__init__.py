@@ -1,4 +1,4 @@
-"""JAX under the engine. `as_torch`, which makes a function of JAX a layer of torch, loads both when it is used."""
+"""JAX under the engine. Every name loads what it needs when it is used."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyaccel.bridge.torch_module_of_jax import as_torch as as_torch
+    from polyaccel.jax.units import scan_units as scan_units
+    from polyaccel.jax.units import unit as unit
 
-__all__ = ["as_torch"]
+__all__ = ["as_torch", "scan_units", "unit"]
+
+_HOMES = {
+    "as_torch": "polyaccel.bridge.torch_module_of_jax",  # the room of both frameworks is above this one
+    "scan_units": "polyaccel.jax.units",
+    "unit": "polyaccel.jax.units",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # not imported here: the room of both frameworks is above this one
-        return getattr(import_module("polyaccel.bridge.torch_module_of_jax"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'polyaccel.jax' has no attribute {name!r}")

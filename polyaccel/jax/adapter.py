@@ -12,14 +12,22 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
-from polyaccel.jax.views import ParamViews
+from polyaccel.jax.sharded_params import Leaf
+from polyaccel.jax.stacking import Stacking, repeated_blocks
+from polyaccel.jax.views import ParamViews, array_over
 from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.params import ParamStore
 
 
 class JaxAdapter(ModelAdapter):
-    """The parameters of `params`, the floating ones trained and held as `param_dtype` (None: as they are)."""
+    """The parameters of `params`, the floating ones trained and held as `param_dtype` (None: as they are).
 
-    def __init__(self, params: Any, accelerator: Accelerator, param_dtype: DType | None) -> None:
+    `stacked` names subtrees whose layers are to be parameters of their own (`polyaccel.jax.stacking`).
+    """
+
+    def __init__(
+        self, params: Any, accelerator: Accelerator, param_dtype: DType | None, stacked: Sequence[str] = ()
+    ) -> None:
         self._leaves, self.structure = named_leaves(params)
         self._accelerator = accelerator
         self._specs: dict[str, ParamSpec] = {}
@@ -28,7 +36,10 @@ class JaxAdapter(ModelAdapter):
             dtype = param_dtype if param_dtype is not None and own.is_floating else own
             shape = leaf.shape if isinstance(leaf, jax.Array) else jax.numpy.shape(leaf)
             self._specs[fqn] = ParamSpec(fqn, tuple(shape), dtype, trainable=own.is_floating)
+        self.stacking = Stacking(self._specs, stacked)
         self.views = ParamViews({fqn: spec.shape for fqn, spec in self._specs.items()})
+        self._sharded: set[str] = set()
+        """What stands nowhere as a whole, but while a unit of the program needs it."""
 
     @property
     def is_trained(self) -> tuple[bool, ...]:
@@ -45,27 +56,71 @@ class JaxAdapter(ModelAdapter):
         self._leaves.clear()
 
     def param_specs(self) -> Sequence[ParamSpec]:
-        return tuple(reversed(self._specs.values()))
+        return tuple(reversed(tuple(self.stacking.specs())))
 
     def unit_names(self) -> dict[str, str]:
-        """Every parameter belongs to the root unit: nothing is gathered piecewise."""
-        return dict.fromkeys(self._specs, "")
+        """Repeated blocks, and layers that are stacked, are units; everything else is the root's."""
+        return repeated_blocks(self._specs) | self.stacking.units()
+
+    def leaves(self) -> list[Leaf]:
+        """The parameters in tree order, as programs that gather them know them."""
+        return [
+            Leaf(
+                index=index,
+                fqn=fqn,
+                shape=spec.shape,
+                dtype=spec.dtype,
+                is_trained=spec.trainable,
+                is_whole=fqn not in self._sharded and not self.stacking.is_stacked(fqn),
+                is_stacked=self.stacking.is_stacked(fqn),
+                names=self.stacking.names(fqn),
+            )
+            for index, (fqn, spec) in enumerate(self._specs.items())
+        ]
 
     def read_param(self, fqn: str) -> Buffer:
-        return self._accelerator.import_array(as_array(self._leaves[fqn]))
+        layer = self.stacking.layers.get(fqn)
+        leaf = self._leaves[fqn] if layer is None else self._leaves[layer.fqn][layer.index]
+        return self._accelerator.import_array(as_array(leaf))
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
-        self.views.bind(fqn, view)
+        if fqn not in self._sharded and fqn not in self.stacking.layers:
+            self.views.bind(fqn, view)
+
+    def on_freed(self, fqn: str) -> None:
+        self._sharded.add(fqn)
 
     def release(self) -> None:
         """Nothing is attached to a function; the arrays keep the engine's memory alive."""
 
-    def tree(self) -> Any:
-        """The parameters as the caller's kind of tree, over the engine's memory."""
-        return jax.tree_util.tree_unflatten(self.structure, self.views.arrays())
+    def tree(self, params: ParamStore) -> Any:
+        """The parameters as the caller's kind of tree, over the engine's memory; copies of those that are sharded.
+
+        Collective where some are.
+        """
+        arrays = dict(zip(self.views.names(), self.views.arrays(), strict=True))
+        copies = {
+            fqn: self._accelerator.allocate(spec.numel, spec.dtype)
+            for fqn, spec in self._specs.items()
+            if fqn not in arrays
+        }
+        for place in params:
+            wanted = [slot for slot in place.bucket.slots if slot.param.fqn not in arrays]
+            if wanted:
+                with params.peek(place.bucket.index) as full:
+                    for slot in wanted:
+                        fqn, _, start = self.stacking.in_whole(slot.param.fqn, slot.param.shape, 0)
+                        part = copies[fqn].view(start, slot.param.numel)
+                        part.copy_from(full.view(slot.offset, slot.param.numel))
+        for fqn, copy in copies.items():
+            arrays[fqn] = array_over(copy, self._specs[fqn].shape, f"parameter {fqn!r}")
+        return jax.tree_util.tree_unflatten(self.structure, [arrays[fqn] for fqn in self._specs])
 
     def gradients(self, arrays: Sequence[jax.Array]) -> Sequence[tuple[str, Buffer]]:
-        """The names and flat contents of the trained leaves' gradients, those first that fill the first bucket."""
+        """The names and flat contents of the trained leaves' gradients, those first that fill the first bucket; none
+        where the program has handed them over itself."""
+        if not arrays:
+            return ()
         trained = [fqn for fqn, spec in self._specs.items() if spec.trainable]
         pairs = zip(reversed(trained), reversed(arrays), strict=True)
         return [(fqn, self._accelerator.import_array(array)) for fqn, array in pairs]

@@ -12,6 +12,7 @@ from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.engine.resuming import check_names, check_optimizer, hyperparameters, load_groups, read_state
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.stacking import StackedReader
 
 if TYPE_CHECKING:
     from polyaccel.jax.engine import JaxEngine
@@ -23,14 +24,14 @@ def save_engine(engine: JaxEngine, save_dir: str, tag: str, client_state: Mappin
     """Write the whole state of `engine`. Collective. Raises PolyaccelError after half an update."""
     engine.zero.require_whole()
     engine.zero.params.fence()
-    schedule, optimizer = engine.lr_scheduler, engine.zero.optimizer
+    schedule, optimizer, stacking = engine.lr_scheduler, engine.zero.optimizer, engine.adapter.stacking
     groups = [hyperparameters(group) for group in engine.optimizer.param_groups]
     scalars = {
         "counters": engine.counters.state_dict(),
         "loss_scaler": engine.loss_scaler.state_dict(),
         "optimizer": {"param_groups": groups} if engine.optimizer_kind is not None else None,
         "optimizer_kind": engine.optimizer_kind,
-        "param_steps": engine.zero.steps,
+        "param_steps": {stacking.in_whole(name, (), 0)[0]: count for name, count in engine.zero.steps.items()},
         "client_optimizer": {_OPTAX: dict(optimizer.numbers)} if isinstance(optimizer, OptaxOptimizer) else {},
         "lr_scheduler": schedule.state_dict() if schedule is not None else None,
         "data": None,
@@ -41,8 +42,9 @@ def save_engine(engine: JaxEngine, save_dir: str, tag: str, client_state: Mappin
         tag,
         communicator=engine.communicator,
         pieces=[
-            TensorPiece(slot.param.fqn, kind, slot.param.shape, buffer.dtype, start, buffer)
+            TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
             for slot, kind, start, buffer in engine.zero.owned_pieces()
+            for fqn, shape, at in [stacking.in_whole(slot.param.fqn, slot.param.shape, start)]
         ],
         scalars=scalars,
         rank_blobs={},
@@ -63,7 +65,9 @@ def load_engine(
     """Take over a checkpoint's state. Collective. Returns its path and the client state."""
     engine.zero.params.fence()
     saved = open_checkpoint(load_dir, tag, communicator=engine.communicator)
-    reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in engine.zero.layout.params})
+    stacking = engine.adapter.stacking
+    shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in engine.zero.layout.params)
+    reader = StackedReader(RenamedReader(saved, name_map, shapes), stacking)
     scalars = reader.scalars
     check_names(engine.zero, reader, strict=True)
     if optimizer_states:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import load_engine, save_engine
 from polyaccel.jax.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.sharded import ShardedFunction
+from polyaccel.jax.sharded_params import ShardedParams
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -44,6 +46,7 @@ class JaxEngine(Engine):
         slice_optimizer: SliceOptimizer | None,
         hyperparameters: Mapping[str, Any],
         seed: int,
+        stacked: Sequence[str] = (),
     ) -> None:
         self.runtime = runtime
         self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
@@ -53,10 +56,12 @@ class JaxEngine(Engine):
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
         self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
-        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
+        are_sharded = runtime.policy.params is Placement.SHARDED
+        layers = tuple(stacked) if are_sharded else ()
+        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, layers)
         self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
         is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
-        self._function = LossFunction(
+        function = LossFunction(
             fn,
             self.adapter.structure,
             self.adapter.is_trained,
@@ -64,6 +69,10 @@ class JaxEngine(Engine):
             self.adapter.originals,
             jnp.float16 if is_half else None,
         )
+        self._function: LossFunction | ShardedFunction = function
+        if are_sharded:
+            params_in_programs = ShardedParams(self.zero, self.accelerator)
+            self._function = ShardedFunction(function, self.adapter.leaves(), params_in_programs)
         self.adapter.let_go()
         self._recorder.begin()
 
@@ -79,10 +88,13 @@ class JaxEngine(Engine):
 
     @property
     def params(self) -> Any:
-        """The parameters, in the caller's tree, up to date: arrays over the engine's memory."""
+        """The parameters, in the caller's tree, up to date: arrays over the engine's memory.
+
+        Where parameters are sharded over separate memories they are gathered copies, and every rank has to ask.
+        """
         self._require_own_process()
         self.zero.params.fence()
-        return self.adapter.tree()
+        return self.adapter.tree(self.zero.params)
 
     @property
     def copies(self) -> CopyCount:
@@ -147,6 +159,12 @@ class JaxEngine(Engine):
         batch = next(data_iter) if _is_iterator(data_iter) else data_iter
         loss, self.aux = self._function.evaluate(self.adapter.views.arrays(), batch)
         return loss
+
+    def program(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled program of a micro-batch like `batch`: ask its `memory_analysis()` or `cost_analysis()`."""
+        self._require_own_process()
+        rng = jax.random.fold_in(self._key, 0)
+        return self._function.compiled(self.adapter.views.arrays(), batch, rng, 1.0)
 
     def zero_grad(self) -> None:
         """Forget all gradients, accumulated ones too."""

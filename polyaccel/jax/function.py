@@ -50,19 +50,26 @@ class LossFunction:
         Raises PolyaccelError for a function that returns no scalar loss, ShardingError for one that closed over
         parameters.
         """
-        trained = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if wanted]
-        frozen = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if not wanted]
-        arguments = (trained, frozen, as_inputs(batch), rng, np.float32(factor))
-        self._check(self._with_gradients, arguments)
+        arguments = self._arguments(leaves, batch, rng, factor)
+        self.check(self._with_gradients, arguments)
         loss, aux, gradients = jax.block_until_ready(self._with_gradients(*arguments))
         return loss, aux, gradients
 
     def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         """(loss, auxiliary output), computed, with None for `rng`. Raises as `gradients` does."""
         arguments = (list(leaves), as_inputs(batch))
-        self._check(self._without, arguments)
+        self.check(self._without, arguments)
         loss, aux = jax.block_until_ready(self._without(*arguments))
         return loss, aux
+
+    def compiled(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> jax.stages.Compiled:
+        """The program of `gradients`, to be asked what it needs."""
+        return self._with_gradients.lower(*self._arguments(leaves, batch, rng, factor)).compile()
+
+    def _arguments(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, ...]:
+        trained = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if wanted]
+        frozen = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if not wanted]
+        return trained, frozen, as_inputs(batch), rng, np.float32(factor)
 
     def differentiate(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
         """What `gradients` gives, to be traced by JAX: leaves in tree order, the trained ones and the others."""
@@ -97,7 +104,7 @@ class LossFunction:
     def _cast(self, value: Any) -> Any:
         return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
-    def _check(self, compiled: Any, arguments: Any) -> None:
+    def check(self, compiled: Any, arguments: Any) -> None:
         """`refuse_closed_over` for a program that is new."""
         leaves, structure = jax.tree.flatten(arguments)
         signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from polyaccel import comm
 from polyaccel.comm.default import is_initialized
@@ -26,6 +28,7 @@ def initialize(
     optimizer: Any = None,
     config: str | Path | Mapping[str, Any] | None = None,
     seed: int = 0,
+    stacked: Sequence[str] = (),
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
 ) -> JaxEngine:
@@ -34,8 +37,9 @@ def initialize(
     equinox are taken too, see `polyaccel.jax.modules`.
 
     `optimizer` is an elementwise optax transformation and goes before the config's; `config` is a path, a dict or
-    base64. `seed` is of the random keys that the function gets. Joins the other ranks if
-    nobody has yet, unless `dist_init_required` is False. Rank 0's parameters are everybody's.
+    base64. `seed` is of the random keys that the function gets. `stacked` names subtrees of `params` whose arrays have
+    a leading axis over layers, for `polyaccel.jax.scan_units`. Joins the other ranks if nobody has yet, unless
+    `dist_init_required` is False. Rank 0's parameters are everybody's.
 
     Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
     cut as asked, CommError when the ranks cannot meet.
@@ -50,7 +54,7 @@ def initialize(
     _check_config(runtime)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
     fn, tree = as_function(model, params)
-    engine = JaxEngine(fn, tree, runtime, slices, hyperparameters, seed)
+    engine = JaxEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in hyperparameters:
@@ -64,11 +68,11 @@ def _check_config(runtime: Runtime) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
     problems = []
-    if runtime.policy.params is Placement.SHARDED:
-        expected = "sharded parameters are not available for JAX in this version"
-        problems.append(
-            Problem("zero_optimization.stage", config.zero_optimization.stage, expected, "use stage 0 to 2")
-        )
+    is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
+    if runtime.policy.params is Placement.SHARDED and not is_host:
+        expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
+        cure = "use stage 0 to 2, or the CPU: JAX_PLATFORMS=cpu and DS_ACCELERATOR=cpu"
+        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
     if config.torch_autocast.enabled:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
     if config.activation_checkpointing.cpu_checkpointing:

@@ -66,7 +66,11 @@ class ParamViews:
             is_stale = fqn in self._copied and self._copied[fqn] != self._buffers[fqn].generation
             if is_stale or array.is_deleted():
                 self._import(fqn)
-        return [self._arrays[fqn] for fqn in self._shapes]
+        return [self._arrays[fqn] for fqn in self.names()]
+
+    def names(self) -> list[str]:
+        """The parameters that are bound, in tree order."""
+        return [fqn for fqn in self._shapes if fqn in self._arrays]
 
     def count(self) -> CopyCount:
         return CopyCount(len(self._arrays) - len(self._copied), len(self._copied))

@@ -265,7 +265,6 @@ def test_a_function_without_a_loss_is_refused(fn, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
         ({"optimizer": {"type": "Adadelta", "params": {}}}, "optax transformation"),
     ],

@@ -1,0 +1,79 @@
+"""The GPT of the examples at stage 3 under JAX: with units, without, with layers stacked for a scan."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax_models import HEADS, Run, example, jax_gpt, leaves, tokens
+
+import polyaccel
+from polyaccel.jax import scan_units
+
+ZERO = {"param_persistence_threshold": 0, "reduce_bucket_size": 2048, "stage3_prefetch_bucket_size": 0}
+STACKED = ("blocks",)
+
+
+def without_units(params: Any, batch: Any, rng: Any) -> Any:
+    """The loss of the GPT as somebody writes it who knows nothing of units."""
+    model = example("gpt_jax", "model")
+    return _loss(params, batch, lambda hidden: _in_turn(partial(model._block, heads=HEADS), params["blocks"], hidden))
+
+
+def with_scan(params: Any, batch: Any, rng: Any) -> Any:
+    """The loss of the GPT with `params["blocks"]` stacked, its layers scanned."""
+    block = partial(example("gpt_jax", "model")._block, heads=HEADS)
+    return _loss(params, batch, lambda hidden: scan_units(block, hidden, params["blocks"]))
+
+
+def stacked_gpt() -> tuple[Any, Any]:
+    """(fn, params) of the same model with stacked layers."""
+    _, params = jax_gpt()
+    return with_scan, {**params, "blocks": jax.tree.map(lambda *parts: np.stack(parts), *params["blocks"])}
+
+
+def plain_gpt() -> tuple[Any, Any]:
+    return without_units, jax_gpt()[1]
+
+
+MODELS = {"units": jax_gpt, "plain": plain_gpt, "scan": stacked_gpt}
+
+
+def build(communicator: Any, model: str, config: Any) -> Any:
+    fn, params = MODELS[model]()
+    stacked = STACKED if model == "scan" else ()
+    return polyaccel.initialize(model=fn, params=params, config=config, stacked=stacked)
+
+
+def train_sharded(communicator: Any, model: str, config: Any, steps: int) -> Run:
+    """One rank's run, with the loss of an evaluation behind those of the steps."""
+    engine = build(communicator, model, config)
+    losses, norms = [], []
+    for step in range(steps):
+        count = engine.gradient_accumulation_steps()
+        losses.append(
+            float(engine.train_batch(iter([tokens(step, micro, communicator.rank) for micro in range(count)])))
+        )
+        norms.append(engine.get_global_grad_norm())
+    losses.append(float(engine.eval_batch(tokens(steps, 0, communicator.rank))))
+    run = Run(losses, norms, leaves(engine.params))
+    engine.destroy()
+    return run
+
+
+def _loss(params: Any, batch: Any, blocks: Any) -> Any:
+    model = example("gpt_jax", "model")
+    tokens, targets = batch
+    hidden = blocks(params["tokens"]["weight"][tokens] + params["positions"]["weight"][: tokens.shape[1]])
+    found = (model._norm(params["norm"], hidden) @ params["tokens"]["weight"].T).astype(jnp.float32)
+    right = jnp.take_along_axis(found, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(found, axis=-1) - right).mean()
+
+
+def _in_turn(block: Any, layers: Any, hidden: Any) -> Any:
+    for layer in layers:
+        hidden = block(layer, hidden)
+    return hidden
