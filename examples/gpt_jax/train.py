@@ -3,13 +3,15 @@
     polyaccel run --nproc 2 examples/gpt_jax/train.py
     polyaccel run --nproc 2 examples/gpt_jax/train.py --resume
 
-torch need not be installed. A checkpoint of either example is one of the other's.
+torch need not be installed. A checkpoint of either example is one of the other's. Ctrl-C, or SIGTERM, stops it at the
+end of a step, with a checkpoint; a second one at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -32,6 +34,7 @@ from progress import open_progress
 from report import write_report
 from run_folder import RunFolder, choose_folder
 from settings import Settings, add_arguments
+from stopping import StopWish, say_interrupted
 
 if TYPE_CHECKING:
     from polyaccel.jax.engine import JaxEngine
@@ -53,12 +56,14 @@ def main() -> int:
     args = parser.parse_args()
     try:
         polyaccel.init_distributed()
-        train(args)
+        code = train(args)
     except PolyaccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return say_interrupted()
     comm.destroy_process_group()
-    return 0
+    return code
 
 
 class Windows:
@@ -84,8 +89,8 @@ class Windows:
         return [orders[int(epoch)][place] for epoch, place in zip(epochs, places, strict=True)]
 
 
-def train(args: argparse.Namespace) -> None:
-    """The whole run. Collective."""
+def train(args: argparse.Namespace) -> int:
+    """The whole run, or as much of it as there is time for. Returns the exit code. Collective."""
     ranks = default_communicator()
     folder, settings = begin_run(args)
     corpus = open_corpus()
@@ -115,14 +120,19 @@ def train(args: argparse.Namespace) -> None:
             f"ZeRO-{engine.zero_optimization_stage()}, {ranks.world_size} ranks on {engine.accelerator.name}, "
             f"parameters {engine.copies}"
         )
-        while engine.global_steps < last:
+        stopped_by = 0
+        wish = StopWish()
+        wish.listen()
+        while engine.global_steps < last and not stopped_by:
             indices = windows.shuffled(engine.global_samples, engine.train_batch_size(), settings.seed)
             began_s = time.perf_counter()
             loss_here = engine.train_batch(windows.batch(indices[ranks.rank * each : (ranks.rank + 1) * each]))
             assert engine.metrics is not None  # after an optimizer step
+            losses, wishes = zip(*ranks.all_gather_object((float(loss_here), wish.signum)), strict=True)
+            stopped_by = max(wishes)
             metrics = replace(
                 engine.metrics,
-                loss=float(np.mean(ranks.all_gather_object(float(loss_here)))),
+                loss=float(np.mean(losses)),
                 tokens_per_s=engine.train_batch_size() * shape.context / (time.perf_counter() - began_s),
             )
             progress.step(metrics)
@@ -133,14 +143,20 @@ def train(args: argparse.Namespace) -> None:
                 progress.say(f"step {metrics.step}: validation loss {value:.4f}")
                 if ranks.rank == 0:
                     monitor.write_events([("validation_loss", value, metrics.step)])
-            if metrics.step % args.save_every == 0 or metrics.step == last:
+            if metrics.step % args.save_every == 0 or metrics.step == last or stopped_by:
                 engine.save_checkpoint(str(folder.checkpoint), _TAG, {"corpus": corpus.digest})
-        if ranks.rank == 0:
+        if stopped_by:
+            progress.say(
+                f"stopped by {signal.Signals(stopped_by).name} at step {engine.global_steps} of {settings.steps}; "
+                f"checkpoint: {folder.checkpoint}; go on with --resume --name {folder.path.name}"
+            )
+        elif ranks.rank == 0:
             text = bytes(generate(engine.params, shape, _PROMPT, _SAMPLE_NBYTES, seed=settings.seed))
             finish(engine, folder, settings, (_PROMPT + text).decode("utf-8", errors="replace"))
             progress.say(f"report: {folder.report}")
     monitor.close()
     engine.destroy()
+    return 128 + stopped_by if stopped_by else 0
 
 
 def begin_run(args: argparse.Namespace) -> tuple[RunFolder, Settings]:
