@@ -122,10 +122,11 @@ class Dumper:
     def start(self) -> None:
         """Listen for failures, uncaught exceptions and, in the main thread of a process, signals.
 
-        What this rank of an earlier job left in the folder is removed: it would be taken for this one's.
+        What this rank of an earlier job left in the folder becomes `rank-N.earlier`, lest it be taken for this one's.
         """
-        with suppress(OSError):
-            (self._folder / _file_name(self._rank)).unlink(missing_ok=True)
+        left = self._folder / _file_name(self._rank)
+        with suppress(OSError):  # as a rule there is nothing
+            left.replace(left.with_suffix(".earlier"))
         self._recorder.on_failure = self.write
         self._watch_exceptions()
         if _is_main_thread():

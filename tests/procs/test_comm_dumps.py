@@ -177,53 +177,59 @@ def test_a_scripts_own_handler_stays(jobs: list[Job], tmp_path: Path) -> None:
     assert job.process.returncode == 0, output
 
 
-CAUGHT = """
+DYING = """
+import time
 from polyaccel.errors import CommError
+def path(name):
+    return os.path.join(os.environ["POLYACCEL_DUMP_DIR"], name)
+def wait_for(name):
+    while not os.path.exists(path(name)):
+        time.sleep(0.01)
 if rank == 1:
+    wait_for("prepared")
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+CAUGHT = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(path("prepared"), "w").close()
 try:
     comm.barrier()
 except CommError:
     sys.exit("the other rank is gone")
 """
 HANDLED = """
-import time
-def wait_for(name):
-    while not os.path.exists(os.path.join(os.environ["POLYACCEL_DUMP_DIR"], name)):
-        time.sleep(0.01)
 def end(*_):
     wait_for("rank-0.json")
     print("ended by its own handler", flush=True)
     sys.exit(3)
-if rank == 1:
-    wait_for("handled")
-    os.kill(os.getpid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, end)  # in place of the recorder's
-open(os.path.join(os.environ["POLYACCEL_DUMP_DIR"], "handled"), "w").close()
+open(path("prepared"), "w").close()
 while True:
     signal.pause()
 """
 
 
 @pytest.mark.parametrize(
-    ("backend", "body", "said"),
+    ("backend", "body", "said", "reason"),
     [
-        ("shm", CAUGHT, "the other rank is gone"),
-        ("gloo", CAUGHT, "the other rank is gone"),
-        ("shm", HANDLED, "ended by its own handler"),
+        ("shm", CAUGHT, "the other rank is gone", "a collective failed"),
+        ("gloo", CAUGHT, "the other rank is gone", "a collective failed"),
+        ("shm", HANDLED, "ended by its own handler", "SIGTERM"),
     ],
 )
 def test_a_killed_rank_leaves_none_and_is_the_one_that_is_missing(
-    jobs: list[Job], tmp_path: Path, backend: str, body: str, said: str, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job], tmp_path: Path, backend: str, body: str, said: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "dumps").mkdir()
     for rank in range(2):
         (tmp_path / "dumps" / f"rank-{rank}.json").write_text("of an earlier job")
-    jobs.append(Job(tmp_path, body, timeout_s=30, backend=backend, grace_s=60))
+    jobs.append(Job(tmp_path, DYING + body, timeout_s=30, backend=backend, grace_s=60))
     output = jobs[0].end()
     assert jobs[0].process.returncode in (1, 128 + signal.SIGKILL), output
     assert said in output
-    assert [file.name for file in jobs[0].dumps.glob("rank-*")] == ["rank-0.json"], output
+    assert read_dump(jobs[0].dumps / "rank-0.json").reason == reason
+    left = {"rank-0.json", "rank-0.earlier", "rank-1.earlier"}
+    assert {file.name for file in jobs[0].dumps.glob("rank-*")} == left, output
     _, text = diff(jobs[0].dumps, capsys)
     assert "rank 1: no dump; killed, or never started?" in text
 
