@@ -4,9 +4,9 @@
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that we pass on asks the
 ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
-later, the grace period runs. A second
-SIGINT kills at once. SIGUSR1, which asks ranks for their flight recorders, is passed on too and ends nothing. What
-ranks leave behind when they end is ended in the same way, so that nothing outlives the job.
+later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight recorders, is
+passed on too and ends nothing. What ranks leave behind when they end is ended in the same way, so that nothing outlives
+the job.
 """
 
 from __future__ import annotations
