@@ -212,13 +212,14 @@ class Runtime:
         return NATIVE_OPTIMIZERS[section.type](), defaults
 
 
-def compose(parsed: Config, hints: Mapping[str, Any] | None = None) -> Runtime:
+def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> Runtime:
     """The runtime for a config over the default communicator.
 
-    `hints` resolve values that are `"auto"`. Raises ConfigError, and CommError before `init_distributed`.
+    `world_size` counts what trains where that is not its processes. `hints` resolve values that are `"auto"`. Raises
+    ConfigError, and CommError before `init_distributed`.
     """
     communicator = default_communicator()
-    config = resolve_config(parsed, world_size=communicator.world_size, hints=hints)
+    config = resolve_config(parsed, world_size=world_size or communicator.world_size, hints=hints)
     accelerator = communicator.accelerator
     param_dtype = param_dtype_of(config)
     if param_dtype is not None and param_dtype not in accelerator.supported_dtypes():

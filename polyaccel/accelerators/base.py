@@ -8,7 +8,7 @@ the engine is composed and never inside a step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -258,6 +258,23 @@ class NullStream(Stream):
 
     def synchronize(self) -> None:
         return None
+
+
+class DeviceQueue(Stream):
+    """The one queue of a device without streams: whoever waits for something in it waits for all."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+
+    def record(self) -> Event:
+        self._synchronize()
+        return NullEvent(perf_counter())
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        self._synchronize()
 
 
 def describe(capabilities: Capabilities) -> Mapping[str, str]:

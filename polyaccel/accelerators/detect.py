@@ -2,8 +2,8 @@
 
 The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. "Present"
 is what a plugin's `probe()` says of the machine, never what can be imported. A name that no plugin has may be that of a
-device which torch knows (`polyaccel.accelerators.torch_generic`). The decision is logged once, with the
-package it came from and its version.
+device which torch knows (`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_generic`).
+The decision is logged once, with the package it came from and its version.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
     try:
         info = find_plugin(PluginGroup.ACCELERATORS, wanted)
     except PluginNotFound as error:
-        found = _torch_device(wanted, origin)
+        found = _torch_device(wanted, origin) or _jax_device(wanted, origin)
         if found is None:
             cure = f"{error.cure}; a device of torch's has to be known to torch: import the package that adds it before"
+            cure += "; one of JAX's is named as its platform"
             raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, cure) from None
         return found
     plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, API_VERSION)
@@ -113,6 +114,19 @@ def _torch_device(name: str, origin: str) -> Accelerator | None:
         cure = "name one that can be used, or none to let the best be chosen"
         raise _refusal(f"device {name!r} of torch's (from {origin}) cannot be used: {probe.reason}", name, cure)
     _log.info("accelerator %s, named by %s: %s", name, origin, probe.reason)
+    return plugin()
+
+
+def _jax_device(name: str, origin: str) -> Accelerator | None:
+    """The accelerator for the platform that JAX calls `name`; None where it has none."""
+    if find_spec("jax") is None:
+        return None
+    from polyaccel.accelerators.jax_generic import device_plugin
+
+    plugin = device_plugin(name)
+    if plugin is None:
+        return None
+    _log.info("accelerator %s, named by %s: %s", name, origin, plugin.probe().reason)
     return plugin()
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
-from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 
 from polyaccel.accelerators import presence
-from polyaccel.accelerators.base import Capabilities, Event, MemoryStats, NullEvent, Probe, Stream
+from polyaccel.accelerators.base import Capabilities, DeviceQueue, MemoryStats, Probe, Stream
 from polyaccel.accelerators.torch_device import TorchAccelerator
 from polyaccel.accelerators.torch_memory import torch_dtype
 from polyaccel.buffer import Buffer
@@ -60,23 +59,6 @@ class DeviceModule:
 
     def stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         return stream
-
-
-class DeviceQueue(Stream):
-    """The one queue of a device without streams: whoever waits for something in it waits for all."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-
-    def record(self) -> Event:
-        self._synchronize()
-        return NullEvent(perf_counter())
-
-    def wait(self, event: Event) -> None:
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        self._synchronize()
 
 
 class GenericAccelerator(TorchAccelerator):

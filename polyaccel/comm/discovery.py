@@ -128,6 +128,11 @@ def local_rank(*, default: int) -> int:
     return integer(os.environ, "LOCAL_RANK", default)
 
 
+def meeting_address() -> str:
+    """Where rank 0's host is reached; this host where nobody said it."""
+    return os.environ.get("MASTER_ADDR", LOOPBACK)
+
+
 def _problem(source: Source, request: Request) -> str:
     """Why reading `source` would fail, as far as that is known without MPI."""
     try:

@@ -12,4 +12,4 @@ class JaxConfig(Section):
 
     execution: Literal["views", "native"] = "views"
     """Who exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX itself, in one
-    program over all its devices, several a process too (TPU, several GPUs in one process)."""
+    program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""

@@ -185,7 +185,7 @@ class Engine(ABC):
             raise PolyaccelError("this engine has no optimizer", cure=cure)
 
     def _require_whole_step(self) -> None:
-        if self.zero.in_pass or any(bucket.has_content for bucket in self.zero.gradient_buckets()):
+        if self.zero.holds_gradients:
             raise CheckpointError(
                 "gradients of an unfinished optimizer step would be lost",
                 cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
@@ -196,7 +196,12 @@ class Engine(ABC):
     def _apply_update(self, groups: Sequence[Group]) -> None:
         """Update the parameters; the loss scale follows."""
         with self._recorder.timer("update"):
-            result = self._result = self.zero.update(groups, self.loss_scaler.loss_scale)
+            result = self.zero.update(groups, self.loss_scaler.loss_scale)
+        self._take_result(result)
+
+    def _take_result(self, result: StepResult) -> None:
+        """Keep what an update did; the loss scale follows."""
+        self._result = result
         self.loss_scaler.update(not result.applied, result.culprit)
         if not result.applied:
             log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)

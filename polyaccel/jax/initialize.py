@@ -15,6 +15,8 @@ from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.modules import as_function
+from polyaccel.jax.native_engine import NativeEngine, native_problems
+from polyaccel.jax.native_mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.runtime import NATIVE_OPTIMIZERS, Runtime, compose
 from polyaccel.zero.optimizers import SliceOptimizer
@@ -49,12 +51,17 @@ def initialize(
     parsed = load_config(config)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
-    runtime = compose(parsed)
+    mesh = native_mesh() if parsed.jax.execution == "native" else None
+    runtime = compose(parsed, world_size=None if mesh is None else mesh.world_size)
     runtime.apply_to_process()
-    _check_config(runtime)
+    _check_config(runtime, is_native=mesh is not None)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
     fn, tree = as_function(model, params)
-    engine = JaxEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
+    engine = (
+        JaxEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
+        if mesh is None
+        else NativeEngine(fn, tree, runtime, slices, hyperparameters, seed, mesh)
+    )
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in hyperparameters:
@@ -64,15 +71,18 @@ def initialize(
     return engine
 
 
-def _check_config(runtime: Runtime) -> None:
+def _check_config(runtime: Runtime, *, is_native: bool) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
-    problems = []
+    problems = native_problems(runtime) if is_native else []
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
-    if runtime.policy.params is Placement.SHARDED and not is_host:
+    if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
         cure = "use stage 0 to 2, or the CPU: JAX_PLATFORMS=cpu and DS_ACCELERATOR=cpu"
         problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
+    if not is_native and not runtime.accelerator.capabilities().mutable_buffers:
+        expected = f"arrays on accelerator {runtime.accelerator.name!r} never change, and views of them show no update"
+        problems.append(Problem("jax.execution", config.jax.execution, expected, 'use "native"'))
     if config.torch_autocast.enabled:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
     if config.activation_checkpointing.cpu_checkpointing:

@@ -11,13 +11,13 @@ over parameters, which are constants of its program then (`polyaccel.jax.constan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from polyaccel.accelerators.jax_memory import wait_for
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 
@@ -35,13 +35,7 @@ class CopyCount:
 
 def fence() -> None:
     """Return once everything that was dispatched has been computed. See [Note: Arrays over memory that changes]."""
-    arrays = jax.live_arrays()
-    try:
-        jax.block_until_ready(arrays)
-    except Exception:  # of somebody's own computation, or donated by another thread meanwhile: those have ended
-        for array in arrays:
-            with suppress(Exception):
-                array.block_until_ready()
+    wait_for(jax.live_arrays())
 
 
 class ParamViews:

@@ -161,6 +161,11 @@ class ZeroStep:
     def in_pass(self) -> bool:
         return self._in_pass
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients, or a pass has begun, that no update has used yet."""
+        return self._in_pass or any(gradients.has_content for gradients in self._gradients)
+
     def begin_pass(self, *, reduce: bool) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced.
 

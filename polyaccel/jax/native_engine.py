@@ -1,0 +1,242 @@
+"""The engine of native mode: JAX exchanges gradients, updates and publishes in one program over all its devices.
+
+A process has one rank for each of its devices, and its batches hold the samples of all of them. What users call is as
+in views mode, and so are config, checkpoints and metrics; `params` are copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.accelerators.numpy_memory import NumpyBuffer, allocate_numpy, numpy_dtype
+from polyaccel.comm.base import CallInfo
+from polyaccel.errors import PolyaccelError, Problem
+from polyaccel.jax.adapter import JaxAdapter
+from polyaccel.jax.engine import JaxEngine, OptimizerGroups
+from polyaccel.jax.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.native_memory import NativeMemory
+from polyaccel.jax.native_mesh import DeviceMesh
+from polyaccel.jax.native_optimizers import slice_update
+from polyaccel.jax.native_program import StepProgram
+from polyaccel.jax.native_step import NativeStep
+from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.views import CopyCount
+from polyaccel.runtime import Runtime, plan_for
+from polyaccel.types import DType
+from polyaccel.zero.layout import Bucket
+from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.policy import Placement
+
+
+class NativeEngine(JaxEngine):
+    """A JAX function in training on `mesh`. Made by `polyaccel.initialize` for `"jax": {"execution": "native"}`."""
+
+    zero: NativeStep  # type: ignore[assignment] # it offers what engines and checkpoints ask of a step
+
+    def __init__(
+        self,
+        fn: LossFn,
+        params: Any,
+        runtime: Runtime,
+        slice_optimizer: SliceOptimizer | None,
+        hyperparameters: Mapping[str, Any],
+        seed: int,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.runtime = runtime
+        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
+        self.aux = None
+        self.optimizer = OptimizerGroups([dict(hyperparameters)])
+        self._pid = os.getpid()
+        self._losses = []
+        self._mesh = mesh
+        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
+        specs = tuple(self.adapter.param_specs())
+        layout = plan_for(self.config, specs, self.adapter.unit_names, mesh.world_size)
+        is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
+        self._loss_function = LossFunction(
+            fn,
+            self.adapter.structure,
+            self.adapter.is_trained,
+            self.adapter.views,
+            self.adapter.originals,
+            jnp.float16 if is_half else None,
+        )
+        update = None if slice_optimizer is None else slice_update(slice_optimizer)
+        program = StepProgram(
+            *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
+        )
+        self._program = program
+
+        def starts(bucket: Bucket) -> dict[str, float]:
+            if slice_optimizer is None:
+                return {}
+            states = {name: allocate_numpy(1, DType.FLOAT32) for name in slice_optimizer.state_names}
+            slice_optimizer.initialise_states(states, self.optimizer.param_groups[bucket.kind.group])
+            return {name: float(state.raw[0]) for name, state in states.items()}
+
+        memory = NativeMemory(mesh, layout, runtime.policy, self._first_values(params), starts, program.publish)
+        self.zero = NativeStep(layout, memory, program, slice_optimizer, update)
+        self.adapter.let_go()
+        self._recorder.begin()
+
+    def _first_values(self, params: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Rank 0's parameters, flat in host memory, in the precision that they came in."""
+        found = {}
+        for fqn, leaf in named_leaves(params)[0].items():
+            dtype = dtype_of(fqn, leaf)
+            value = np.array(leaf, numpy_dtype(dtype)).reshape(-1)
+            if self.communicator.world_size > 1:
+                travels = self.communicator.allocate(value.size, dtype)
+                travels.copy_from(NumpyBuffer(value))
+                self.communicator.broadcast(travels, 0, info=CallInfo("parameters")).wait()
+                value = np.frombuffer(travels.to_bytes(), numpy_dtype(dtype))
+            found[fqn] = value
+        return found
+
+    # Running the function.
+
+    @property
+    def params(self) -> Any:
+        """Copies of the parameters, in the caller's tree, on this process's first device."""
+        self._require_own_process()
+        self.zero.require_whole()
+        return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
+
+    @property
+    def copies(self) -> CopyCount:
+        """JAX has the parameters itself, and imports none."""
+        return CopyCount(0, 0)
+
+    def grad_step(self, batch: Any) -> jax.Array:
+        """The mean loss of one micro-batch of all own devices; its gradients are kept. Auxiliary output is in `aux`,
+        where there are several devices with an axis over them."""
+        self._require_own_process()
+        self._require_optimizer()
+        cut = self._cut(batch)
+        self._meet("gradients of JAX")
+        with self.timer("backward"):
+            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
+        return self._take(losses, aux)
+
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        """As in views mode; the last micro-batch, the exchange and the update are one program."""
+        *earlier, last = self._micro_batches(data_iter)
+        losses = []
+        for micro_batch in earlier:
+            losses.append(self.grad_step(micro_batch))
+            self.step()
+        if self.counters.is_boundary:
+            losses.append(self._step_with(last))
+        else:  # the caller has said so
+            losses.append(self.grad_step(last))
+            self.step()
+        return jnp.stack(losses).mean()
+
+    def eval_batch(self, data_iter: Any) -> jax.Array:
+        """The mean loss of one micro-batch (or of the next of an iterator), with None for the random key."""
+        self._require_own_process()
+        self.zero.require_whole()
+        cut = self._cut(next(data_iter) if hasattr(data_iter, "__next__") else data_iter)
+        self._meet("evaluation of JAX")
+        losses, aux = self.zero.evaluate(cut)
+        self.aux = self._own_aux(aux)
+        return self._own_mean(losses)
+
+    def destroy(self) -> None:
+        """Let go of arrays and connections. `params` taken before keep their values."""
+        self.zero.close()
+
+    def _step_with(self, batch: Any) -> jax.Array:
+        self._require_own_process()
+        self._require_optimizer()
+        cut = self._cut(batch)
+        self._meet("step of JAX")
+        groups = self.optimizer.param_groups
+        with self.timer("update"):
+            losses, aux, result = self.zero.step(
+                cut, self.counters.micro_steps, self._factor(), groups, self.loss_scaler.loss_scale
+            )
+        loss = self._take(losses, aux)
+        self._take_result(result)
+        mean = float(jnp.stack(self._losses).mean())
+        self._losses.clear()
+        self._end_step(groups, mean, {})
+        return loss
+
+    def _factor(self) -> float:
+        return self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
+
+    def _cut(self, batch: Any) -> Any:
+        """A micro-batch over the devices, with an axis over them.
+
+        Raises PolyaccelError where it cannot be cut evenly, ShardingError for a function that closed over parameters.
+        """
+        cut = jax.tree.map(self._cut_leaf, as_inputs(batch))
+        arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
+        self._loss_function.check(self._program.differentiate, arguments)
+        return cut
+
+    def _cut_leaf(self, value: Any) -> jax.Array:
+        count = len(self._mesh.local)
+        if jnp.ndim(value) == 0:
+            return self._mesh.over_devices([np.asarray(value)[None]] * count)
+        length, rest = divmod(value.shape[0], count)
+        if rest:
+            raise PolyaccelError(
+                f"{value.shape[0]} samples cannot be cut over the {count} devices of this process",
+                cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
+                value=value.shape[0],
+            )
+        return self._mesh.over_devices([value[at * length : (at + 1) * length][None] for at in range(count)])
+
+    def _meet(self, what: str) -> None:
+        """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
+        wait without saying for whom."""
+        if self.communicator.world_size > 1:
+            self.communicator.barrier(info=CallInfo(what))
+
+    def _take(self, losses: jax.Array, aux: Any) -> jax.Array:
+        self.aux = self._own_aux(aux)
+        loss = self._own_mean(losses)
+        self._losses.append(loss)
+        return loss
+
+    def _own_mean(self, losses: jax.Array) -> jax.Array:
+        own = self._mesh.own_parts(losses)
+        return own[0].reshape(()) if len(own) == 1 else jnp.float32(np.mean([np.asarray(part) for part in own]))
+
+    def _own_aux(self, aux: Any) -> Any:
+        def own(value: jax.Array) -> Any:
+            parts = self._mesh.own_parts(value)
+            return parts[0][0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
+
+        return jax.tree.map(own, aux)
+
+
+def native_problems(runtime: Runtime) -> list[Problem]:
+    """What the config asks for and native mode has not."""
+    config, zero = runtime.config, runtime.config.zero_optimization
+    problems = []
+    if runtime.policy.params is Placement.SHARDED:
+        expected = "native mode shards no parameters"
+        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
+    if zero.offload_optimizer.device != "none":
+        key = "zero_optimization.offload_optimizer.device"
+        problems.append(
+            Problem(key, zero.offload_optimizer.device, "native mode keeps states on the device", 'use "views"')
+        )
+    for name in ("bf16", "fp16"):
+        section = getattr(config, name)
+        if section.enabled and section.stochastic_rounding:
+            expected = "native mode rounds to nearest"
+            problems.append(Problem(f"{name}.stochastic_rounding", True, expected, 'leave it out, or use "views"'))
+    if config.comms_logger.enabled:
+        problems.append(Problem("comms_logger.enabled", True, "JAX's own collectives are not seen", "use jax.profiler"))
+    return problems

@@ -1,0 +1,169 @@
+"""The ZeRO step in native mode: what `ZeroStep` is on the engine's own memory, over arrays of JAX on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.native_memory import NativeMemory
+from polyaccel.jax.native_optimizers import SliceUpdate, stacked
+from polyaccel.jax.native_program import Gradients, Outcome, Recipe, StepProgram
+from polyaccel.zero.layout import ShardLayout, Slot
+from polyaccel.zero.optimizers import Group, SliceOptimizer
+from polyaccel.zero.update import StepResult
+
+
+class NativeStep:
+    """Parameters, gradients, optimizer states and their exchange for one layout, on this process's devices.
+
+    Engine and checkpoints use it as a `ZeroStep`. `params` is where everything rests. `update_of` is the traced form of
+    `optimizer`.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        memory: NativeMemory,
+        program: StepProgram,
+        optimizer: SliceOptimizer | None,
+        update_of: SliceUpdate | None,
+    ) -> None:
+        self.layout = layout
+        self.params = memory
+        self.optimizer = optimizer
+        self._program = program
+        self._update_of = update_of
+        self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
+        """How many updates each parameter has had."""
+        self._gradients: Gradients | None = None
+        self._is_incomplete = False
+        """A pass failed, and the gradients were not discarded."""
+
+    # A step.
+
+    def differentiate(self, batch: Any, micro_steps: int, factor: float) -> tuple[Any, Any]:
+        """(losses, auxiliary outputs) of a micro-batch, of each device; its gradients are added to those before.
+
+        Collective. `micro_steps` counts the micro-batches before, `factor` multiplies the loss. Raises PolyaccelError
+        as `require_whole` does.
+        """
+        self.require_whole()
+        self._is_incomplete, gradients = True, self._gradients
+        loss, aux, self._gradients = self._program.differentiate(
+            self.params.held.params, gradients, batch, np.uint32(micro_steps), np.float32(factor)
+        )
+        self._is_incomplete = False
+        return loss, aux
+
+    def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
+        """Update the slices and publish them; nothing changes on an overflow that is skipped. Collective.
+
+        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and as `require_whole`.
+        """
+        self.require_whole()
+        if self._is_incomplete or self._gradients is None:
+            raise PolyaccelError(
+                "the gradients are incomplete: a pass failed, or there was none",
+                cure="call engine.zero_grad() and start over",
+            )
+        recipe, terms = self._prepare(groups)
+        gradients, self._gradients = self._gradients, None
+        with self.params.given_up() as held:
+            self.params.held, outcome = self._program.update(recipe, held, gradients, terms, np.float32(loss_scale))
+            return self._settle(outcome, loss_scale)
+
+    def step(
+        self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
+    ) -> tuple[Any, Any, StepResult]:
+        """`differentiate` of the last micro-batch and `update`, as one program."""
+        self.require_whole()
+        recipe, terms = self._prepare(groups)
+        gradients, self._gradients = self._gradients, None
+        with self.params.given_up() as held:
+            numbers = (np.uint32(micro_steps), np.float32(factor), terms, np.float32(loss_scale))
+            loss, aux, self.params.held, outcome = self._program.step(recipe, held, gradients, batch, *numbers)
+            return loss, aux, self._settle(outcome, loss_scale)
+
+    def evaluate(self, batch: Any) -> tuple[Any, Any]:
+        """(losses, auxiliary outputs) of a micro-batch, of each device. Collective."""
+        losses, aux = self._program.evaluate(self.params.held.params, batch)
+        return losses, aux
+
+    def leaves(self) -> list[jax.Array]:
+        """Copies of the parameters in tree order, on this process's first device."""
+        own = [self.params.mesh.own_parts(bucket)[0] for bucket in self.params.held.params]
+        found: list[jax.Array] = self._program.leaves(own)
+        return found
+
+    def _prepare(self, groups: Sequence[Group]) -> tuple[Recipe, list[Any]]:
+        """The recipe of the next update, and its terms: once for all buckets that have them in common."""
+        assert self._update_of is not None  # the engine refuses to train without an optimizer
+        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        terms: list[Any] = []
+        indices, variants = [], []
+        for bucket in self._program.trained:
+            group = groups[bucket.kind.group]
+            steps = tuple(self.steps[slot.param.fqn] + 1 for slot in bucket.slots)
+            steps = steps[:1] if len(set(steps)) == 1 else steps
+            key = (bucket.kind.group, steps)
+            if key not in known:
+                known[key] = len(terms)
+                each = [self._update_of.terms(group, step) for step in steps]
+                terms.append(each[0] if len(each) == 1 else stacked(each))
+            indices.append(known[key])
+            variants.append(self._update_of.variant(group))
+        return Recipe(tuple(indices), tuple(variants)), terms
+
+    def _settle(self, outcome: Outcome, loss_scale: float) -> StepResult:
+        found = jax.device_get(jax.tree.map(lambda value: value.addressable_data(0), outcome))
+        applied, norm = bool(found.applied), float(found.norm)
+        if applied:
+            for fqn in self.steps:
+                self.steps[fqn] += 1
+        factor = float(found.clip_factor) if applied else 1.0
+        return StepResult(applied, norm, norm * factor, self._culprit(found.bad))
+
+    def _culprit(self, bad: Any) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        for bucket, first in zip(self._program.trained, bad, strict=True):
+            inside = [slot.param.fqn for slot in bucket.slots if slot.offset <= first < bucket.numel]
+            if inside:
+                return inside[-1]
+        return None
+
+    # What engines and checkpoints ask.
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that no update has used yet."""
+        return self._gradients is not None or self._is_incomplete
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients."""
+        self._gradients, self._is_incomplete = None, False
+
+    def require_whole(self) -> None:
+        """Raise PolyaccelError where an update failed: its arrays were given up."""
+        self.params.require_whole()
+
+    def mend(self) -> None:
+        """All parameters and states were loaded; `params.publish_masters` makes them whole."""
+
+    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """As `ZeroStep.owned_pieces`: what this process answers for."""
+        self.require_whole()
+        return self.params.owned_pieces()
+
+    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """As `ZeroStep.needed_pieces`: buffers in host memory, which `params.publish_masters` takes over."""
+        return self.params.needed_pieces()
+
+    def close(self) -> None:
+        """Let go of all arrays."""
+        self.discard_gradients()
+        self.params.close()

@@ -1,0 +1,78 @@
+"""A small function of JAX for tests of native mode, and its training in both modes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax_models import leaves
+
+import polyaccel
+
+STEPS = 10
+BATCH = 2
+"""Samples of a micro-batch on one rank."""
+
+
+def loss(params, batch, rng):
+    """Two layers, a scalar that is trained, a table that is not, and noise that depends on rank and micro-batch."""
+    x, y = batch
+    hidden = jnp.tanh(x @ params["first"]["weight"] + params["first"]["bias"]) * params["scale"]
+    if rng is not None:
+        hidden = hidden * jax.random.bernoulli(rng, 0.8, hidden.shape)
+    found = hidden @ params["second"]["weight"] + params["shift"].astype(hidden.dtype)
+    return jnp.square(found - y).mean(dtype=jnp.float32), {"mean": found.mean(), "x": x[0]}
+
+
+def initial_params():
+    draw = np.random.default_rng(0)
+    return {
+        "first": {"weight": draw.standard_normal((5, 43)).astype(np.float32), "bias": np.zeros(43, np.float32)},
+        "second": {"weight": 0.3 * draw.standard_normal((43, 3)).astype(np.float32)},
+        "scale": np.float32(1.5),
+        "shift": np.arange(3, dtype=np.int32),
+    }
+
+
+def samples(step, micro, rank):
+    draw = np.random.default_rng([step, micro, rank])
+    x = draw.standard_normal((BATCH, 5)).astype(np.float32)
+    return x, np.tanh(x[:, :3]).astype(np.float32)
+
+
+def make_config(stage, accumulation=1, native=False, optimizer=None, **changes):
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.8,
+        "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64},
+        **({"jax": {"execution": "native"}} if native else {}),
+        **changes,
+    }
+
+
+def start(config):
+    return polyaccel.initialize(model=loss, params=initial_params(), config=config)
+
+
+def train(communicator, config, steps=range(STEPS), devices=1, load=None, save=None):
+    """(losses, gradient norms, parameters by name, skipped steps) of one process, whose ranks are its devices."""
+    engine = start(config)
+    if load is not None:
+        engine.load_checkpoint(str(load))
+    ranks = range(communicator.rank * devices, (communicator.rank + 1) * devices)
+    losses, norms = [], []
+    for step in steps:
+        micros = []
+        for micro in range(engine.gradient_accumulation_steps()):
+            parts = [samples(step, micro, rank) for rank in ranks]
+            micros.append(tuple(np.concatenate(part) for part in zip(*parts, strict=True)))
+        losses.append(float(engine.train_batch(iter(micros))))
+        norms.append(engine.get_global_grad_norm())
+    if save is not None:
+        engine.save_checkpoint(str(save))
+    found = losses, norms, leaves(engine.params), engine.skipped_steps
+    engine.destroy()
+    return found
