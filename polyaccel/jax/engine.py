@@ -241,6 +241,8 @@ class JaxEngine(Engine):
     def destroy(self) -> None:
         """Let go of buffers and connections. `params` taken before keep their values."""
         self.zero.params.fence()
+        if isinstance(self._function, ShardedFunction):
+            self._function.close()
         self.adapter.release()
         self.zero.close()
 

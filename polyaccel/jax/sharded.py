@@ -57,6 +57,10 @@ class ShardedFunction:
         arguments = (list(leaves), self._params.calls.token, as_inputs(batch), rng, np.float32(factor))
         return self._with_gradients.lower(*arguments).compile()
 
+    def close(self) -> None:
+        """No program runs any more."""
+        self._params.calls.close()
+
     def _run(self, program: Any, arguments: tuple[Any, ...], *, is_training: bool) -> Any:
         self._function.check(program, arguments)
         self._params.begin(is_training=is_training)

@@ -50,8 +50,13 @@ class CallTable:
         self.failure: BaseException | None = None
         """What the first call that failed since this was None has raised."""
         self._accelerator = accelerator
+        self._number = number
         self._calls: list[Call] = []
         _tables[number] = self
+
+    def close(self) -> None:
+        """Programs that call from now on are told that nobody answers."""
+        _tables.pop(self._number, None)
 
     def new(self, run: Run) -> Call:
         """A call of `run(operands, results)`, on buffers over XLA's memory that are valid until it returns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax_models import HEADS, Run, example, jax_gpt, leaves, tokens
 
 import polyaccel
-from polyaccel.jax import scan_units
+from polyaccel.jax import scan_units, unit
 
 ZERO = {"param_persistence_threshold": 0, "reduce_bucket_size": 2048, "stage3_prefetch_bucket_size": 0}
 STACKED = ("blocks",)
@@ -42,8 +42,14 @@ def plain_gpt() -> tuple[Any, Any]:
 MODELS = {"units": jax_gpt, "plain": plain_gpt, "scan": stacked_gpt}
 
 
+@cache
+def model_of(name: str) -> tuple[Any, Any]:
+    """(fn, params), made once: before there are threads, for torch's random state is one."""
+    return MODELS[name]()
+
+
 def build(communicator: Any, model: str, config: Any) -> Any:
-    fn, params = MODELS[model]()
+    fn, params = model_of(model)
     stacked = STACKED if model == "scan" else ()
     return polyaccel.initialize(model=fn, params=params, config=config, stacked=stacked)
 
@@ -77,3 +83,31 @@ def _in_turn(block: Any, layers: Any, hidden: Any) -> Any:
     for layer in layers:
         hidden = block(layer, hidden)
     return hidden
+
+
+def wide_program(communicator: Any, layers: int = 8, width: int = 256) -> tuple[int, int, int]:
+    """Bytes of a unit's parameters, and of the temporary memory of a program with units and of one without, for a net
+    whose parameters are large and whose activations are small."""
+
+    def fn(params: Any, batch: Any, rng: Any, block: Any) -> Any:
+        hidden = batch
+        for layer in params:
+            hidden = block(layer, hidden)
+        return jnp.square(hidden).mean()
+
+    def block(layer: Any, hidden: Any) -> Any:
+        return jnp.tanh(hidden @ layer["weight"].T)
+
+    params = [{"weight": np.full((width, width), 0.01, np.float32)} for _ in range(layers)]
+    found = []
+    for each in (unit(block), block):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, **ZERO},
+        }
+        engine = polyaccel.initialize(model=partial(fn, block=each), params=params, config=config)
+        needs = engine.program(np.ones((2, width), np.float32)).memory_analysis()
+        found.append(int(needs.temp_size_in_bytes))
+        engine.destroy()
+    return 4 * width * width, found[0], found[1]
