@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,25 +32,24 @@ DEVICES: Sequence[type[TorchAccelerator]] = (CudaAccelerator, XpuAccelerator, Np
 
 class StandInEvent:
     def __init__(self, enable_timing: bool = False) -> None:
-        self.timed, self.recorded_at = enable_timing, -1
+        self.timed, self.recorded_at_ms = enable_timing, -1.0
 
     def record(self, stream: Any = None) -> None:
-        StandInModule.clock += 1
-        self.recorded_at = StandInModule.clock
+        self.recorded_at_ms = 1e3 * perf_counter()
 
     def wait(self) -> None:
         StandInModule.waits += 1
 
     def synchronize(self) -> None:
-        assert self.recorded_at >= 0
+        assert self.recorded_at_ms >= 0
 
     def query(self) -> bool:
-        return self.recorded_at >= 0
+        return self.recorded_at_ms >= 0
 
     def elapsed_time(self, later: StandInEvent) -> float:
         assert self.timed
         assert later.timed
-        return float(later.recorded_at - self.recorded_at)
+        return later.recorded_at_ms - self.recorded_at_ms
 
 
 class StandInStream:
@@ -62,7 +63,6 @@ class StandInStream:
 class StandInModule:
     """torch.cuda's documented surface over host memory: one device, synchronous."""
 
-    clock = 0
     synchronized = 0
     waits = 0
     index = 0
@@ -185,13 +185,16 @@ def stand_in_module(monkeypatch: pytest.MonkeyPatch) -> type[StandInModule]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("stand_in_module")
-def test_streams_events_and_memory_of_every_device(device: type[TorchAccelerator]) -> None:
+def test_streams_events_and_memory_of_every_device(
+    device: type[TorchAccelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "perf_counter", count(0.0, 0.25).__next__)
     accelerator = device()
     first = accelerator.current_stream().record()
     second = accelerator.new_stream().record()
     accelerator.current_stream().wait(second)
     second.synchronize()
-    assert first.elapsed_ms(second) == 1.0
+    assert first.elapsed_ms(second) == 250.0
     assert second.is_reached()
     before = StandInModule.synchronized
     accelerator.synchronize()
