@@ -9,8 +9,9 @@ from statistics import fmean, median
 
 from bench.cases import VARIANTS, Case, Run
 
-LOSS_TOLERANCE = 2e-5
-"""How far fp32 losses of two variants may be apart, in nats, at any step."""
+LOSS_TOLERANCE = 1e-4
+"""How far fp32 losses may be from DDP's, in nats, at any step. At 126 M parameters DDP's own are up to 3.2e-5 from those
+of float64 in the first steps, where the loss jumps; the engine's are within 5e-7."""
 _REFERENCE = "ddp"
 _QUIET_CPUS = 0.1
 
