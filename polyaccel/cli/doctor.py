@@ -43,7 +43,8 @@ class Report:
 
     `packages` has None for what is not installed, `launcher` says what each source of ranks sees and which one counts,
     `rooms` why a group could not be probed. `accelerator` is what a program started here would get, None where there
-    is none, `comm` the backend of its ranks by where they are; `problems` says why it cannot train.
+    is none, `notes` what it says of itself, `comm` the backend of its ranks by where they are; `problems` says why it
+    cannot train.
     """
 
     machine: Mapping[str, str]
@@ -54,6 +55,7 @@ class Report:
     plugins: Sequence[PluginStatus]
     rooms: Mapping[PluginGroup, str]
     accelerator: str | None
+    notes: tuple[str, ...]
     comm: Mapping[str, str]
     problems: Sequence[str]
 
@@ -92,7 +94,7 @@ def examine() -> Report:
         except Exception as error:
             rooms[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
             statuses += [PluginStatus(info, usable=False, reason="not probed") for info in list_plugins(group)]
-    accelerator, comm, problems = _selection(statuses)
+    accelerator, notes, comm, problems = _selection(statuses)
     return Report(
         machine=doctor_machine.machine(),
         packages=doctor_libraries.packages(),
@@ -102,6 +104,7 @@ def examine() -> Report:
         plugins=statuses,
         rooms=rooms,
         accelerator=accelerator,
+        notes=notes,
         comm=comm,
         problems=problems,
     )
@@ -118,6 +121,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "environment": dict(report.environment),
         "launcher": dict(report.launcher),
         "accelerator": report.accelerator,
+        "accelerator_notes": list(report.notes),
         "comm": dict(report.comm),
         "groups_not_probed": {group.value: why for group, why in report.rooms.items()},
         "plugins": [
@@ -150,6 +154,8 @@ def as_text(report: Report, *, verbose: bool = False) -> Iterator[str]:
         yield from _plugin_lines(rows, verbose) if rows else ["  none installed"]
         yield ""
     yield f"accelerator: {report.accelerator or 'none'}"
+    for note in report.notes:
+        yield from _wrapped(note, indent=2)
     yield from (f"comm backend {where}: {name}" for where, name in report.comm.items())
     for problem in report.problems:
         yield from _wrapped(f"cannot train: {problem}", indent=0)
@@ -202,18 +208,20 @@ def _wrapped(text: str, *, indent: int) -> list[str]:
     ]
 
 
-def _selection(statuses: Sequence[PluginStatus]) -> tuple[str | None, dict[str, str], list[str]]:
-    """The accelerator and the comm backend that a program started here would get, and why it cannot train."""
+def _selection(
+    statuses: Sequence[PluginStatus],
+) -> tuple[str | None, tuple[str, ...], dict[str, str], list[str]]:
+    """The accelerator that a program started here would get, its notes, its comm backend, and why it cannot train."""
     problems = []
     if not any(map(importlib.util.find_spec, ("torch", "jax"))):
         problems.append("neither torch nor jax is installed")
     try:
         detect = importlib.import_module("polyaccel.accelerators.detect")
         chosen = detect.choose_accelerator(None)
-        accelerator = str(chosen.name)
+        accelerator, notes = str(chosen.name), tuple(chosen.capabilities().notes)
         comm = os.environ.get("POLYACCEL_COMM") or str(chosen.communication_backend_name())
     except Exception as error:
-        return None, {}, [*problems, str(error)]
+        return None, (), {}, [*problems, str(error)]
     backends = {status.info.name: status for status in statuses if status.info.group is PluginGroup.COMM}
     row = backends.get(comm)
     if row is not None and not row.usable:
@@ -224,7 +232,7 @@ def _selection(statuses: Sequence[PluginStatus]) -> tuple[str | None, dict[str, 
     is_shared = comm in ("gloo", _ALONE) and accelerator == "cpu" and shared is not None and shared.usable
     near = _SHARED if is_shared and "POLYACCEL_COMM" not in os.environ else comm
     far = "none, which takes torch or MPI" if comm == _ALONE else comm
-    return accelerator, {"within a host": near, "between hosts": far}, problems
+    return accelerator, notes, {"within a host": near, "between hosts": far}, problems
 
 
 def _is_backend(name: str) -> bool:

@@ -53,15 +53,34 @@ def make_config(stage, accumulation=1, native=False, optimizer=None, **changes):
     }
 
 
-def start(config):
-    return polyaccel.initialize(model=loss, params=initial_params(), config=config)
+def start(config, fn=loss):
+    return polyaccel.initialize(model=fn, params=initial_params(), config=config)
 
 
-def train(communicator, config, steps=range(STEPS), devices=1, load=None, save=None):
+def without_noise(params, batch, rng):
+    return loss(params, batch, None)
+
+
+def train_whole_batches(communicator, config, steps, processes, load, save):
+    """The parameters by name after steps whose six samples are cut over the processes, evenly."""
+    sizes = {"train_micro_batch_size_per_gpu": None, "train_batch_size": 6}
+    engine = start({**config, **sizes}, without_noise)
+    if load is not None:
+        engine.load_checkpoint(load)
+    own = slice(communicator.rank * 6 // processes, (communicator.rank + 1) * 6 // processes)
+    for step in steps:
+        parts = [samples(step, 0, rank) for rank in range(3)]
+        engine.train_batch(tuple(np.concatenate(part)[own] for part in zip(*parts, strict=True)))
+    if save is not None:
+        engine.save_checkpoint(save)
+    found = leaves(engine.params)
+    engine.destroy()
+    return found
+
+
+def train(communicator, config, steps=range(STEPS), devices=1):
     """(losses, gradient norms, parameters by name, skipped steps) of one process, whose ranks are its devices."""
     engine = start(config)
-    if load is not None:
-        engine.load_checkpoint(str(load))
     ranks = range(communicator.rank * devices, (communicator.rank + 1) * devices)
     losses, norms = [], []
     for step in steps:
@@ -71,8 +90,6 @@ def train(communicator, config, steps=range(STEPS), devices=1, load=None, save=N
             micros.append(tuple(np.concatenate(part) for part in zip(*parts, strict=True)))
         losses.append(float(engine.train_batch(iter(micros))))
         norms.append(engine.get_global_grad_norm())
-    if save is not None:
-        engine.save_checkpoint(str(save))
     found = losses, norms, leaves(engine.params), engine.skipped_steps
     engine.destroy()
     return found

@@ -6,6 +6,7 @@ found by that.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -140,3 +141,9 @@ def test_a_platform_of_a_jax_plugin_is_chosen_by_name_and_trains(tmp_path: Path)
     job = subprocess.run([sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True, timeout=150)
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == [jax_generic.JaxAccelerator.__name__, "paper", "2", "trained"], job
+
+    doctor = [sys.executable, "-m", "polyaccel", "doctor", "--json"]
+    report = subprocess.run(doctor, env=environment, capture_output=True, text=True, timeout=100)
+    found = json.loads(report.stdout)
+    assert (found["accelerator"], found["can_train"]) == ("paper", True), report
+    assert any("native mode" in note for note in found["accelerator_notes"]), report
