@@ -4,20 +4,27 @@
 JAX needs a function whose result its arguments decide. So before a form of arguments is compiled, the module runs once
 on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch norm in
 training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
+
+[Note: One at a time]
+A module computes with the parameters that are in it, so JAX's are put there for the time of a call, its backward
+included, which may run parts of the module again (`torch.utils.checkpoint`). JAX calls from many threads, within one
+program too, so every call holds the module and its children for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from threading import Lock
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyaccel.bridge.exchange_torch_jax import Exchange, narrow
@@ -36,8 +43,9 @@ def as_jax(module: nn.Module) -> TorchFunction:
     Arguments are pytrees of arrays; what else is in them is a constant of the compiled program. `rng` is a random key,
     needed by modules that draw random numbers, and decides them. Results are the module's, with arrays for tensors.
 
-    Works under `jit`, `grad` of any order and `vmap` (one call an element). The backward computes again what it needs.
-    Each callback costs about 0.2 ms, and results are copied once.
+    Works under `jit`, `grad` of any order and `vmap` (one call an element), and from any thread. The backward computes
+    again what it needs. Each callback costs about 0.2 ms, and results are copied once. While a program runs, the module
+    holds the program's parameters.
 
     Raises ShardingError for a module that an engine holds sharded, PolyaccelError for one that is not on the CPU.
     """
@@ -64,7 +72,8 @@ class TorchFunction:
     @property
     def params(self) -> dict[str, jax.Array]:
         """Copies of the module's parameters as they are now, by full name."""
-        named = dict(self.module.named_parameters())
+        with _held(self.module):
+            named = dict(self.module.named_parameters())
         return {name: jnp.array(self._exchange.to_jax(named[name]), copy=True) for name in self._names}
 
     @property
@@ -103,7 +112,7 @@ class TorchFunction:
         modes = self._modes()
         plainly = self._function(form, constants)
 
-        def run(*tensors: Tensor) -> list[Tensor]:
+        def run(until: ExitStack, *tensors: Tensor) -> list[Tensor]:
             if self._modes() != modes:
                 raise PolyaccelError(
                     "module.train() or module.eval() was called after its function was compiled",
@@ -111,15 +120,16 @@ class TorchFunction:
                 )
             buffers = dict(self.module.named_buffers())
             versions = [buffer._version for buffer in buffers.values()]
-            result = plainly(buffers, tensors[:-1], int(tensors[-1])) if is_seeded else plainly(buffers, tensors, None)
+            params, seed = (tensors[:-1], int(tensors[-1])) if is_seeded else (tensors, None)
+            result = plainly(until, buffers, params, seed)
             _require_unchanged(buffers, versions)
             return jax.tree.leaves(result)  # type: ignore[no-any-return]
 
         zeros = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for one in arguments]
-        with torch.no_grad(), _Draws(is_refused=not is_seeded):
+        with torch.no_grad(), _Draws(is_refused=not is_seeded), ExitStack() as until:
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             versions = [buffer._version for buffer in buffers.values()]
-            result = plainly(buffers, zeros[:-1], 0) if is_seeded else plainly(buffers, zeros, None)
+            result = plainly(until, buffers, zeros[:-1], 0) if is_seeded else plainly(until, buffers, zeros, None)
             _require_unchanged(buffers, versions)
             require_unwritten(zeros)
         leaves, structure = jax.tree.flatten(result)
@@ -129,21 +139,47 @@ class TorchFunction:
         results = [describe(narrow(leaf)) for leaf in leaves]
         return HostOperation(run, arguments, results, self._exchange), structure
 
-    def _function(self, form: Any, constants: Sequence[Any]) -> Callable[[Any, Sequence[Tensor], int | None], Any]:
-        """The module on `buffers` and tensors (parameters, then arguments), its random numbers by a seed."""
+    def _function(
+        self, form: Any, constants: Sequence[Any]
+    ) -> Callable[[ExitStack, dict[str, Tensor], Sequence[Tensor], int | None], Any]:
+        """The module on `buffers` and tensors (parameters, then arguments), its random numbers by a seed. It has them
+        until the stack is left."""
 
-        def function(buffers: dict[str, Tensor], tensors: Sequence[Tensor], seed: int | None) -> Any:
+        def function(until: ExitStack, buffers: dict[str, Tensor], tensors: Sequence[Tensor], seed: int | None) -> Any:
             params = dict(zip(self._names, tensors, strict=False))
             remaining = iter(tensors[len(self._names) :])
             leaves = [next(remaining) if constant is _ARRAY else constant[1] for constant in constants]
             args, kwargs = jax.tree.unflatten(form, leaves)
+            until.enter_context(_with_tensors(self.module, {**params, **buffers}))
             if seed is None:
-                return functional_call(self.module, {**params, **buffers}, args, kwargs)
+                return self.module(*args, **kwargs)
             with _SEEDING, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return functional_call(self.module, {**params, **buffers}, args, kwargs)
+                return self.module(*args, **kwargs)
 
         return function
+
+
+_turns: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+_turns_lock = Lock()
+
+
+@contextmanager
+def _held(module: nn.Module) -> Iterator[None]:
+    """Nobody else calls `module` or a part of it. See [Note: One at a time]."""
+    with _turns_lock:
+        turns = [_turns.setdefault(part, RLock()) for part in sorted(module.modules(), key=id)]  # one order for all
+    with ExitStack() as held:
+        for turn in turns:
+            held.enter_context(turn)
+        yield
+
+
+@contextmanager
+def _with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """`module`, held, with other parameters and buffers."""
+    with _held(module), _reparametrize_module(module, dict(tensors), tie_weights=True):
+        yield
 
 
 _ARRAY = "array"  # what stands for an array among constants, which are pairs

@@ -9,6 +9,7 @@ function that changes its inputs is refused, and one that depends on anything bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +24,7 @@ from polyaccel.bridge.exchange_torch_jax import Exchange, narrow
 from polyaccel.errors import PolyaccelError
 
 TensorFn = Callable[..., Sequence[Tensor]]
+"""Of an ExitStack and tensors: what it enters there lasts until its results' gradients are computed."""
 
 
 class HostOperation:
@@ -68,7 +70,7 @@ class HostOperation:
         wanted = [argument for argument in self._arguments if _is_inexact(argument)]
         return HostOperation(self._run_gradient, [*self._arguments, *given], wanted, self._exchange)
 
-    def _run_gradient(self, *tensors: Tensor) -> Sequence[Tensor]:
+    def _run_gradient(self, until: ExitStack, *tensors: Tensor) -> Sequence[Tensor]:
         count = len(self._arguments)
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -77,7 +79,7 @@ class HostOperation:
                 for one, argument in zip(tensors[:count], self._arguments, strict=True)
             ]
             wanted = [one for one, argument in zip(inputs, self._arguments, strict=True) if _is_inexact(argument)]
-            results = zip(self._run(*inputs), self._results, strict=True)
+            results = zip(self._run(until, *inputs), self._results, strict=True)
             inexact = [result for result, expected in results if _is_inexact(expected)]
             pairs = [pair for pair in zip(inexact, tensors[count:], strict=True) if pair[0].requires_grad]
             if not pairs:
@@ -95,8 +97,8 @@ class HostOperation:
         tensors = [from_dlpack(array) for array in arrays]
         for array, tensor in zip(arrays, tensors, strict=True):
             self._exchange.note(tensor.numel() == 0 or array.unsafe_buffer_pointer() == tensor.data_ptr())
-        with torch.no_grad():
-            results = self._run(*tensors)
+        with torch.no_grad(), ExitStack() as until:
+            results = self._run(until, *tensors)
         require_unwritten(tensors)
         return tuple(
             self._to_host(narrow(result.detach()), expected)

@@ -1,4 +1,4 @@
-"""Models of torch with layers of JAX in them, and their twins of torch alone with the same weights and names."""
+"""Models with layers of the other framework in them, and their twins of torch alone with the same weights and names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stage3_models import WIDTH, Block, Case, Gpt, seeded, token_loss
 from torch import Tensor, nn
 
 from polyaccel.jax import as_torch
+from polyaccel.torch import as_jax
 
 
 def mlp(params: Any, hidden: jax.Array) -> jax.Array:
@@ -93,6 +94,41 @@ class MixedGpt(TorchGpt):
     def __init__(self, recompute: str | None = None) -> None:
         super().__init__(recompute)
         self.last = as_torch(scaled, arrays(self.last))
+
+
+class TorchOutside(nn.Module):
+    """Predicts the next byte from the last alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, WIDTH)
+        self.inner = TorchMlp()
+
+    @staticmethod
+    def build() -> TorchOutside:
+        return seeded(TorchOutside)()  # type: ignore[return-value]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        logits = (hidden + self.inner(hidden)) @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class JaxOutside:
+    """`TorchOutside` as a function of JAX, but for its multilayer perceptron, which is torch's still."""
+
+    def __init__(self) -> None:
+        model = TorchOutside.build()
+        self._inner = as_jax(model.inner)
+        self.params = {"embed": arrays(model.embed), "inner": self._inner.params}
+
+    def __call__(self, params: Any, batch: Any, rng: Any) -> jax.Array:
+        tokens, targets = batch
+        table = params["embed"]["weight"]
+        hidden = table[tokens]
+        logits = (hidden + self._inner(params["inner"], hidden)) @ table.T
+        right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (jax.nn.logsumexp(logits, axis=-1) - right).mean()
 
 
 TORCH = Case(seeded(TorchGpt), token_loss)

@@ -19,12 +19,16 @@ import torch
 import polyaccel
 from polyaccel.jax.pytree import named_leaves
 
-# Most of a test's time is XLA's, which need not compile the same program again for each engine and each rank.
+# Most of a test's time is XLA's, which need not compile the same program again for each engine and each rank. A limit
+# to the size, which is never reached, makes JAX lock the folder: a rank could read what another has written half.
 _programs = TemporaryDirectory(prefix="polyaccel-xla-")
 register(_programs.cleanup)
 jax.config.update("jax_compilation_cache_dir", _programs.name)
+jax.config.update("jax_compilation_cache_max_size", 1 << 40)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
+STAGES = (0, 1, 2)
+"""Those where ranks may be threads: at stage 3 programs wait for each other in XLA's threads, one a core."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEADS = 2
 CONTEXT = 16

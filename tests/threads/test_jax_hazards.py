@@ -19,6 +19,7 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.single import SingleCommunicator
+from polyaccel.engine.resuming import read_state
 from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
 from polyaccel.jax.views import fence
 from polyaccel.testkit.threads import run_threads
@@ -99,6 +100,32 @@ def test_the_fence_waits_for_every_result_that_somebody_holds():
     result = slowly(array)
     fence()
     assert result.is_ready()
+
+
+def test_the_engine_fences_before_it_writes(monkeypatch, tmp_path):
+    """Whatever else makes it wait."""
+    order = []
+
+    def noted(name, function):
+        def call(*args, **named):
+            order.append(name)
+            return function(*args, **named)
+
+        return call
+
+    def check(engine):
+        monkeypatch.setattr("polyaccel.jax.engine.fence", noted("fence", fence))
+        monkeypatch.setattr(engine.zero.optimizer, "update", noted("update", engine.zero.optimizer.update))
+        monkeypatch.setattr("polyaccel.jax.checkpoint.read_state", noted("load", read_state))
+        engine.grad_step(batch())
+        engine.step()
+        assert order == ["fence", "update"]
+        engine.save_checkpoint(str(tmp_path))
+        order.clear()
+        engine.load_checkpoint(str(tmp_path))
+        assert order == ["fence", "load"]
+
+    with_engine(check)
 
 
 def jitted(fn):
@@ -185,7 +212,6 @@ def test_integers_of_64_bits_are_refused_and_others_are_frozen():
     with_engine(check, params={**weights(), "table": np.arange(3, dtype=np.int32)})
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
 def test_a_forked_worker_is_told():
     """It would wait for threads that the fork did not take along."""
 

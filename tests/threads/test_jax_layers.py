@@ -1,4 +1,4 @@
-"""A function of JAX as a layer of torch: gradients, refusals, and training under ZeRO beside a model of torch."""
+"""A function of JAX as a layer of torch: gradients, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from parity_models import SMALL_BUCKET, make_config, train_on_threads
-from stage3_models import assert_same_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,14 +16,9 @@ from polyaccel.errors import PolyaccelError, ShardingError
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from jax_layer_models import MIXED, TORCH, TorchMlp, mlp  # noqa: E402
+from jax_layer_models import TorchMlp, mlp  # noqa: E402
 
 from polyaccel.jax import as_torch  # noqa: E402
-
-STEPS = 20
-SLOWLY = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}}
-SHARDED = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 0}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}}
 
 
 def pair():
@@ -249,12 +242,6 @@ def test_names_that_a_module_cannot_have_are_refused():
         as_torch(lambda params: 0, {"a": "text"})
 
 
-@pytest.fixture(scope="module")
-def programs():
-    """A model that lives, so that its layers' programs are compiled once for all tests."""
-    return MIXED[None].build()
-
-
 def test_layers_of_one_function_are_compiled_once():
     calls = []
 
@@ -265,47 +252,3 @@ def test_layers_of_one_function_are_compiled_once():
     layers = [as_torch(traced, jnp.full(16, float(index))) for index in range(3)]
     assert [layer(torch.ones(16))[0].item() for layer in layers] == [0, 1, 2]
     assert len(calls) == 1
-
-
-def run(case, world, stage, steps=STEPS, **changes):
-    config = make_config(stage, zero=SHARDED if stage == 3 else {"reduce_bucket_size": SMALL_BUCKET}, **changes)
-    return train_on_threads(world, config, steps, build=case.build, loss_fn=case.loss)
-
-
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [
-        (1, {"accumulation": 3}),
-        (2, {"gradient_clipping": 0.5, "scheduler": WARMUP}),
-        (3, {}),
-    ],
-)
-def test_a_mixed_model_trains_as_one_of_torch(programs, world, changes):
-    wanted = run(TORCH, world, 0, **changes)
-    runs = [run(MIXED[None], world, stage, **changes) for stage in range(4)]
-    for found in runs:
-        np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
-    assert_same_run(runs[1], runs[0])
-    assert_same_run(runs[3], runs[2])
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_in_bfloat16(programs, stage):
-    changes = {"bf16": {"enabled": True}, "scheduler": SLOWLY}
-    np.testing.assert_allclose(
-        run(MIXED[None], 2, stage, **changes).losses, run(TORCH, 2, stage, **changes).losses, rtol=1e-2
-    )
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_recomputed_blocks_at_stage_3(programs, how):
-    assert_same_run(run(MIXED[how], 2, 3, steps=2), run(MIXED[None], 2, 2, steps=2))
-
-
-def test_at_stage_3_a_layer_is_gathered_around_itself():
-    """As one of torch would be: its parameters are not those of modules that are never called."""
-    from polyaccel.torch.units import find_units
-
-    model = MIXED[None].build()
-    assert list(find_units(model)) == ["blocks.0", "blocks.1", "blocks.2", "last"]
-    assert isinstance(model.last, nn.Module)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from jax_models import jax_gpt, make_config, torch_gpt, train_jax, train_torch
+from jax_models import STAGES, jax_gpt, make_config, torch_gpt, train_jax, train_torch
 
 from polyaccel.testkit.threads import run_threads
 
@@ -26,7 +26,7 @@ def both(world, config, steps=STEPS):
     return of_torch[0], of_jax[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_torch_and_jax_agree_in_fp32(world, accumulation, stage):
@@ -39,14 +39,14 @@ def test_torch_and_jax_agree_in_fp32(world, accumulation, stage):
         np.testing.assert_allclose(value, of_torch.params[fqn], atol=2e-4, err_msg=fqn)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", STAGES[::2])
 def test_torch_and_jax_agree_in_bf16(stage):
     of_torch, of_jax = both(2, make_config(stage, accumulation=3, bf16={"enabled": True}))
     assert of_jax.losses == pytest.approx(of_torch.losses, rel=1e-2)
 
 
 def test_stages_agree_bitwise():
-    runs = [run_threads(2, train_jax, jax_gpt(), make_config(stage), 3)[0] for stage in (0, 1, 2)]
+    runs = [run_threads(2, train_jax, jax_gpt(), make_config(stage), 3)[0] for stage in STAGES]
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         for fqn, value in run.params.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from polyaccel.errors import PolyaccelError
 
@@ -144,6 +147,49 @@ def test_modules_that_are_no_function_are_refused(module, message):
     with pytest.raises(PolyaccelError, match=message):
         jax.jit(as_jax(module))({}, inputs())
     assert not any(buffer.any() for name, buffer in module.named_buffers() if name == "num_batches_tracked")
+
+
+def test_calls_from_two_threads_have_their_own_parameters():
+    """The second begins while the first is in the module, and lets it go on while itself is there, if it can."""
+    first, second, never = Event(), Event(), Event()
+    gates = []
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            if gates:
+                here, there = gates.pop(0)
+                here.set()
+                there.wait(0.3)
+            return x * self.weight
+
+    fn, x = as_jax(Scale()), jnp.ones(4)
+    assert fn({"weight": x}, x).tolist() == [1] * 4
+    gates += [(first, second), (second, never)]
+    found = {}
+    threads = [
+        Thread(target=lambda by=by: found.update({by: fn({"weight": by * x}, x).tolist()}), daemon=True)
+        for by in (2, 3)
+    ]
+    threads[0].start()
+    assert first.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {2: [2] * 4, 3: [3] * 4}
+
+
+def test_a_module_that_checkpoints_has_its_parameters_in_the_backward_too():
+    plain = perceptron()
+    checkpointed = Calls(lambda x: checkpoint(checkpointed.part, x, use_reentrant=False))
+    checkpointed.part = plain
+    fn, twin_of = as_jax(checkpointed), as_jax(plain)
+    params = jax.tree.map(lambda one: 3 * one + 0.1, twin_of.params)
+    found = jax.grad(loss(fn))({f"part.{name}": one for name, one in params.items()}, inputs())
+    assert_near(found, {f"part.{name}": one for name, one in jax.grad(loss(twin_of))(params, inputs()).items()})
 
 
 def test_other_parameters_are_refused():
