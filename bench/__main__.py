@@ -1,15 +1,16 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `kernels` and `memory`."""
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `jax`, `kernels` and `memory`."""
 
 from __future__ import annotations
 
 import sys
 
-from bench import backends, comm, imports, kernels, memory, steps
+from bench import backends, comm, imports, jax, kernels, memory, steps
 
 _COMMANDS = {
     "backends": backends.main,
     "comm": comm.main,
     "imports": imports.main,
+    "jax": jax.main,
     "kernels": kernels.main,
     "memory": memory.main,
 }
