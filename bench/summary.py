@@ -10,8 +10,8 @@ from statistics import fmean, median
 from bench.cases import VARIANTS, Case, Run
 
 LOSS_TOLERANCE = 1e-4
-"""How far fp32 losses may be from DDP's, in nats, at any step. At 126 M parameters DDP's own are up to 3.2e-5 from those
-of float64 in the first steps, where the loss jumps; the engine's are within 5e-7."""
+"""How far fp32 losses may be from DDP's, in nats, at any step. At 126 M parameters DDP's own are up to 3.2e-5 from
+those of float64 in the first steps, where the loss jumps; the engine's are within 5e-7."""
 _REFERENCE = "ddp"
 _QUIET_CPUS = 0.1
 
