@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from polyaccel.types import DeviceId, DType
 
 _TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 _PAGED_NBYTES = 2**18
+_HUGE_NBYTES = 2**21
 _PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _DTYPE_OF = {theirs: ours for ours, theirs in _TORCH_DTYPE.items()}
 
@@ -112,7 +114,8 @@ def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bo
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """Zeroed bytes. Many come from the system, which gives a page when it is touched and takes all back when freed.
+    """Zeroed bytes. Many come from the system, which gives a page when it is touched and takes all back when freed; on
+    huge pages where it has them.
 
     From malloc they would leave holes: under glibc an aligned request does not fit into the hole of an equal one, so
     buckets that come and go while the engine is built would stay resident, each at a place of its own.
@@ -124,6 +127,9 @@ def host_memory(nbytes: int) -> torch.Tensor:
         memory = mmap.mmap(-1, nbytes, **_PRIVATE)
     except OSError as error:
         raise MemoryError(f"{nbytes} bytes of host memory cannot be allocated: {error}") from error
+    if nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
