@@ -14,7 +14,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl test-jax test-mpi test-triton test-ipex environment lint docs bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-ccl test-mpi test-triton test-ipex environment lint docs bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,10 +31,6 @@ test-ccl: ## run the tests of the ccl backend in an environment of its own: oneC
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
 	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py tests/procs/test_parity_backends.py $(ARGS)
-
-test-jax: ## run the tests of the JAX frontend in an environment of its own: JAX, flax, equinox and optax (700 MB)
-	$(MAKE) environment VENV=$(VENV)-jax EXTRAS=torch,jax-dev
-	$(VENV)-jax/bin/python -m pytest tests/threads/test_jax_*.py tests/procs/test_*jax*.py $(ARGS)
 
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
 	for mpi in mpich impi-rt; do \

@@ -55,12 +55,14 @@ def test_a_module_of_torch_in_a_function_of_jax(world, accumulation):
     wanted = run_threads(world, lambda ranks: train_torch(ranks, models[ranks.rank], config, STEPS))[0]
     mixed = JaxOutside()
     for stage in STAGES:
+        steps = STEPS if stage == STAGES[-1] else 4
         config = make_jax_config(stage, accumulation=accumulation)
-        found = run_threads(world, train_jax, (mixed, mixed.params), config, STEPS)
-        assert found[0].losses == pytest.approx(wanted.losses, rel=1e-5)
+        found = run_threads(world, train_jax, (mixed, mixed.params), config, steps)
+        assert found[0].losses == pytest.approx(wanted.losses[:steps], rel=1e-5)
         for fqn, value in found[0].params.items():
-            np.testing.assert_allclose(value, wanted.params[fqn], atol=1e-4, err_msg=fqn)
             np.testing.assert_array_equal(value, found[-1].params[fqn])
+    for fqn, value in found[0].params.items():
+        np.testing.assert_allclose(value, wanted.params[fqn], atol=1e-4, err_msg=fqn)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

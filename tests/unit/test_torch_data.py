@@ -226,10 +226,6 @@ def test_a_stream_resumed_in_the_middle_of_a_micro_batch_repeats_and_says_so(
     assert "1 samples come again" in caplog.text
 
 
-# Python 3.12 and later warn of forking a process with threads; these workers touch none.
-forking_is_fine = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-
-
 def seeds(**options: Any) -> list[tuple[int, float, int]]:
     made = ShardedDataLoader[list[tuple[int, float, int]]](
         Seeds(), micro_batch_size=1, shuffle=False, collate_fn=list, num_workers=2, **options
@@ -237,7 +233,6 @@ def seeds(**options: Any) -> list[tuple[int, float, int]]:
     return [sample for batch in made for sample in batch]
 
 
-@forking_is_fine
 def test_workers_have_their_own_seeds_and_leave_the_process_alone() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -250,7 +245,6 @@ def test_workers_have_their_own_seeds_and_leave_the_process_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@forking_is_fine
 def test_worker_seeds_change_with_the_epoch() -> None:
     made: ShardedDataLoader[Any] = ShardedDataLoader(Seeds(), micro_batch_size=1, collate_fn=list, num_workers=1)
     first, second = ([batch[0][0] for batch in made] for _ in range(2))
