@@ -40,7 +40,7 @@ def mpi_pool() -> Iterator[Callable[..., MpiRankPool]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n 2 --dist loadgroup`: tests with processes of their own run one after another, beside the rest."""
+    """Under `pytest -n 2 --dist loadgroup`, tests with processes of their own run one after another beside the rest."""
     for item in items:
         if PROCESSES in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("procs"))

@@ -139,8 +139,20 @@ def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:
 
 
 def import_torch(array: object) -> TorchBuffer:
-    """A buffer over the memory of any array that exports DLPack, flattened."""
-    return wrap_torch(torch.from_dlpack(array))  # type: ignore[attr-defined]
+    """A buffer over the memory of any array that exports DLPack, flattened.
+
+    Raises PluginContractError for one that does not, ShardingError for one that is not contiguous.
+    """
+    try:
+        tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise PluginContractError(
+            f"torch cannot see the memory of a {kind}: {error}",
+            cure="pass an array that exports DLPack, on a device that torch knows by it",
+            value=kind,
+        ) from error
+    return wrap_torch(tensor)
 
 
 def wrap_torch(array: object) -> TorchBuffer:

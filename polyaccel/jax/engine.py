@@ -93,7 +93,7 @@ class JaxEngine(Engine):
         Where parameters are sharded over separate memories they are gathered copies, and every rank has to ask.
         """
         self._require_own_process()
-        self.zero.params.fence()
+        self._settle_params()
         return self.adapter.tree(self.zero.params)
 
     @property
@@ -108,7 +108,7 @@ class JaxEngine(Engine):
         """
         self._require_own_process()
         self._require_optimizer()
-        self.zero.params.fence()
+        self._settle_params()
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
         each_pass = self.runtime.policy.grads is Placement.SHARDED
@@ -121,6 +121,7 @@ class JaxEngine(Engine):
                 for fqn, gradient in self.adapter.gradients(gradients):
                     self.zero.add_gradient(fqn, gradient)
                 self.zero.end_pass()
+                self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
             self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
             raise
@@ -155,7 +156,7 @@ class JaxEngine(Engine):
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
         self._require_own_process()
-        self.zero.params.fence()
+        self._settle_params()
         batch = next(data_iter) if _is_iterator(data_iter) else data_iter
         loss, self.aux = self._function.evaluate(self.adapter.views.arrays(), batch)
         return loss
@@ -170,6 +171,11 @@ class JaxEngine(Engine):
         """Forget all gradients, accumulated ones too."""
         self.zero.discard_gradients()
         self._losses.clear()
+
+    def _settle_params(self) -> None:
+        """The updated parameters have been written, whatever streams of the accelerator, unknown to JAX, do that."""
+        self.zero.params.fence()
+        self.accelerator.synchronize()
 
     def _micro_batches(self, data: Any) -> list[Any]:
         count = self.gradient_accumulation_steps()

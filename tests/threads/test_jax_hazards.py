@@ -102,21 +102,24 @@ def test_the_fence_waits_for_every_result_that_somebody_holds():
     assert result.is_ready()
 
 
+def noted(order, name, function):
+    """`function`, whose calls come into `order`."""
+
+    def call(*args, **named):
+        order.append(name)
+        return function(*args, **named)
+
+    return call
+
+
 def test_the_engine_fences_before_it_writes(monkeypatch, tmp_path):
     """Whatever else makes it wait."""
     order = []
 
-    def noted(name, function):
-        def call(*args, **named):
-            order.append(name)
-            return function(*args, **named)
-
-        return call
-
     def check(engine):
-        monkeypatch.setattr("polyaccel.jax.engine.fence", noted("fence", fence))
-        monkeypatch.setattr(engine.zero.optimizer, "update", noted("update", engine.zero.optimizer.update))
-        monkeypatch.setattr("polyaccel.jax.checkpoint.read_state", noted("load", read_state))
+        monkeypatch.setattr("polyaccel.jax.engine.fence", noted(order, "fence", fence))
+        monkeypatch.setattr(engine.zero.optimizer, "update", noted(order, "update", engine.zero.optimizer.update))
+        monkeypatch.setattr("polyaccel.jax.checkpoint.read_state", noted(order, "load", read_state))
         engine.grad_step(batch())
         engine.step()
         assert order == ["fence", "update"]
@@ -124,6 +127,29 @@ def test_the_engine_fences_before_it_writes(monkeypatch, tmp_path):
         order.clear()
         engine.load_checkpoint(str(tmp_path))
         assert order == ["fence", "load"]
+
+    with_engine(check)
+
+
+def test_a_pass_waits_for_the_devices_own_streams_on_both_sides(monkeypatch):
+    """JAX must not read parameters that a stream still writes, nor have gradients back that a stream still reads."""
+    order = []
+
+    def check(engine):
+        for owner, name in [
+            (engine.accelerator, "synchronize"),
+            (engine.adapter.views, "arrays"),
+            (engine.zero, "end_pass"),
+        ]:
+            monkeypatch.setattr(owner, name, noted(order, name, getattr(owner, name)))
+        engine.grad_step(batch())
+        assert order == ["synchronize", "arrays", "end_pass", "synchronize"]
+        order.clear()
+        engine.eval_batch(batch())
+        assert order == ["synchronize", "arrays"]
+        order.clear()
+        assert engine.params is not None
+        assert order[:2] == ["synchronize", "arrays"]
 
     with_engine(check)
 

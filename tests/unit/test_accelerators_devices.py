@@ -18,6 +18,7 @@ import torch
 
 from polyaccel.accelerators import host_memory, presence
 from polyaccel.accelerators.base import Accelerator, Capabilities, Probe
+from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.cuda import CudaAccelerator
 from polyaccel.accelerators.mps import MpsAccelerator
 from polyaccel.accelerators.npu import NpuAccelerator
@@ -332,3 +333,8 @@ def test_the_build_of_the_installed_torch_is_read_from_its_version_file(
     assert presence.torch_build() == {}
     monkeypatch.setattr(presence, "find_spec", lambda name: None)
     assert presence.torch_build() is None
+
+
+def test_an_array_whose_memory_torch_cannot_see_is_refused() -> None:
+    with pytest.raises(PluginContractError, match=r"torch cannot see the memory of a builtins\.list"):
+        CpuAccelerator().import_array([1.0])
