@@ -20,6 +20,8 @@ from polyaccel.errors import CommError, ConfigError, PolyaccelError, ShardingErr
 from polyaccel.testkit.procs import RankPool
 from polyaccel.testkit.threads import run_threads
 
+pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
+PATIENCE_S = 240.0
 THREE_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
 CASES = [
     ("one device", 1, 3, {}),
@@ -49,7 +51,7 @@ def three_devices():
 
 @pytest.fixture(scope="module")
 def two_processes():
-    with RankPool(2) as pool:
+    with RankPool(2, comm_timeout_s=PATIENCE_S) as pool:
         yield pool
 
 
@@ -59,9 +61,9 @@ def native(three_devices, two_processes):
 
     def run(world, *arguments, **named):
         if world == "one device":
-            return run_threads(1, lambda ranks: model.train(ranks, *arguments, **named))
+            return run_threads(1, lambda ranks: model.train(ranks, *arguments, **named), timeout_s=PATIENCE_S)
         pool, devices = (three_devices, 3) if world == "three devices" else (two_processes, 1)
-        return pool.run(train_here, arguments, {"devices": devices, **named})
+        return pool.run(train_here, arguments, {"devices": devices, **named}, timeout_s=PATIENCE_S)
 
     return run
 
@@ -73,7 +75,7 @@ def train_here(communicator, arguments, named):
 def views(world, *arguments, **named):
     """Losses of each process, norms, parameters and skipped steps in views mode."""
     count = {"one device": 1, "three devices": 3, "two processes": 2}[world]
-    runs = run_threads(count, lambda ranks: model.train(ranks, *arguments, **named))
+    runs = run_threads(count, lambda ranks: model.train(ranks, *arguments, **named), timeout_s=PATIENCE_S)
     losses = [run[0] for run in runs]
     return [np.mean(losses, axis=0)] if world == "three devices" else losses, *runs[0][1:]
 
@@ -121,6 +123,7 @@ def test_fp16_skips_overflows(native):
     assert 0 < expected[3] < 16
     assert found[0][3] == expected[3]
     assert found[0][0] == pytest.approx(list(expected[0][0]), rel=1e-3)
+    assert found[0][1] == pytest.approx(expected[1], rel=1e-2, nan_ok=True)
 
 
 def pieces_here(communicator):
@@ -167,7 +170,7 @@ def pieces_here(communicator):
 
 
 def test_parts_of_a_step(three_devices):
-    assert three_devices.run(pieces_here) == [True]
+    assert three_devices.run(pieces_here, timeout_s=PATIENCE_S) == [True]
 
 
 def resume_after_failure(communicator, folder):
@@ -198,20 +201,20 @@ def resume_after_failure(communicator, folder):
 
 
 def test_a_failed_update_is_not_trained_on(tmp_path):
-    assert run_threads(1, resume_after_failure, str(tmp_path)) == [True]
+    assert run_threads(1, resume_after_failure, str(tmp_path), timeout_s=PATIENCE_S) == [True]
 
 
-@pytest.mark.timeout(120)
 def test_checkpoints_go_between_modes_and_worlds(three_devices, two_processes, tmp_path):
     """Each leg takes up what the one before saved; together they are one run."""
     places = {"views": 3, "devices": 1, "processes": 2, "device": 1}
+    stages = {"views": 2, "devices": 0, "processes": 2, "device": 1}
 
     def go(place, steps, load=None, save=None):
-        arguments = (model.make_config(2, native=place != "views"), steps, places[place], load, save)
+        arguments = (model.make_config(stages[place], native=place != "views"), steps, places[place], load, save)
         if place in ("views", "device"):
-            return run_threads(places[place], model.train_whole_batches, *arguments)[0]
+            return run_threads(places[place], model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
         pool = three_devices if place == "devices" else two_processes
-        return pool.run(model.train_whole_batches, *arguments)[0]
+        return pool.run(model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
 
     whole = go("views", range(8))
     folder = None
@@ -232,15 +235,14 @@ def late_here(communicator):
 
 def test_processes_that_meet_too_late_are_told_so():
     with RankPool(2) as pool:
-        assert pool.run(late_here) == [True, True]
+        assert pool.run(late_here, timeout_s=PATIENCE_S) == [True, True]
 
 
-@pytest.mark.timeout(180)
 def test_ranks_of_the_launcher_meet(tmp_path):
     """The service of JAX beside the launcher's own port, and arrays of JAX made after the meeting."""
     command = [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", str(Path(__file__).with_name("native_job.py"))]
     job = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert job.returncode == 0, job.stdout + job.stderr
     assert all(f"trained: rank {rank} of 2" in job.stdout for rank in range(2)), job.stdout
