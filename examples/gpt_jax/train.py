@@ -150,8 +150,9 @@ def train(args: argparse.Namespace) -> int:
                 f"stopped by {signal.Signals(stopped_by).name} at step {engine.global_steps} of {settings.steps}; "
                 f"checkpoint: {folder.checkpoint}; go on with --resume --name {folder.path.name}"
             )
-        elif ranks.rank == 0:
-            text = bytes(generate(engine.params, shape, _PROMPT, _SAMPLE_NBYTES, seed=settings.seed))
+        params = engine.params  # every rank asks: at stage 3 they are gathered
+        if ranks.rank == 0 and not stopped_by:
+            text = bytes(generate(params, shape, _PROMPT, _SAMPLE_NBYTES, seed=settings.seed))
             finish(engine, folder, settings, (_PROMPT + text).decode("utf-8", errors="replace"))
             progress.say(f"report: {folder.report}")
     monitor.close()
