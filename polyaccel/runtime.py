@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
+from polyaccel.accelerators.host_heap import keep_freed_memory
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.comm.quantized import QuantizedCommunicator
@@ -71,7 +72,10 @@ class Runtime:
     """What floating parameters are held in; None: as the model has them."""
 
     def apply_to_process(self) -> None:
-        """Do what the config asks of the whole process: level of the log, garbage collection, the config shown."""
+        """Do what concerns the whole process: memory kept between steps, and what the config asks, level of the log,
+        garbage collection, the config shown."""
+        if self.accelerator.works_on_host_memory:
+            keep_freed_memory()
         if self.config.log_level is not None:
             getLogger("polyaccel").setLevel(self.config.log_level.upper())
         if self.config.disable_python_gc:

@@ -225,7 +225,7 @@ def native_problems(runtime: Runtime) -> list[Problem]:
     config, zero = runtime.config, runtime.config.zero_optimization
     problems = []
     if runtime.policy.params is Placement.SHARDED:
-        expected = "native mode shards no parameters"
+        expected = "native mode shards no parameters: its one program would hold all of them gathered"
         problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
     if zero.offload_optimizer.device != "none":
         key = "zero_optimization.offload_optimizer.device"

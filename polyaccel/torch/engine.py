@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyaccel.accelerators.host_heap import keep_freed_memory
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
 from polyaccel.errors import PolyaccelError
@@ -76,8 +75,6 @@ class TorchEngine(nn.Module, Engine):
             self.optimizer = ZeroOptimizer(groups, self._update)
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, self.config.matrix_kernels)
-        if self.accelerator.works_on_host_memory:
-            keep_freed_memory()
         self._recorder.begin()
 
     # Running the module.

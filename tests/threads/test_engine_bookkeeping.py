@@ -392,3 +392,10 @@ def test_gradients_stay_out_of_the_user_s_sight():
         assert module.embed.weight.shape == (VOCAB, 6)
 
     on_threads(2, look, parity_model)
+
+
+def test_a_process_that_trains_on_the_host_keeps_what_steps_free(monkeypatch):
+    kept = []
+    monkeypatch.setattr("polyaccel.runtime.keep_freed_memory", lambda: kept.append("once an engine"))
+    on_threads(1, lambda communicator, module: engine_for(module, make_config(2, zero=SMALL)), parity_model)
+    assert kept == ["once an engine"]
