@@ -24,8 +24,8 @@ help: ## show this list
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
 	$(BIN)/polyaccel run --nproc 2 examples/gpt/train.py $(ARGS)
 
-test: $(STAMP) ## run the tests, those that start processes beside the others
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: $(STAMP) ## run the tests, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from polyaccel.testkit.mpi import MpiRankPool
 from polyaccel.testkit.procs import Memory, RankPool
-
-PROCESSES = Path(__file__).parent / "procs"
 
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
@@ -37,10 +34,3 @@ def mpi_pool() -> Iterator[Callable[..., MpiRankPool]]:
     yield pool
     for one in pools.values():
         one.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n 2 --dist loadgroup`, tests with processes of their own run one after another beside the rest."""
-    for item in items:
-        if PROCESSES in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("procs"))
