@@ -27,7 +27,7 @@ from polyaccel.launch.lines import LineSink, LineWriter
 from polyaccel.launch.process import RankProcess
 
 _CHUNK_NBYTES = 1 << 16
-_UNFINISHED_S = 0.2  # after this much silence, an unfinished line is shown
+_UNFINISHED_S = 1.0  # after this much silence, an unfinished line is shown; a busy machine may stop its writer for less
 _TAIL_NBYTES = 4096
 _TAIL_LINES = 8
 
@@ -138,8 +138,10 @@ class JobOutput:
                     self._read(key.data)
                 else:
                     os.read(self._wake_read, _CHUNK_NBYTES)
+            waiting = [key.data for key, _ in self._selector.select(0)] if unfinished else []
             for stream in unfinished:
-                if monotonic() - stream.fed_s >= _UNFINISHED_S:
+                # Where the rest waits in the pipe already, it is this thread that was late.
+                if stream not in waiting and monotonic() - stream.fed_s >= _UNFINISHED_S:
                     stream.writer.flush()
             self._show_sentences()
             if self._is_closing:
