@@ -48,6 +48,22 @@ class JaxEngine(Engine):
         seed: int,
         stacked: Sequence[str] = (),
     ) -> None:
+        self._begin(runtime, hyperparameters)
+        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
+        are_sharded = runtime.policy.params is Placement.SHARDED
+        layers = tuple(stacked) if are_sharded else ()
+        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, layers)
+        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
+        function = self._loss_function_of(fn)
+        self._function: LossFunction | ShardedFunction = function
+        if are_sharded:
+            params_in_programs = ShardedParams(self.zero, self.accelerator)
+            self._function = ShardedFunction(function, self.adapter.leaves(), params_in_programs)
+        self.adapter.let_go()
+        self._recorder.begin()
+
+    def _begin(self, runtime: Runtime, hyperparameters: Mapping[str, Any]) -> None:
+        """What an engine has before it has a model."""
         self.runtime = runtime
         self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
         self.aux: Any = None
@@ -55,13 +71,11 @@ class JaxEngine(Engine):
         self.optimizer = OptimizerGroups([dict(hyperparameters)])
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
-        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
-        are_sharded = runtime.policy.params is Placement.SHARDED
-        layers = tuple(stacked) if are_sharded else ()
-        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, layers)
-        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
+
+    def _loss_function_of(self, fn: LossFn) -> LossFunction:
+        """`fn` on the adapter's leaves, in the types that the config asks for."""
         is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
-        function = LossFunction(
+        return LossFunction(
             fn,
             self.adapter.structure,
             self.adapter.is_trained,
@@ -69,12 +83,6 @@ class JaxEngine(Engine):
             self.adapter.originals,
             jnp.float16 if is_half else None,
         )
-        self._function: LossFunction | ShardedFunction = function
-        if are_sharded:
-            params_in_programs = ShardedParams(self.zero, self.accelerator)
-            self._function = ShardedFunction(function, self.adapter.leaves(), params_in_programs)
-        self.adapter.let_go()
-        self._recorder.begin()
 
     @property
     def optimizer_kind(self) -> str | None:

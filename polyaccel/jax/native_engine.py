@@ -6,7 +6,6 @@ in views mode, and so are config, checkpoints and metrics; `params` are copies.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,8 @@ from polyaccel.accelerators.numpy_memory import NumpyBuffer, allocate_numpy, num
 from polyaccel.comm.base import CallInfo
 from polyaccel.errors import PolyaccelError, Problem
 from polyaccel.jax.adapter import JaxAdapter
-from polyaccel.jax.engine import JaxEngine, OptimizerGroups
-from polyaccel.jax.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.function import LossFn, as_inputs
 from polyaccel.jax.native_memory import NativeMemory
 from polyaccel.jax.native_mesh import DeviceMesh
 from polyaccel.jax.native_optimizers import slice_update
@@ -49,25 +48,12 @@ class NativeEngine(JaxEngine):
         seed: int,
         mesh: DeviceMesh,
     ) -> None:
-        self.runtime = runtime
-        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
-        self.aux = None
-        self.optimizer = OptimizerGroups([dict(hyperparameters)])
-        self._pid = os.getpid()
-        self._losses = []
+        self._begin(runtime, hyperparameters)
         self._mesh = mesh
         self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
         specs = tuple(self.adapter.param_specs())
         layout = plan_for(self.config, specs, self.adapter.unit_names, mesh.world_size)
-        is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
-        self._loss_function = LossFunction(
-            fn,
-            self.adapter.structure,
-            self.adapter.is_trained,
-            self.adapter.views,
-            self.adapter.originals,
-            jnp.float16 if is_half else None,
-        )
+        self._loss_function = self._loss_function_of(fn)
         update = None if slice_optimizer is None else slice_update(slice_optimizer)
         program = StepProgram(
             *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
