@@ -30,12 +30,12 @@ test: $(STAMP) ## run the tests, two files at a time
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
-	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py tests/procs/test_parity_backends.py $(ARGS)
+	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py tests/procs/test_comm_faults.py tests/procs/test_parity_backends.py $(ARGS)
 
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
 	for mpi in mpich impi-rt; do \
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
-			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/test_mpi_*.py tests/procs/test_discovery_launchers.py tests/procs/test_parity_backends.py $(ARGS) || exit 1; \
+			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/test_mpi_*.py tests/procs/test_comm_faults.py tests/procs/test_discovery_launchers.py tests/procs/test_parity_backends.py $(ARGS) || exit 1; \
 	done
 
 test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in an environment of its own (Triton: 700 MB)

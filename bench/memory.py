@@ -1,7 +1,8 @@
 """Peak memory a rank in training beside what the formula of `polyaccel.zero.memory` says.
 
 Expected is: the process before it had a model, the states by the formula, and the rest (activations, the framework's
-own memory) as `local`, plain torch without communication, has it.
+own memory) as `local`, plain torch without communication, has it. Whether parameters are gathered is the backend's
+affair: over shared memory they exist once a host, with POLYACCEL_SHM_SYMMETRIC=0 they are sharded as between hosts.
 """
 
 from __future__ import annotations

@@ -122,15 +122,16 @@ class MemoryRow:
         return None if self.states is None else self.base + self.states + self.rest
 
 
-LOCAL_STATE_NBYTES = 16
-"""Bytes a parameter of plain fp32 AdamW: the parameter, its gradient and two states."""
+LOCAL_STATE_NBYTES = {"fp32": 16, "bf16": 18}
+"""Bytes a parameter of plain AdamW: the parameter, its gradient and two states, all fp32, and under autocast the weight
+in bf16, which backward needs too. The engines compute with the parameters that they have."""
 
 
 def compare_memory(runs: Sequence[Run]) -> list[MemoryRow]:
     """The rows of one case, in the order of `VARIANTS`; figures are means over ranks and rounds. Needs `local`."""
     grouped = {name: [run for run in runs if run.job.variant == name] for name in VARIANTS}
     local = grouped["local"]
-    local_states = LOCAL_STATE_NBYTES * local[0].param_numel
+    local_states = LOCAL_STATE_NBYTES[local[0].job.case.dtype] * local[0].param_numel
     rest = _mean(local, "peak_nbytes") - _mean(local, "base_nbytes") - local_states
     rows = []
     for name, own in grouped.items():

@@ -28,14 +28,20 @@ def initialize(*positional: Any, **named: Any) -> Any:
     A torch module is taken as by `polyaccel.torch.initialize.initialize`, whose arguments stand in DeepSpeed's order;
     gives `(engine, optimizer, training_dataloader, lr_scheduler)`. With `params`, or a model of flax or equinox, as by
     `polyaccel.jax.initialize.initialize`; gives the engine. Both say what they raise. Raises PolyaccelError where the
-    framework is not installed.
+    framework is not installed, or too old.
     """
     home = "jax" if "params" in named or _is_of(named.get("model"), _JAX_HOMES) else "torch"
     try:
         module = import_module(f"polyaccel.{home}.initialize")
-    except ModuleNotFoundError as error:
-        if error.name != home:
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != home:
             raise
+        if error.name != home:
+            raise PolyaccelError(
+                f"this version of {home} is too old: {error}",
+                cure=f"pip install --upgrade 'polyaccel[{home}]'",
+                value=home,
+            ) from error
         other = ", or pass params= where the model is a function of JAX" if home == "torch" else ""
         raise PolyaccelError(
             f"{home} is not installed", cure=f"pip install 'polyaccel[{home}]'{other}", value=home

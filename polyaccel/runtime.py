@@ -164,6 +164,7 @@ class Runtime:
             buffer_count=offload.buffer_count,
             pipeline_read=offload.pipeline_read,
             pipeline_write=offload.pipeline_write,
+            piece_numel=self.config.zero_optimization.offload_param.buffer_size,
         )
         host = host_accelerator(self.accelerator)
         for each in (device, tier):

@@ -64,7 +64,7 @@ class JaxAccelerator(Accelerator):
     def _capabilities(self) -> Capabilities:
         lacks = {
             "arrays never change: train functions of JAX in native mode; no module of torch": True,
-            "rounds to nearest only, and quantises nothing": True,
+            "quantises nothing": True,
             "no numbers on memory: they are 0": not self._device.memory_stats(),
             "no generator: only a seed is saved": True,
             "no collectives outside programs of JAX: they go by the host": True,

@@ -6,10 +6,11 @@ Nothing is rewritten: a range is read from where it was saved, and only a tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -26,19 +27,40 @@ parameter is the saved array with its axes in this order, as `numpy.transpose(sa
 torch call and lay out the same layers, in both directions: kernel, embedding and scale are weight."""
 
 
+class Part(Protocol):
+    """A parameter that is a part of another one, `fqn`, along whose first axis it is stacked with its like."""
+
+    @property
+    def fqn(self) -> str: ...
+
+    @property
+    def start(self) -> int:
+        """The element of the whole where the part begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
+    """Where a parameter stands: `start` counts elements whose axes are in the parameter's order."""
+
     name: str
     axes: Axes | None = None
+    start: int = 0
 
 
 class RenamedReader:
     """`reader` as seen by parameters of these `shapes` (by name); reads like a `CheckpointReader`.
 
-    Raises CheckpointError when two parameters are mapped to one.
+    `parts`, by name, take the place of those that they are parts of. Raises CheckpointError when two parameters are
+    mapped to one.
     """
 
-    def __init__(self, reader: CheckpointReader, names: NameMap | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        names: NameMap | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, Part] = MappingProxyType({}),
+    ) -> None:
         self._reader = reader
         self._sources = {fqn: _source(fqn, shape, names, reader) for fqn, shape in shapes.items()}
         taken: dict[str, str] = {}
@@ -51,6 +73,10 @@ class RenamedReader:
                 )
             taken[source.name] = fqn
         self._names = taken
+        self._parts: dict[str, list[str]] = {}
+        for name, part in parts.items():
+            self._parts.setdefault(part.fqn, []).append(name)
+            self._sources[name] = replace(self._sources[part.fqn], start=part.start)
         self.tag, self.world_size, self.scalars = reader.tag, reader.world_size, reader.scalars
         self.rank_blobs = reader.rank_blobs
 
@@ -60,8 +86,8 @@ class RenamedReader:
         return count
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Every tensor under the reader's names, without its pieces where the axes differ."""
-        return tuple(self._renamed(entry) for entry in self._reader.tensors())
+        """Every tensor under the reader's names, without its pieces where the axes differ or it is a part."""
+        return tuple(part for entry in self._reader.tensors() for part in self._in_parts(self._renamed(entry)))
 
     def has(self, fqn: str, kind: str) -> bool:
         return self._reader.has(self._source_of(fqn).name, kind)
@@ -78,6 +104,7 @@ class RenamedReader:
     ) -> None:
         """As `CheckpointReader.read_into`, in the coordinates of the parameter."""
         source = self._source_of(fqn)
+        start += source.start
         if source.axes is None:
             self._reader.read_into(source.name, kind, start, length, buffer, cast_through=cast_through)
             return
@@ -91,6 +118,12 @@ class RenamedReader:
 
     def _source_of(self, fqn: str) -> _Source:
         return self._sources.get(fqn, _Source(fqn))
+
+    def _in_parts(self, entry: TensorEntry) -> Sequence[TensorEntry]:
+        parts = self._parts.get(entry.fqn)
+        if parts is None or tuple(entry.shape[:1]) != (len(parts),):
+            return (entry,)
+        return [replace(entry, fqn=name, shape=entry.shape[1:], pieces=()) for name in parts]
 
     def _renamed(self, entry: TensorEntry) -> TensorEntry:
         fqn = self._names.get(entry.fqn, entry.fqn)

@@ -22,8 +22,8 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
-disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of the optimizer's states. Activations are not
-included: what a stage leaves of the device is for them."""
+disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
+3. Activations are not included: what a stage leaves of the device is for them."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
 Hugging Face config.json, or a number of parameters such as 7e9 or 1.3B"""
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyaccel.config import ResolvedConfig
-from polyaccel.planning.forecast import Forecast, state_count
+from polyaccel.planning.forecast import SETTINGS, Forecast, state_count
 from polyaccel.planning.model import ModelShape
 from polyaccel.runtime import NATIVE_OPTIMIZERS
 from polyaccel.zero.memory import Place, Purpose
@@ -25,7 +25,10 @@ _COLUMNS = (
     ("gathered", (Purpose.GATHERED, Purpose.SECOND, Purpose.CODES)),
     ("peak", tuple(Purpose)),
 )
+_SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
+"""One setting a stage: offload sends nothing to other ranks."""
 _LEGEND = (
+    "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "
     "params, master, states, grads: parameters, master weights, optimizer states and gradients, there all the time. "
     "moving: gradient buckets in flight and one gradient outside; on the host, what offloaded states pass through. "
     "gathered: the bound on sharded parameters that are whole at once. peak: all of it together. "
@@ -89,7 +92,7 @@ def _head(plan: Plan) -> Text:
 def _memory_table(plan: Plan) -> Group:
     table = _table("stage", "offload", "place", *(name for name, _ in _COLUMNS))
     for forecast in plan.forecasts:
-        names: tuple[str, str] = (_stage(forecast), forecast.setting.offload)
+        names: tuple[str, str] = (_stage(forecast), _offload(forecast))
         for place in Place:
             nbytes = {row.purpose: row.nbytes for row in forecast.memory.rows if row.place is place}
             if any(nbytes.values()):
@@ -102,7 +105,7 @@ def _memory_table(plan: Plan) -> Group:
 def _traffic_table(plan: Plan) -> Group:
     table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
     for forecast in plan.forecasts:
-        if forecast.setting.place is Place.DEVICE:  # offload sends nothing to other ranks
+        if forecast.setting in _SENDERS:
             sent = forecast.traffic
             counts = (sent.all_reduce_numel, sent.reduce_scatter_numel, sent.all_gather_numel, sent.total_numel)
             table.add_row(str(forecast.setting.stage), *map(short_count, counts), short_bytes(sent.total_nbytes))
@@ -119,7 +122,7 @@ def _fit(plan: Plan) -> Group | Text:
     for forecast in plan.fitting:
         peaks = (forecast.memory.peak_nbytes(place) for place in Place)
         sent = short_bytes(forecast.traffic.total_nbytes)
-        table.add_row(_stage(forecast), forecast.setting.offload, sent, *map(short_bytes, peaks))
+        table.add_row(_stage(forecast), _offload(forecast), sent, *map(short_bytes, peaks))
     return _titled(title, table)
 
 
@@ -139,6 +142,11 @@ def _notes(plan: Plan) -> list[Text]:
 
 def _stage(forecast: Forecast) -> str:
     return f"{forecast.setting.stage}{'*' if forecast.is_own else ''}"
+
+
+def _offload(forecast: Forecast) -> str:
+    setting = forecast.setting
+    return setting.offload if setting.offload_param == "none" else f"{setting.offload}/{setting.offload_param}"
 
 
 def _table(*columns: str) -> Table:

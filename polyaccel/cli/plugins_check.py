@@ -134,6 +134,8 @@ def _ranks(accelerator: str, backend: str | None, ranks: int) -> Iterator[tuple[
             if outcome.test == "test_ranks_meet" and outcome.state == "failed":
                 return
         yield f"training on {ranks} ranks", suites.run_training(pool, device)
+    for outcome in suites.run_comm_faults(name, accelerator, ranks):
+        yield f"comm contract: what {ranks} ranks see of one that fails", outcome
 
 
 def _probe(info: PluginInfo) -> None:

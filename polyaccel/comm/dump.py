@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER_VARIABLE = "POLYACCEL_DUMP_DIR"
 _DEFAULT_ACTION = 0  # SIG_DFL of the C library
+_WRITING_S = 2.0  # the thread may be waiting for what the main thread was writing when the signal came
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +188,15 @@ class Dumper:
         owner = os.getpid()
 
         def on_signal(number: int, _: object) -> None:
-            """The thread answers, unless the C handler could not reach it."""
+            """The thread answers, unless the C handler could not reach it; it ends the process."""
             if number == signal.SIGTERM:
                 theirs.send(bytes([number]))
+                reader.join(_WRITING_S)  # a script that went on could end well before the thread has written
 
-        for each in wanted:
-            signal.signal(each, on_signal)
         reader = threading.Thread(target=self._answer, args=(ours, on_signal), daemon=True, name="polyaccel dumps")
         reader.start()
+        for each in wanted:
+            signal.signal(each, on_signal)
 
         def undo() -> None:
             if os.getpid() == owner and _is_main_thread():

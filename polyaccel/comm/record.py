@@ -7,6 +7,7 @@ number of each rank's last call, which a watchdog keeps on the communicator's bo
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -259,7 +260,10 @@ class RecordingCommunicator(Communicator):
         )
         if not places and not known:
             return error
-        message = "; ".join([error.message, *places.values()])
+        # Ours is the number that notes and dumps have: of what is one call here, `inner` may make several.
+        said = re.sub(rf"^#\d+ (?={re.escape(str(entry.call))})", f"#{entry.seq} ", error.message)
+        said = said if str(entry.call) in said else f"{entry}: {said}"
+        message = "; ".join([said, *places.values()])
         if isinstance(error, CommTimeout):
             missing = tuple(sorted({*known, *places}))
             return CommTimeout(message, missing_ranks=missing, cure=error.cure, value=missing)

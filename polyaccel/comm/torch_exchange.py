@@ -15,7 +15,7 @@ from polyaccel.comm.background import Background
 from polyaccel.comm.base import Work
 from polyaccel.comm.exchange import Exchange, ExchangeCollectives, Message, Steps
 from polyaccel.comm.scratch import ScratchPool
-from polyaccel.comm.torch_communicator import TorchCommunicator, tensor_of
+from polyaccel.comm.torch_communicator import TorchCommunicator, is_timeout, tensor_of
 from polyaccel.errors import CommError
 
 _MOMENT = timedelta(milliseconds=1)
@@ -51,17 +51,20 @@ class TorchExchange(Exchange):
             try:
                 message.work.wait()
             except RuntimeError as error:
-                # Name every rank that is missing, not only the first one waited for.
-                late = [other.peer for other in messages[index + 1 :] if not _finishes_now(other.work)]
-                raise self._owner.failure(self, error, [message.peer, *late]) from error
+                # Name every rank that is missing, not only the first one waited for. One that is merely slower than
+                # the news of another's end is not missing.
+                in_time = not is_timeout(error)
+                gone = [other.peer for other in messages[index + 1 :] if _is_gone(other.work, in_time=in_time)]
+                raise self._owner.failure(self, error, [message.peer, *gone]) from error
 
 
-def _finishes_now(work: dist.Work) -> bool:
+def _is_gone(work: dist.Work, *, in_time: bool) -> bool:
+    """Whether `work` has failed; or has not ended, if there is no time left (`in_time` False)."""
     try:
         work.wait(_MOMENT)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return not (in_time and is_timeout(error))
+    return False
 
 
 class ExchangeWork(Work):

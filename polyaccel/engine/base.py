@@ -16,12 +16,12 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.types import ParamSpec
 from polyaccel.zero.optimizers import Group
 from polyaccel.zero.params import ParamObserver
-from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update import StepResult
 
 log = getLogger(__name__)
@@ -59,7 +59,7 @@ class Engine(ABC):
     communicator: Communicator
     counters: StepCounters
     loss_scaler: LossScaler
-    zero: ZeroStep
+    zero: TrainedState
     lr_scheduler: Any = None
     """What moves the learning rates after each applied step."""
     timer: PhaseTimer

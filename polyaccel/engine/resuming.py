@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import TensorEntry
+from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.types import DType
-from polyaccel.zero.step import ZeroStep
 
 PARAM = "param"
 """The kind of the tensors that are parameters; the others are optimizer states."""
@@ -40,7 +40,7 @@ class StateReader(Protocol):
     ) -> None: ...
 
 
-def check_names(zero: ZeroStep, reader: StateReader, *, strict: bool) -> None:
+def check_names(zero: TrainedState, reader: StateReader, *, strict: bool) -> None:
     """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
     ours = {param.fqn: param.shape for param in zero.layout.params if param.numel}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
@@ -69,7 +69,7 @@ def check_optimizer(kind: str | None, reader: StateReader) -> None:
 
 
 def read_state(
-    zero: ZeroStep,
+    zero: TrainedState,
     accelerator: Accelerator,
     reader: StateReader,
     *,

@@ -12,7 +12,6 @@ from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.engine.resuming import check_names, check_optimizer, hyperparameters, load_groups, read_state
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
-from polyaccel.jax.stacking import StackedReader
 
 if TYPE_CHECKING:
     from polyaccel.jax.engine import JaxEngine
@@ -67,7 +66,7 @@ def load_engine(
     saved = open_checkpoint(load_dir, tag, communicator=engine.communicator)
     stacking = engine.adapter.stacking
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in engine.zero.layout.params)
-    reader = StackedReader(RenamedReader(saved, name_map, shapes), stacking)
+    reader = RenamedReader(saved, name_map, shapes, stacking.layers)
     scalars = reader.scalars
     check_names(engine.zero, reader, strict=True)
     if optimizer_states:

@@ -1,8 +1,9 @@
-"""The engine that JAX users hold: gradients of a function, steps, checkpoints, and parameters that follow."""
+"""The engine that JAX users hold, whatever its parameters rest on: steps, checkpoints, figures."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,8 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import load_engine, save_engine
 from polyaccel.jax.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
-from polyaccel.jax.sharded import ShardedFunction
-from polyaccel.jax.sharded_params import ShardedParams
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
-from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.policy import Placement
 
 
 class OptimizerGroups:
@@ -34,48 +31,22 @@ class OptimizerGroups:
 class JaxEngine(Engine):
     """A JAX function in training under ZeRO. Made by `polyaccel.initialize`.
 
-    `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` are arrays
-    over the engine's memory: they change with each step, and `jnp.array(x)` keeps a value.
+    `train_batch(batch)` is a whole optimizer step; `grad_step(batch)` and `step()` are its parts. `params` follow the
+    engine: in views mode they are arrays over its memory, which change with each step, and `jnp.array(x)` keeps a
+    value; in native mode, and where parameters are sharded, they are copies.
     """
 
     def __init__(
-        self,
-        fn: LossFn,
-        params: Any,
-        runtime: Runtime,
-        slice_optimizer: SliceOptimizer | None,
-        hyperparameters: Mapping[str, Any],
-        seed: int,
-        stacked: Sequence[str] = (),
+        self, fn: LossFn, params: Any, runtime: Runtime, hyperparameters: Mapping[str, Any], stacked: Sequence[str] = ()
     ) -> None:
-        self._begin(runtime, hyperparameters)
-        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
-        are_sharded = runtime.policy.params is Placement.SHARDED
-        layers = tuple(stacked) if are_sharded else ()
-        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, layers)
-        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
-        function = self._loss_function_of(fn)
-        self._function: LossFunction | ShardedFunction = function
-        if are_sharded:
-            params_in_programs = ShardedParams(self.zero, self.accelerator)
-            self._function = ShardedFunction(function, self.adapter.leaves(), params_in_programs)
-        self.adapter.let_go()
-        self._recorder.begin()
-
-    def _begin(self, runtime: Runtime, hyperparameters: Mapping[str, Any]) -> None:
-        """What an engine has before it has a model."""
         self.runtime = runtime
         self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
         self.aux: Any = None
         """The function's auxiliary output for the last micro-batch."""
         self.optimizer = OptimizerGroups([dict(hyperparameters)])
-        self._pid = os.getpid()
-        self._losses: list[jax.Array] = []
-
-    def _loss_function_of(self, fn: LossFn) -> LossFunction:
-        """`fn` on the adapter's leaves, in the types that the config asks for."""
+        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, stacked)
         is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
-        return LossFunction(
+        self._loss_function = LossFunction(
             fn,
             self.adapter.structure,
             self.adapter.is_trained,
@@ -83,6 +54,8 @@ class JaxEngine(Engine):
             self.adapter.originals,
             jnp.float16 if is_half else None,
         )
+        self._pid = os.getpid()
+        self._losses: list[jax.Array] = []
 
     @property
     def optimizer_kind(self) -> str | None:
@@ -95,46 +68,47 @@ class JaxEngine(Engine):
     # Running the function.
 
     @property
+    @abstractmethod
     def params(self) -> Any:
-        """The parameters, in the caller's tree, up to date: arrays over the engine's memory.
+        """The parameters, in the caller's tree, up to date.
 
-        Where parameters are sharded over separate memories they are gathered copies, and every rank has to ask.
+        Where they are sharded over separate memories they are gathered copies, and every rank has to ask.
         """
-        self._require_own_process()
-        self._settle_params()
-        return self.adapter.tree(self.zero.params)
 
     @property
+    @abstractmethod
     def copies(self) -> CopyCount:
         """How many parameters JAX sees without a copy."""
-        return self.adapter.views.count()
 
+    @abstractmethod
     def grad_step(self, batch: Any) -> jax.Array:
         """The loss of one micro-batch; its gradients are on their way. Auxiliary output is in `aux`.
 
         The function gets a random key that depends on the seed, the rank and the number of micro-batches alone.
         """
+
+    @abstractmethod
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        """One optimizer step; returns the mean loss of this process's micro-batches.
+
+        `data_iter` is a batch, whose arrays are cut along their first axis into as many micro-batches as the config
+        accumulates, or an iterator of micro-batches. Raises PolyaccelError for a batch that cannot be cut evenly.
+        """
+
+    def eval_batch(self, data_iter: Any) -> jax.Array:
+        """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
         self._require_own_process()
-        self._require_optimizer()
-        self._settle_params()
-        rng = jax.random.fold_in(self._key, self.counters.micro_steps)
-        factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-        each_pass = self.runtime.policy.grads is Placement.SHARDED
-        self.zero.begin_pass(reduce=each_pass or self.counters.is_boundary)
-        try:
-            with self.timer("backward"):
-                leaves = self.adapter.views.arrays()
-                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, factor)
-            with self.timer("reduce"):
-                for fqn, gradient in self.adapter.gradients(gradients):
-                    self.zero.add_gradient(fqn, gradient)
-                self.zero.end_pass()
-                self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
-        except BaseException:
-            self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
-            raise
-        self._losses.append(loss)
+        loss: jax.Array
+        loss, self.aux = self._evaluate(next(data_iter) if _is_iterator(data_iter) else data_iter)
         return loss
+
+    @abstractmethod
+    def _evaluate(self, batch: Any) -> tuple[Any, Any]:
+        """(loss, auxiliary output) of a micro-batch."""
+
+    @abstractmethod
+    def program(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled program of a micro-batch like `batch`: ask its `memory_analysis()` or `cost_analysis()`."""
 
     def step(self) -> None:
         """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
@@ -143,47 +117,16 @@ class JaxEngine(Engine):
         if not self.counters.is_boundary:
             self.counters.advance()
             return
-        fence()
+        fence()  # for what still reads the parameters, and lest the update be timed with what was before
         loss = float(jnp.stack(self._losses).mean()) if self._losses else None
         self._losses.clear()
         self._apply_update(self.optimizer.param_groups)
         self._end_step(self.optimizer.param_groups, loss, {})
 
-    def train_batch(self, data_iter: Any = None) -> jax.Array:
-        """One optimizer step; returns the mean loss of this rank's micro-batches.
-
-        `data_iter` is a batch, whose arrays are cut along their first axis into as many micro-batches as the config
-        accumulates, or an iterator of micro-batches. Raises PolyaccelError for a batch that cannot be cut evenly.
-        """
-        losses = []
-        for micro_batch in self._micro_batches(data_iter):
-            losses.append(self.grad_step(micro_batch))
-            self.step()
-        return jnp.stack(losses).mean()
-
-    def eval_batch(self, data_iter: Any) -> jax.Array:
-        """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
-        self._require_own_process()
-        self._settle_params()
-        batch = next(data_iter) if _is_iterator(data_iter) else data_iter
-        loss, self.aux = self._function.evaluate(self.adapter.views.arrays(), batch)
-        return loss
-
-    def program(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled program of a micro-batch like `batch`: ask its `memory_analysis()` or `cost_analysis()`."""
-        self._require_own_process()
-        rng = jax.random.fold_in(self._key, 0)
-        return self._function.compiled(self.adapter.views.arrays(), batch, rng, 1.0)
-
     def zero_grad(self) -> None:
         """Forget all gradients, accumulated ones too."""
         self.zero.discard_gradients()
         self._losses.clear()
-
-    def _settle_params(self) -> None:
-        """The updated parameters have been written, whatever streams of the accelerator, unknown to JAX, do that."""
-        self.zero.params.fence()
-        self.accelerator.synchronize()
 
     def _micro_batches(self, data: Any) -> list[Any]:
         count = self.gradient_accumulation_steps()
@@ -219,6 +162,7 @@ class JaxEngine(Engine):
 
         Raises CheckpointError, and PolyaccelError after half an update.
         """
+        self._require_own_process()
         self._require_whole_step()
         save_engine(self, save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest)
         return True
@@ -236,6 +180,7 @@ class JaxEngine(Engine):
 
         Raises CheckpointError for one that is missing, incomplete, damaged, of another model or another optimizer.
         """
+        self._require_own_process()
         fence()
         return load_engine(
             self,
@@ -251,14 +196,6 @@ class JaxEngine(Engine):
     def get_lr(self) -> list[float]:
         """The learning rate of every optimizer group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
-
-    def destroy(self) -> None:
-        """Let go of buffers and connections. `params` taken before keep their values."""
-        self.zero.params.fence()
-        if isinstance(self._function, ShardedFunction):
-            self._function.close()
-        self.adapter.release()
-        self.zero.close()
 
     def _require_own_process(self) -> None:
         """JAX's threads do not survive a fork: a computation in the child would wait for ever."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from polyaccel import comm
-from polyaccel.comm.default import is_initialized
+from polyaccel.comm.default import is_initialized, own_thread_communicator
 from polyaccel.config import ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
@@ -18,6 +18,7 @@ from polyaccel.jax.modules import as_function
 from polyaccel.jax.native_engine import NativeEngine, native_problems
 from polyaccel.jax.native_mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.runtime import NATIVE_OPTIMIZERS, Runtime, compose
 from polyaccel.zero.optimizers import SliceOptimizer
 from polyaccel.zero.policy import Placement
@@ -57,8 +58,8 @@ def initialize(
     _check_config(runtime, is_native=mesh is not None)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
     fn, tree = as_function(model, params)
-    engine = (
-        JaxEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
+    engine: JaxEngine = (
+        ViewsEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
         if mesh is None
         else NativeEngine(fn, tree, runtime, slices, hyperparameters, seed, mesh)
     )
@@ -79,6 +80,11 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
         cure = "use stage 0 to 2, or the CPU: JAX_PLATFORMS=cpu and DS_ACCELERATOR=cpu"
+        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
+    of_threads = own_thread_communicator()
+    if runtime.policy.params is Placement.SHARDED and of_threads is not None and of_threads.world_size > 1:
+        expected = "ranks that are threads share XLA's threads, which programs hold while they wait for each other"
+        cure = "start ranks as processes (polyaccel run), or use stage 0 to 2"
         problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
     if not is_native and not runtime.accelerator.capabilities().mutable_buffers:
         expected = f"arrays on accelerator {runtime.accelerator.name!r} never change, and views of them show no update"

@@ -1,7 +1,8 @@
 """Modules of flax and equinox as functions of their parameters, so that the engine knows functions only.
 
 A module is called as one of torch is: a mapping as named arguments, a tuple or list as positional ones, anything else
-as the one argument; it returns its loss, or (loss, auxiliary output).
+as the one argument; it returns its loss, or (loss, auxiliary output). Its repeated blocks are units
+(`polyaccel.jax.module_units`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 
 from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.jax.function import LossFn
+from polyaccel.jax.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
 def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
@@ -39,16 +41,21 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
 
 
 def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
+    from flax import linen
+
     if params is None:
         raise PolyaccelError("a flax.linen module has no parameters", cure="pass params=model.init(key, ...)")
     others = sorted(set(params) - {"params"}) if "params" in params else []
     if others:
         raise _stateful(others)
+    params = params.get("params", params)
+    interceptor = linen_interceptor(blocks_of(params))
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
-        return _call(model.apply, batch, {"params": params}, rngs=None if rng is None else {"dropout": rng})
+        with linen.intercept_methods(interceptor):
+            return _call(model.apply, batch, {"params": params}, rngs=None if rng is None else {"dropout": rng})
 
-    return loss, params.get("params", params)
+    return loss, params
 
 
 def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
@@ -62,6 +69,7 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
     named = nnx.to_pure_dict(state)  # whose paths are the names of layers, without the variables around the arrays
     if any(one is not other for one, other in zip(jax.tree.leaves(named), jax.tree.leaves(state), strict=True)):
         raise InvariantError("flax orders a state and its pure dict differently")
+    blocks = blocks_of(named)
     whole = jax.tree.structure(state)
     leaves, structure = jax.tree.flatten(rest)
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
@@ -76,7 +84,7 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
         ]
         graph = still if rng is None else moving
         variables = jax.tree.unflatten(whole, jax.tree.leaves(params))
-        return _call(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), batch)
+        return _call(nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), blocks), batch)
 
     return loss, named
 
@@ -86,11 +94,12 @@ def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
 
     _require_own(params)
     arrays, static = equinox.partition(model, equinox.is_inexact_array)
+    blocks = blocks_of(arrays)
     takes_key = "key" in inspect.signature(type(model).__call__).parameters
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
         named = {"key": rng} if takes_key else {}
-        return _call(equinox.combine(params, static), batch, **named)
+        return _call(equinox_with_units(equinox.combine(params, static), blocks), batch, **named)
 
     return loss, arrays
 

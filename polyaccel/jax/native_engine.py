@@ -16,7 +16,6 @@ import numpy as np
 from polyaccel.accelerators.numpy_memory import NumpyBuffer, allocate_numpy, numpy_dtype
 from polyaccel.comm.base import CallInfo
 from polyaccel.errors import PolyaccelError, Problem
-from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.function import LossFn, as_inputs
 from polyaccel.jax.native_memory import NativeMemory
@@ -34,9 +33,9 @@ from polyaccel.zero.policy import Placement
 
 
 class NativeEngine(JaxEngine):
-    """A JAX function in training on `mesh`. Made by `polyaccel.initialize` for `"jax": {"execution": "native"}`."""
+    """A JAX function in training on `mesh`, for `"jax": {"execution": "native"}`."""
 
-    zero: NativeStep  # type: ignore[assignment] # it offers what engines and checkpoints ask of a step
+    zero: NativeStep
 
     def __init__(
         self,
@@ -48,12 +47,10 @@ class NativeEngine(JaxEngine):
         seed: int,
         mesh: DeviceMesh,
     ) -> None:
-        self._begin(runtime, hyperparameters)
+        super().__init__(fn, params, runtime, hyperparameters)
         self._mesh = mesh
-        self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype)
         specs = tuple(self.adapter.param_specs())
         layout = plan_for(self.config, specs, self.adapter.unit_names, mesh.world_size)
-        self._loss_function = self._loss_function_of(fn)
         update = None if slice_optimizer is None else slice_update(slice_optimizer)
         program = StepProgram(
             *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
@@ -112,7 +109,7 @@ class NativeEngine(JaxEngine):
         return self._take(losses, aux)
 
     def train_batch(self, data_iter: Any = None) -> jax.Array:
-        """As in views mode; the last micro-batch, the exchange and the update are one program."""
+        # The last micro-batch, the exchange and the update are one program.
         *earlier, last = self._micro_batches(data_iter)
         losses = []
         for micro_batch in earlier:
@@ -125,15 +122,18 @@ class NativeEngine(JaxEngine):
             self.step()
         return jnp.stack(losses).mean()
 
-    def eval_batch(self, data_iter: Any) -> jax.Array:
-        """The mean loss of one micro-batch (or of the next of an iterator), with None for the random key."""
-        self._require_own_process()
+    def _evaluate(self, batch: Any) -> tuple[Any, Any]:
         self.zero.require_whole()
-        cut = self._cut(next(data_iter) if hasattr(data_iter, "__next__") else data_iter)
+        cut = self._cut(batch)
         self._meet("evaluation of JAX")
         losses, aux = self.zero.evaluate(cut)
-        self.aux = self._own_aux(aux)
-        return self._own_mean(losses)
+        return self._own_mean(losses), self._own_aux(aux)
+
+    def program(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled program of a step that is one micro-batch like `batch`, its exchange and its update."""
+        self._require_own_process()
+        self._require_optimizer()
+        return self.zero.program(self._cut(batch), self.optimizer.param_groups)
 
     def destroy(self) -> None:
         """Let go of arrays and connections. `params` taken before keep their values."""
@@ -215,14 +215,10 @@ def native_problems(runtime: Runtime) -> list[Problem]:
         problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
     if zero.offload_optimizer.device != "none":
         key = "zero_optimization.offload_optimizer.device"
-        problems.append(
-            Problem(key, zero.offload_optimizer.device, "native mode keeps states on the device", 'use "views"')
-        )
-    for name in ("bf16", "fp16"):
-        section = getattr(config, name)
-        if section.enabled and section.stochastic_rounding:
-            expected = "native mode rounds to nearest"
-            problems.append(Problem(f"{name}.stochastic_rounding", True, expected, 'leave it out, or use "views"'))
+        expected = "native mode updates inside one program of JAX's devices, where the states rest"
+        cure = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
+        problems.append(Problem(key, zero.offload_optimizer.device, expected, cure))
     if config.comms_logger.enabled:
-        problems.append(Problem("comms_logger.enabled", True, "JAX's own collectives are not seen", "use jax.profiler"))
+        expected = "what JAX exchanges inside a program is not seen"
+        problems.append(Problem("comms_logger.enabled", True, expected, "use jax.profiler"))
     return problems

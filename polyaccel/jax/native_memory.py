@@ -23,12 +23,13 @@ from polyaccel.zero.policy import Placement, ZeroPolicy
 from polyaccel.zero.precision import DEFAULT_PRECISION
 
 PARAM = "param"
-Publish = Callable[[Mapping[int, Any]], tuple[Any, ...]]
+Publish = Callable[[Mapping[int, Any], Mapping[str, int]], tuple[Any, ...]]
 
 
 class NativeMemory:
     """Where `layout` rests on `mesh`. `values` has the parameters flat, in the precision that they came in; `starts`
-    says for each optimizer state of a trained bucket what it is filled with. `publish` makes parameters of weights."""
+    says for each optimizer state of a trained bucket what it is filled with. `publish` makes parameters of weights that
+    have had so many updates."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class NativeMemory:
         self._is_cut = policy.optim is Placement.SHARDED
         self._publish = publish
         self._is_given_up = False
+        self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
+        """How many updates each parameter has had."""
         self._staged: dict[tuple[int, str], list[NumpyBuffer]] = {}
         """Host copies that a checkpoint fills, by bucket and kind: a part for each of the own devices."""
         masters, states, weights = {}, {}, {}
@@ -62,7 +65,7 @@ class NativeMemory:
                     name: self._place([np.full(high - low, start, np.float32) for low, high in bounds])
                     for name, start in starts(bucket).items()
                 }
-        self.held = Held(publish(weights), masters, states)
+        self.held = Held(publish(weights, self.steps), masters, states)
 
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """The elements [low, high) of a bucket that this process updates: one part a device, or one of all."""
@@ -128,7 +131,7 @@ class NativeMemory:
             if index in masters:
                 masters[index] = placed
         self._staged.clear()
-        self.held = Held(self._publish(weights), masters, states)
+        self.held = Held(self._publish(weights, self.steps), masters, states)
         self._is_given_up = False
 
     def close(self) -> None:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from polyaccel.errors import ShardingError
 from polyaccel.jax.native_rows import Rows
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.ops import jax_updates as updates
 from polyaccel.zero.optimizers import Adagrad, Adam, Group, Lamb, Lion, Sgd, SliceOptimizer
 
 Arrays = Mapping[str, Any]
+
+
+class Updated(NamedTuple):
+    """What an update gives: a slice of master weights, and the states by name, those of one number for all apart."""
+
+    master: Any
+    states: dict[str, Any]
+    numbers: Arrays = MappingProxyType({})
 
 
 class SliceUpdate(Protocol):
@@ -27,9 +37,9 @@ class SliceUpdate(Protocol):
 
     def apply(
         self, variant: Any, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
-    ) -> tuple[Any, dict[str, Any]]:
-        """(new master, new states) of a device's part of a bucket. Each of `terms` is a number or has one an element;
-        `rows` tells which parameter an element belongs to."""
+    ) -> Updated:
+        """The update of a device's part of a bucket. Each of `terms` is a number or has one an element; `rows` tells
+        which parameter an element belongs to."""
 
 
 class AdamUpdate:
@@ -41,10 +51,10 @@ class AdamUpdate:
 
     def apply(
         self, variant: bool, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Updated:
         m, v = states["exp_avg"], states["exp_avg_sq"]
         master, m, v = updates.adam(master, grad, m, v, terms, grad_scale, decoupled=variant)
-        return master, {"exp_avg": m, "exp_avg_sq": v}
+        return Updated(master, {"exp_avg": m, "exp_avg_sq": v})
 
 
 class SgdUpdate:
@@ -64,13 +74,13 @@ class SgdUpdate:
         terms: Any,
         grad_scale: Any,
         rows: Rows,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Updated:
         has_momentum, nesterov = variant
         average = states["momentum_buffer"]
         master, after = updates.sgd(
             master, grad, average if has_momentum else None, terms, grad_scale, nesterov=nesterov
         )
-        return master, {"momentum_buffer": average if after is None else after}
+        return Updated(master, {"momentum_buffer": average if after is None else after})
 
 
 class AdagradUpdate:
@@ -82,9 +92,9 @@ class AdagradUpdate:
 
     def apply(
         self, variant: None, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Updated:
         master, total = updates.adagrad(master, grad, states["sum"], terms, grad_scale)
-        return master, {"sum": total}
+        return Updated(master, {"sum": total})
 
 
 class LionUpdate:
@@ -96,9 +106,9 @@ class LionUpdate:
 
     def apply(
         self, variant: None, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Updated:
         master, average = updates.lion(master, grad, states["exp_avg"], terms, grad_scale)
-        return master, {"exp_avg": average}
+        return Updated(master, {"exp_avg": average})
 
 
 class LambUpdate:
@@ -112,7 +122,7 @@ class LambUpdate:
 
     def apply(
         self, variant: None, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> Updated:
         adam, (low, high) = terms
         m, v = states["exp_avg"], states["exp_avg_sq"]
         direction, m, v = updates.lamb_direction(master, grad, m, v, adam, grad_scale)
@@ -122,7 +132,26 @@ class LambUpdate:
         # The bounds, as everything of a group, are equal for all parameters of a bucket.
         bounded = jnp.where(usable, jnp.clip(ratio, jnp.min(low), jnp.max(high)), 1.0)
         master = updates.lamb_apply(master, direction, rows.spread(bounded) * adam.lr)
-        return master, {"exp_avg": m, "exp_avg_sq": v}
+        return Updated(master, {"exp_avg": m, "exp_avg_sq": v})
+
+
+class OptaxUpdate:
+    """The states of one number are terms, which every slice takes up and gives back alike."""
+
+    def __init__(self, optimizer: OptaxOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def terms(self, group: Group, step: int) -> dict[str, float]:
+        return self._optimizer.numbers
+
+    def variant(self, group: Group) -> None:
+        return None
+
+    def apply(
+        self, variant: None, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
+    ) -> Updated:
+        master, after = self._optimizer.step(master, grad, {**states, **terms}, grad_scale)
+        return Updated(master, {name: after[name] for name in states}, {name: after[name] for name in terms})
 
 
 _UPDATES: dict[type[SliceOptimizer], Callable[[], SliceUpdate]] = {
@@ -136,6 +165,8 @@ _UPDATES: dict[type[SliceOptimizer], Callable[[], SliceUpdate]] = {
 
 def slice_update(optimizer: SliceOptimizer) -> SliceUpdate:
     """The traced form of `optimizer`. Raises ShardingError for one that has none."""
+    if isinstance(optimizer, OptaxOptimizer):
+        return OptaxUpdate(optimizer)
     try:
         return _UPDATES[type(optimizer)]()
     except KeyError:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from polyaccel.jax.function import LossFunction
 from polyaccel.jax.native_mesh import AXIS, CUT, WHOLE, DeviceMesh
 from polyaccel.jax.native_optimizers import SliceUpdate
+from polyaccel.jax.native_rounding import RoundingKeys, rounded, rounding_keys
 from polyaccel.jax.native_rows import Rows
 from polyaccel.ops.jax_updates import precise_sum
 from polyaccel.types import DType, ParamSpec, ReduceOp
@@ -47,12 +48,13 @@ class Held(NamedTuple):
 
 class Outcome(NamedTuple):
     """What an update found. `bad` has for each trained bucket the first element that is not finite, else its length;
-    `norm` is before clipping."""
+    `norm` is before clipping; `numbers` are the optimizer's states of one number."""
 
     applied: Any
     norm: Any
     clip_factor: Any
     bad: Any
+    numbers: Any
 
 
 class Recipe(NamedTuple):
@@ -61,6 +63,15 @@ class Recipe(NamedTuple):
 
     term_indices: tuple[int, ...]
     variants: tuple[Hashable, ...]
+
+
+class Inputs(NamedTuple):
+    """What the host tells an update: the terms that `Recipe` chooses from, how parameters of 16 bits are rounded, by
+    bucket (to nearest where it says nothing), and what the loss was multiplied with."""
+
+    terms: list[Any]
+    keys: dict[int, RoundingKeys]
+    loss_scale: Any
 
 
 class StepProgram:
@@ -98,28 +109,40 @@ class StepProgram:
             def local(*parts: Any) -> Any:
                 return self._update(recipe, *parts)
 
-            return spread(local, (held, CUT, WHOLE, WHOLE), (held, WHOLE))(*arguments)
+            return spread(local, (held, CUT, WHOLE), (held, WHOLE))(*arguments)
 
         def step(
-            recipe: Recipe, held: Held, gradients: Any, batch: Any, micro: Any, factor: Any, terms: Any, scale: Any
+            recipe: Recipe, held: Held, gradients: Any, batch: Any, micro: Any, factor: Any, inputs: Inputs
         ) -> Any:
             loss, aux, gradients = differentiate(held.params, gradients, batch, micro, factor)
-            return loss, aux, *update_all(recipe, held, gradients, terms, scale)
+            return loss, aux, *update_all(recipe, held, gradients, inputs)
 
         self.differentiate = jax.jit(differentiate, donate_argnums=1)
         """(params, gradients so far or None, batch, micro-batches before, factor of the loss) -> (each device's loss,
         each device's auxiliary output, gradients)."""
         self.update = jax.jit(update_all, static_argnums=0, donate_argnums=1)
-        """(recipe, held, gradients, terms, loss scale) -> (held, Outcome)."""
+        """(recipe, held, gradients, inputs) -> (held, Outcome)."""
         self.step = jax.jit(step, static_argnums=0, donate_argnums=1)
         """Both in one program: (recipe, held, gradients so far or None, batch, micro-batches before, factor of the
-        loss, terms, loss scale) -> (losses, auxiliary outputs, held, Outcome)."""
+        loss, inputs) -> (losses, auxiliary outputs, held, Outcome)."""
         self.evaluate = jax.jit(spread(self._evaluate, (WHOLE, CUT), (CUT, CUT)))
         """(params, batch) -> (each device's loss, each device's auxiliary output)."""
-        self.publish = jax.jit(spread(self._publish, (resting,), WHOLE))
-        """Every bucket's weights where they rest, in any type -> params."""
+        self._publish_all = jax.jit(spread(self._publish, (resting, WHOLE), WHOLE))
         self.leaves = jax.jit(lambda params: [jnp.copy(leaf) for leaf in self._leaves(params)])
         """(params) -> new arrays in tree order, on one device where those are."""
+
+    def rounding_keys(self, steps: Mapping[str, int]) -> dict[int, RoundingKeys]:
+        """How parameters of 16 bits are rounded after so many updates of each, by bucket; empty: to nearest."""
+        if not self._step_policy.stochastic_rounding:
+            return {}
+        return {
+            bucket.index: rounding_keys(bucket, steps) for bucket in self.trained if bucket.kind.dtype.itemsize == 2
+        }
+
+    def publish(self, weights: Mapping[int, Any], steps: Mapping[str, int]) -> tuple[Any, ...]:
+        """The parameters of every bucket's weights where they rest, in any type, after so many updates of each."""
+        params: tuple[Any, ...] = self._publish_all(weights, self.rounding_keys(steps))
+        return params
 
     # Gradients.
 
@@ -179,7 +202,7 @@ class StepProgram:
 
     # The update.
 
-    def _update(self, recipe: Recipe, held: Held, gradients: Gradients, terms: Any, loss_scale: Any) -> Any:
+    def _update(self, recipe: Recipe, held: Held, gradients: Gradients, inputs: Inputs) -> Any:
         assert self._slice_update is not None  # the engine refuses to train without an optimizer
         is_cut = self._policy.optim is Placement.SHARDED
         if self._policy.grads is Placement.REPLICATED:
@@ -187,33 +210,37 @@ class StepProgram:
                 bucket.index: self._reduce(bucket, gradients[bucket.index]).astype(gradients[bucket.index].dtype)
                 for bucket in self.trained
             }
-        outcome = self._judge(gradients, loss_scale)
+        outcome = self._judge(gradients, inputs.loss_scale)
+        numbers: dict[str, Any] = {}
         params, masters, states = list(held.params), dict(held.masters), dict(held.states)
         for bucket, which, variant in zip(self.trained, recipe.term_indices, recipe.variants, strict=True):
             index = bucket.index
             rows = Rows(bucket, is_cut=is_cut)
-            whole = held.params[index]
-            before = held.masters[index] if index in held.masters else self._shard(bucket, whole) if is_cut else whole
-            master, after = self._slice_update.apply(
+            param = self._shard(bucket, held.params[index]) if is_cut else held.params[index]
+            before = held.masters.get(index, param)
+            master, after, found = self._slice_update.apply(
                 variant,
                 before,
                 gradients[index],
                 held.states[index],
-                jax.tree.map(rows.spread, terms[which]),
-                outcome.clip_factor / loss_scale,
+                jax.tree.map(rows.spread, inputs.terms[which]),
+                outcome.clip_factor / inputs.loss_scale,
                 rows,
             )
+            numbers.update(found)
+            fresh = self._as_param(bucket, master, inputs.keys)
             if self._step_policy.skip_overflow:
-                master = jnp.where(outcome.applied, master, before)
+                master, fresh = (
+                    jnp.where(outcome.applied, new, old) for new, old in ((master, before), (fresh, param))
+                )
                 after = {
                     name: jnp.where(outcome.applied, value, held.states[index][name]) for name, value in after.items()
                 }
             states[index] = after
             if index in held.masters:
                 masters[index] = master
-            published = master.astype(whole.dtype)
-            params[index] = jax.lax.all_gather(published, AXIS, tiled=True) if is_cut else published
-        return Held(tuple(params), masters, states), outcome
+            params[index] = jax.lax.all_gather(fresh, AXIS, tiled=True) if is_cut else fresh
+        return Held(tuple(params), masters, states), outcome._replace(numbers=numbers)
 
     def _shard(self, bucket: Bucket, whole: Any) -> Any:
         """This device's shard of a bucket."""
@@ -231,7 +258,7 @@ class StepProgram:
         policy = self._step_policy
         ends = jnp.asarray([bucket.numel for bucket in self.trained], jnp.int32)
         if not (policy.measure_norm or policy.clip_norm > 0.0 or policy.skip_overflow):
-            return Outcome(jnp.bool_(True), jnp.float32(0.0), jnp.float32(1.0), ends)
+            return Outcome(jnp.bool_(True), jnp.float32(0.0), jnp.float32(1.0), ends, {})
         own = {b.index: gradients[b.index] if is_cut else self._shard(b, gradients[b.index]) for b in self.trained}
         bad = [
             jnp.min(jnp.where(jnp.isfinite(own[b.index]), b.numel, self._low(b) + _count(own[b.index])))
@@ -254,12 +281,20 @@ class StepProgram:
             factor = policy.clip_norm / (norm + 1e-6)
             factor = jnp.where(factor > 1.0, 1.0, factor)  # NaN stays
         applied = finite if policy.skip_overflow else jnp.bool_(True)
-        return Outcome(applied, norm, factor, agreed[:-1])
+        return Outcome(applied, norm, factor, agreed[:-1], {})
 
-    def _publish(self, weights: Mapping[int, Any]) -> Any:
+    def _publish(self, weights: Mapping[int, Any], keys: Mapping[int, RoundingKeys]) -> Any:
         is_cut = self._policy.optim is Placement.SHARDED
-        cast = [weights[bucket.index].astype(_dtype(bucket.kind.dtype)) for bucket in self._buckets]
-        return tuple(jax.lax.all_gather(part, AXIS, tiled=True) if is_cut else part for part in cast)
+        fresh = [self._as_param(bucket, weights[bucket.index], keys) for bucket in self._buckets]
+        return tuple(jax.lax.all_gather(part, AXIS, tiled=True) if is_cut else part for part in fresh)
+
+    def _as_param(self, bucket: Bucket, weights: Any, keys: Mapping[int, RoundingKeys]) -> Any:
+        """A device's weights of a bucket in the parameters' type."""
+        dtype = _dtype(bucket.kind.dtype)
+        if bucket.index not in keys:
+            return weights.astype(dtype)
+        rows = Rows(bucket, is_cut=self._policy.optim is Placement.SHARDED)
+        return rounded(weights, dtype, keys[bucket.index], rows)
 
 
 def _dtype(dtype: DType) -> Any:

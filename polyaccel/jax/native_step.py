@@ -12,7 +12,8 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.native_memory import NativeMemory
 from polyaccel.jax.native_optimizers import SliceUpdate, stacked
-from polyaccel.jax.native_program import Gradients, Outcome, Recipe, StepProgram
+from polyaccel.jax.native_program import Gradients, Inputs, Outcome, Recipe, StepProgram
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.zero.layout import ShardLayout, Slot
 from polyaccel.zero.optimizers import Group, SliceOptimizer
 from polyaccel.zero.update import StepResult
@@ -21,8 +22,7 @@ from polyaccel.zero.update import StepResult
 class NativeStep:
     """Parameters, gradients, optimizer states and their exchange for one layout, on this process's devices.
 
-    Engine and checkpoints use it as a `ZeroStep`. `params` is where everything rests. `update_of` is the traced form of
-    `optimizer`.
+    A `TrainedState`. `params` is where everything rests. `update_of` is the traced form of `optimizer`.
     """
 
     def __init__(
@@ -38,8 +38,6 @@ class NativeStep:
         self.optimizer = optimizer
         self._program = program
         self._update_of = update_of
-        self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
-        """How many updates each parameter has had."""
         self._gradients: Gradients | None = None
         self._is_incomplete = False
         """A pass failed, and the gradients were not discarded."""
@@ -71,10 +69,10 @@ class NativeStep:
                 "the gradients are incomplete: a pass failed, or there was none",
                 cure="call engine.zero_grad() and start over",
             )
-        recipe, terms = self._prepare(groups)
+        recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
-            self.params.held, outcome = self._program.update(recipe, held, gradients, terms, np.float32(loss_scale))
+            self.params.held, outcome = self._program.update(recipe, held, gradients, inputs)
             return self._settle(outcome, loss_scale)
 
     def step(
@@ -82,11 +80,11 @@ class NativeStep:
     ) -> tuple[Any, Any, StepResult]:
         """`differentiate` of the last micro-batch and `update`, as one program."""
         self.require_whole()
-        recipe, terms = self._prepare(groups)
+        recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
-            numbers = (np.uint32(micro_steps), np.float32(factor), terms, np.float32(loss_scale))
-            loss, aux, self.params.held, outcome = self._program.step(recipe, held, gradients, batch, *numbers)
+            arguments = (held, gradients, batch, np.uint32(micro_steps), np.float32(factor), inputs)
+            loss, aux, self.params.held, outcome = self._program.step(recipe, *arguments)
             return loss, aux, self._settle(outcome, loss_scale)
 
     def evaluate(self, batch: Any) -> tuple[Any, Any]:
@@ -94,30 +92,39 @@ class NativeStep:
         losses, aux = self._program.evaluate(self.params.held.params, batch)
         return losses, aux
 
+    def program(self, batch: Any, groups: Sequence[Group]) -> jax.stages.Compiled:
+        """The compiled program of `step` for a batch like `batch`, where it is the only micro-batch."""
+        self.require_whole()
+        recipe, inputs = self._prepare(groups, 1.0)
+        arguments = (self.params.held, None, batch, np.uint32(0), np.float32(1.0), inputs)
+        return self._program.step.lower(recipe, *arguments).compile()
+
     def leaves(self) -> list[jax.Array]:
         """Copies of the parameters in tree order, on this process's first device."""
         own = [self.params.mesh.own_parts(bucket)[0] for bucket in self.params.held.params]
         found: list[jax.Array] = self._program.leaves(own)
         return found
 
-    def _prepare(self, groups: Sequence[Group]) -> tuple[Recipe, list[Any]]:
-        """The recipe of the next update, and its terms: once for all buckets that have them in common."""
+    def _prepare(self, groups: Sequence[Group], loss_scale: float) -> tuple[Recipe, Inputs]:
+        """The recipe of the next update, and its inputs: terms once for all buckets that have them in common."""
         assert self._update_of is not None  # the engine refuses to train without an optimizer
+        after = {fqn: count + 1 for fqn, count in self.steps.items()}
         known: dict[tuple[int, tuple[int, ...]], int] = {}
         terms: list[Any] = []
         indices, variants = [], []
         for bucket in self._program.trained:
             group = groups[bucket.kind.group]
-            steps = tuple(self.steps[slot.param.fqn] + 1 for slot in bucket.slots)
+            steps = tuple(after[slot.param.fqn] for slot in bucket.slots)
             steps = steps[:1] if len(set(steps)) == 1 else steps
             key = (bucket.kind.group, steps)
             if key not in known:
                 known[key] = len(terms)
                 each = [self._update_of.terms(group, step) for step in steps]
-                terms.append(each[0] if len(each) == 1 else stacked(each))
+                terms.append(each[0] if all(one == each[0] for one in each) else stacked(each))
             indices.append(known[key])
             variants.append(self._update_of.variant(group))
-        return Recipe(tuple(indices), tuple(variants)), terms
+        inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale))
+        return Recipe(tuple(indices), tuple(variants)), inputs
 
     def _settle(self, outcome: Outcome, loss_scale: float) -> StepResult:
         found = jax.device_get(jax.tree.map(lambda value: value.addressable_data(0), outcome))
@@ -125,6 +132,8 @@ class NativeStep:
         if applied:
             for fqn in self.steps:
                 self.steps[fqn] += 1
+            if isinstance(self.optimizer, OptaxOptimizer):
+                self.optimizer.numbers = {name: float(value) for name, value in found.numbers.items()}
         factor = float(found.clip_factor) if applied else 1.0
         return StepResult(applied, norm, norm * factor, self._culprit(found.bad))
 
@@ -137,6 +146,11 @@ class NativeStep:
         return None
 
     # What engines and checkpoints ask.
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many updates each parameter has had."""
+        return self.params.steps
 
     @property
     def holds_gradients(self) -> bool:

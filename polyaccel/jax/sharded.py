@@ -103,8 +103,9 @@ class ShardedFunction:
         ):
             self._has_warned = True
             log.warning(
-                "the function has no units: all parameters are gathered before it and freed after it. "
-                "Wrap its repeated blocks, polyaccel.jax.unit(block)(params['layers'][i], x), to gather one at a time"
+                "the function has no units: all parameters are gathered before it and freed after it. To gather one "
+                "block at a time, wrap it: polyaccel.jax.unit(block)(params['layers'][i], x). Repeated blocks of flax "
+                "and equinox modules that initialize got are units, but not inside vmap, scan, jit or checkpoint"
             )
 
 
@@ -125,8 +126,12 @@ class _Tracer(UnitTracer):
         found = self._known.get(id(value))
         return None if found is None else found[1]
 
+    @property
+    def is_at_home(self) -> bool:
+        return bool(get_opaque_trace_state() == self._trace)
+
     def _require_own_trace(self) -> None:
-        if get_opaque_trace_state() != self._trace:
+        if not self.is_at_home:
             raise PolyaccelError(
                 "a unit was called inside a transformation of the function's own (scan, cond, checkpoint, jit, grad)",
                 cure="call units where the function itself runs, loop over layers with polyaccel.jax.scan_units, "
@@ -301,4 +306,5 @@ def _unusable(leaf: Leaf) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    """Numbers of Python are none: a block may branch on them."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))

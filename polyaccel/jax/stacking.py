@@ -7,16 +7,12 @@ gathered one by one: layer 3 of `layers.weight` is `layers.weight[3]`. Users and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.manifest import TensorEntry
-from polyaccel.checkpoint.name_map import RenamedReader
 from polyaccel.errors import ShardingError
-from polyaccel.types import DType, ParamSpec
+from polyaccel.types import ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,46 +110,3 @@ def repeated_blocks(names: Iterable[str]) -> dict[str, str]:
 
 
 _NUMBERED = re.compile(r"((?:.*_)?)\d+")
-
-
-class StackedReader:
-    """`reader`, of the parameters that users know, for those that the engine knows."""
-
-    def __init__(self, reader: RenamedReader, stacking: Stacking) -> None:
-        self._reader = reader
-        self._stacking = stacking
-        self.tag, self.scalars = reader.tag, reader.scalars
-
-    def steps_of(self, fqn: str) -> int:
-        return self._reader.steps_of(self._place(fqn)[0])
-
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        return tuple(part for entry in self._reader.tensors() for part in self._parts(entry))
-
-    def has(self, fqn: str, kind: str) -> bool:
-        return self._reader.has(self._place(fqn)[0], kind)
-
-    def read_into(
-        self,
-        fqn: str,
-        kind: str,
-        start: int,
-        length: int,
-        buffer: Buffer,
-        *,
-        cast_through: Callable[[int, DType], Buffer],
-    ) -> None:
-        whole, offset = self._place(fqn)
-        self._reader.read_into(whole, kind, offset + start, length, buffer, cast_through=cast_through)
-
-    def _place(self, fqn: str) -> tuple[str, int]:
-        layer = self._stacking.layers.get(fqn)
-        return (fqn, 0) if layer is None else (layer.fqn, layer.start)
-
-    def _parts(self, entry: TensorEntry) -> Iterator[Any]:
-        layers = [self._stacking.layers.get(name) for name in self._stacking.names(entry.fqn)]
-        if layers[0] is None or tuple(entry.shape) != layers[0].shape:
-            yield entry
-            return
-        for name in self._stacking.names(entry.fqn):
-            yield replace(entry, fqn=name, shape=entry.shape[1:], pieces=())

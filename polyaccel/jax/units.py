@@ -26,6 +26,11 @@ import jax
 class UnitTracer(ABC):
     """Takes over the units of a function while it is traced."""
 
+    @property
+    @abstractmethod
+    def is_at_home(self) -> bool:
+        """Whether the function itself is what runs now, and no transformation of its own: only there units can be."""
+
     @abstractmethod
     def call(self, block: Callable[..., Any], params: Any, args: tuple[Any, ...]) -> Any:
         """`block(params, *args)`."""
@@ -48,14 +53,22 @@ def traced_by(tracer: UnitTracer | None) -> Iterator[None]:
         _tracer.reset(before)
 
 
+def is_unit_here() -> bool:
+    """Whether a unit that is called now is more than a plain call."""
+    tracer = _tracer.get()
+    return tracer is not None and tracer.is_at_home
+
+
 def unit(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block(params, *args)` as a unit: `params` is a pytree of parameters as the function got them.
 
     Where parameters are sharded, those in `params` are gathered for the call and freed after it, gathered again for its
     backward pass, and their gradients reduced and freed at once; what the block computes besides is kept for backward
-    as always (`jax.checkpoint` inside the block works too). It may close over other values. Parts of modules are called
-    so: `unit(lambda layer, x: layer(x))(self.layer, x)`. Called inside scan, cond, checkpoint, vmap, jit or grad of the
+    as always (`jax.checkpoint` inside the block works too). It may close over other values; numbers of Python and
+    everything that is no array reach it as they are. Called inside scan, cond, checkpoint, vmap, jit or grad of the
     function's own, it raises PolyaccelError: `scan_units` is the loop over layers.
+
+    Repeated blocks of modules (`polyaccel.jax.module_units`) are units without being marked.
     """
 
     @wraps(block)

@@ -1,7 +1,6 @@
 """The ops on buffers that are handles to arrays of JAX: each computes new arrays, which the buffers then point to.
 
-What is missing: stochastic rounding, which is refused, and quantised blocks. Arrays that are replaced are donated, so
-their memory is used again.
+Quantised blocks are missing. Arrays that are replaced are donated, so their memory is used again.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
@@ -34,6 +34,8 @@ from polyaccel.ops.base import (
     SgdHyper,
     StochasticRounding,
 )
+from polyaccel.ops.jax_rounding import narrowed
+from polyaccel.ops.random_bits import halves
 from polyaccel.types import ReduceOp
 
 
@@ -77,6 +79,11 @@ _lamb_direction = jax.jit(updates.lamb_direction, donate_argnums=(2, 3))
 _lamb_apply = jax.jit(updates.lamb_apply, donate_argnums=0)
 
 
+@partial(jax.jit, static_argnums=1)
+def _narrowed(values: Any, dtype: Any, low: Any, high: Any, start: Any) -> Any:
+    return narrowed(values, dtype, low, high, jax.lax.iota(jnp.uint32, values.size) + start)
+
+
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
     """See `CombineFn`. `source` is converted to `target`'s type first."""
     other = source.raw.astype(target.raw.dtype)
@@ -92,8 +99,10 @@ def scale(target: Buffer, factor: float) -> None:
 
 def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
     """See `CastFn`."""
-    _refuse(rounding)
-    out.copy_from(source)
+    if rounding is None:
+        out.copy_from(source)
+    else:
+        _write(out, jnp.array(source.raw), rounding)
 
 
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
@@ -113,10 +122,9 @@ def adam(
     rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdamFn`."""
-    _refuse(rounding)
-    terms = updates.adam_terms(hyper)
-    arrays = (master.raw, grad.raw, exp_avg.raw, exp_avg_sq.raw)
-    _keep((master, exp_avg, exp_avg_sq), _adam(*arrays, terms, grad_scale, decoupled=hyper.decoupled), out)
+    arrays = (_weights(master, rounding), grad.raw, exp_avg.raw, exp_avg_sq.raw)
+    found = _adam(*arrays, updates.adam_terms(hyper), grad_scale, decoupled=hyper.decoupled)
+    _keep((master, exp_avg, exp_avg_sq), found, out, rounding)
 
 
 def sgd(
@@ -129,11 +137,10 @@ def sgd(
     rounding: StochasticRounding | None = None,
 ) -> None:
     """See `SgdFn`."""
-    _refuse(rounding)
-    terms = updates.sgd_terms(hyper)
     average = None if momentum is None else momentum.raw
-    found = _sgd(master.raw, grad.raw, average, terms, grad_scale, nesterov=hyper.nesterov)
-    _keep((master,) if momentum is None else (master, momentum), found, out)
+    terms = updates.sgd_terms(hyper)
+    found = _sgd(_weights(master, rounding), grad.raw, average, terms, grad_scale, nesterov=hyper.nesterov)
+    _keep((master,) if momentum is None else (master, momentum), found, out, rounding)
 
 
 def adagrad(
@@ -146,9 +153,8 @@ def adagrad(
     rounding: StochasticRounding | None = None,
 ) -> None:
     """See `AdagradFn`."""
-    _refuse(rounding)
-    found = _adagrad(master.raw, grad.raw, sum_sq.raw, updates.adagrad_terms(hyper), grad_scale)
-    _keep((master, sum_sq), found, out)
+    found = _adagrad(_weights(master, rounding), grad.raw, sum_sq.raw, updates.adagrad_terms(hyper), grad_scale)
+    _keep((master, sum_sq), found, out, rounding)
 
 
 def lion(
@@ -161,9 +167,8 @@ def lion(
     rounding: StochasticRounding | None = None,
 ) -> None:
     """See `LionFn`."""
-    _refuse(rounding)
-    found = _lion(master.raw, grad.raw, exp_avg.raw, updates.lion_terms(hyper), grad_scale)
-    _keep((master, exp_avg), found, out)
+    found = _lion(_weights(master, rounding), grad.raw, exp_avg.raw, updates.lion_terms(hyper), grad_scale)
+    _keep((master, exp_avg), found, out, rounding)
 
 
 def lamb_direction(
@@ -177,8 +182,7 @@ def lamb_direction(
 ) -> None:
     """See `LambDirectionFn`."""
     arrays = (master.raw, grad.raw, exp_avg.raw, exp_avg_sq.raw)
-    found = _lamb_direction(*arrays, updates.adam_terms(hyper), grad_scale)
-    _keep((direction, exp_avg, exp_avg_sq), found, None)
+    _keep((direction, exp_avg, exp_avg_sq), _lamb_direction(*arrays, updates.adam_terms(hyper), grad_scale))
     master.mark_written()  # the contract lets kernels write it
 
 
@@ -186,26 +190,36 @@ def lamb_apply(
     master: Buffer, direction: Buffer, out: Buffer | None, rate: float, rounding: StochasticRounding | None = None
 ) -> None:
     """See `LambApplyFn`."""
-    _refuse(rounding)
-    _keep((master,), (_lamb_apply(master.raw, direction.raw, rate),), out)
+    _keep((master,), (_lamb_apply(_weights(master, rounding), direction.raw, rate),), out, rounding)
 
 
-def _keep(buffers: Sequence[Buffer], arrays: Sequence[Any], out: Buffer | None) -> None:
-    """Let buffers have the new arrays, and `out` the first of them in its type."""
-    for buffer, array in zip(buffers, arrays, strict=False):
-        _replace(buffer, array)
+def _weights(master: Buffer, rounding: StochasticRounding | None) -> Any:
+    """What an update takes: float32 where it is to be rounded stochastically afterwards, and not before."""
+    return master.raw if rounding is None else master.raw.astype(jnp.promote_types(master.raw.dtype, jnp.float32))
+
+
+def _keep(
+    buffers: Sequence[Buffer],
+    arrays: Sequence[Any],
+    out: Buffer | None = None,
+    rounding: StochasticRounding | None = None,
+) -> None:
+    """Let buffers have the new arrays, weights first, and `out` the weights."""
+    weights, *states = arrays
     if out is not None:
-        out.copy_from(buffers[0])
+        _write(out, jnp.array(weights), rounding)
+    _write(buffers[0], weights, rounding)
+    for buffer, array in zip(buffers[1:], states, strict=False):
+        _replace(buffer, array)
+
+
+def _write(buffer: Buffer, values: Any, rounding: StochasticRounding | None) -> None:
+    """Let `buffer` have `values`, an array of its own, in its type."""
+    if rounding is not None and buffer.dtype.itemsize == 2 and buffer.dtype.is_floating:
+        start = np.uint32(rounding.start & 0xFFFFFFFF)
+        values = _narrowed(values, buffer.raw.dtype, *map(np.uint32, halves(rounding.key)), start)
+    _replace(buffer, values)
 
 
 def _replace(buffer: Any, array: Any) -> None:
     buffer.put(array)
-
-
-def _refuse(rounding: StochasticRounding | None) -> None:
-    if rounding is not None:
-        raise ShardingError(
-            "devices that only JAX knows round to nearest",
-            cure='set "stochastic_rounding" to false',
-            value=rounding,
-        )

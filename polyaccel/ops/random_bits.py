@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,15 +18,22 @@ def random_bits(key: int, start: int, numel: int) -> npt.NDArray[np.uint32]:
     the halves of the key mixed in before and between. Indices count modulo 2**32. random_bits in csrc/numbers.h and
     `polyaccel.ops.torch_rounding` have the same.
     """
-    low, high = halves(key)
-    x = np.arange(numel, dtype=np.uint32)
-    x += np.uint32(start & 0xFFFFFFFF)
-    x ^= np.uint32(low)
+    low, high = map(np.uint32, halves(key))
+    indices = np.arange(numel, dtype=np.uint32)
+    indices += np.uint32(start & 0xFFFFFFFF)
+    bits: npt.NDArray[np.uint32] = scramble(indices, low, high)
+    return bits
+
+
+def scramble(x: Any, low: Any, high: Any) -> Any:
+    """The bits of the elements with the indices `x` under a key of these halves: uint32 of numpy, where `x` is written
+    over, or of JAX."""
+    x ^= low
     for round_, (shift, multiplier) in enumerate(zip(SHIFTS, MULTIPLIERS, strict=False)):
         x ^= x >> np.uint32(shift)
         x *= np.uint32(multiplier)
         if round_ == 0:
-            x += np.uint32(high)
+            x += high
     x ^= x >> np.uint32(SHIFTS[-1])
     return x
 

@@ -37,25 +37,40 @@ ADAM_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A choice of `zero_optimization.stage` and `zero_optimization.offload_optimizer.device`."""
+    """A choice of `zero_optimization.stage`, `offload_optimizer.device` and `offload_param.device`."""
 
     stage: int
     offload: OffloadDevice
+    offload_param: OffloadDevice = "none"
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Setting:
+        """The config's own choice."""
+        zero = config.zero_optimization
+        return cls(zero.stage, zero.offload_optimizer.device, zero.offload_param.device)
 
     @property
-    def place(self) -> Place:
-        """Where the optimizer's states stand."""
-        return _PLACES[self.offload]
+    def offloaded(self) -> tuple[int, int]:
+        """How far states and parameters leave the device; 0 is not at all."""
+        places = list(_PLACES)
+        return places.index(self.offload), places.index(self.offload_param)
 
     def applied_to(self, config: ResolvedConfig) -> ResolvedConfig:
         """`config` with this choice and everything else as it was."""
         zero = config.zero_optimization
-        offload = zero.offload_optimizer.model_copy(update={"device": self.offload})
-        zero = zero.model_copy(update={"stage": self.stage, "offload_optimizer": offload})
-        return config.model_copy(update={"zero_optimization": zero})
+        states = zero.offload_optimizer.model_copy(update={"device": self.offload})
+        params = zero.offload_param.model_copy(update={"device": self.offload_param})
+        changes = {"stage": self.stage, "offload_optimizer": states, "offload_param": params}
+        return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 
-SETTINGS = tuple(Setting(stage, offload) for stage, offload in product((0, 1, 2, 3), _PLACES))
+SETTINGS = (
+    *(Setting(stage, offload) for stage, offload in product((0, 1, 2, 3), _PLACES)),
+    Setting(3, "cpu", "cpu"),
+    Setting(3, "nvme", "cpu"),
+    Setting(3, "nvme", "nvme"),
+)
+"""Those that are worth comparing. Whoever moves parameters away moves the states first, which are larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +89,10 @@ class Forecast:
 
 
 def forecasts(config: ResolvedConfig, model: ModelShape, world_size: int) -> tuple[Forecast, ...]:
-    """A forecast for each of `SETTINGS`, on a device whose memory is not the host's."""
-    zero = config.zero_optimization
-    own = Setting(zero.stage, zero.offload_optimizer.device)
+    """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's."""
+    own = Setting.of(config)
     found = []
-    for setting in SETTINGS:
+    for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
         layout = plan_for(changed, model.specs, lambda: model.units, world_size)
         traffic = traffic_of(changed, layout)
@@ -88,12 +102,11 @@ def forecasts(config: ResolvedConfig, model: ModelShape, world_size: int) -> tup
 
 def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
     """By bytes sent in a step; of equal ones what offloads less, then what leaves more of the device."""
-    places = list(Place)
     return sorted(
         found,
         key=lambda forecast: (
             forecast.traffic.total_nbytes,
-            places.index(forecast.setting.place),
+            forecast.setting.offloaded,
             forecast.memory.peak_nbytes(Place.DEVICE),
         ),
     )
@@ -149,13 +162,21 @@ def state_count(config: ResolvedConfig) -> int:
 
 
 def _offload(config: ResolvedConfig, layout: ShardLayout, is_remote: bool) -> Offload:
-    section = config.zero_optimization.offload_optimizer
+    section, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     place = _PLACES[section.device]
-    params = {index: _PLACES[device] for index, device in params_offloaded_by(config, layout).items()}
     places = dict.fromkeys(offloaded_by(config, layout), place)
-    if place is not Place.NVME:
-        return Offload(places, is_remote=is_remote, params=params)
-    group = 1 + state_count(config)  # the files of a bucket
-    at_once = 1 + section.pipeline_read + section.pipeline_write
-    loans = max(section.buffer_count, at_once * group) // group if at_once > 1 else 1
-    return Offload(places, min(loans, len(places)) * group, is_remote, params)
+    file_buffers = 0
+    if place is Place.NVME:
+        group = 1 + state_count(config)  # the files of a bucket
+        at_once = 1 + section.pipeline_read + section.pipeline_write
+        loans = max(section.buffer_count, at_once * group) // group if at_once > 1 else 1
+        file_buffers = min(loans, len(places)) * group
+    return Offload(
+        places,
+        file_buffers=file_buffers,
+        is_remote=is_remote,
+        params={index: _PLACES[device] for index, device in params_offloaded_by(config, layout).items()},
+        piece_buffers=params.buffer_count,
+        state_piece_buffers=section.buffer_count,
+        piece_numel=params.buffer_size,
+    )

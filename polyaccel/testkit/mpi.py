@@ -68,10 +68,18 @@ class MpiRankPool(RankPool):
         world_size: int,
         *,
         comm_timeout_s: float = 30.0,
+        grace_s: float = 2.0,
         environ: dict[str, str] | None = None,
         memory: Memory = "torch",
     ) -> None:
-        super().__init__(world_size, comm_timeout_s=comm_timeout_s, environ=environ, backend="mpi", memory=memory)
+        super().__init__(
+            world_size,
+            comm_timeout_s=comm_timeout_s,
+            grace_s=grace_s,
+            environ=environ,
+            backend="mpi",
+            memory=memory,
+        )
         self._mpirun: subprocess.Popen[bytes] | None = None
         self._pids: dict[int, int] = {}
 

@@ -33,7 +33,7 @@ from polyaccel.port import free_port
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
-_GRACE_S = 2.0  # how long the others may take to answer after the first failure
+_GRACE_S = 2.0
 _PRELOAD = ("polyaccel.comm.torch_exchange", "polyaccel.accelerators.torch_memory", "polyaccel.ops.torch_kernels")
 Task = Callable[..., Any] | str
 Memory = Literal["torch", "numpy"]
@@ -43,7 +43,8 @@ class RankPool:
     """`world_size` worker processes joined by `backend`, the name of a comm plugin. A context manager; `run` may be
     called any number of times.
 
-    `comm_timeout_s` limits the workers' own collectives. `environ` is set in the workers. `accelerator` names a plugin;
+    `comm_timeout_s` limits the workers' own collectives. After a rank's failure the others may take `grace_s` to answer
+    too, and are killed then. `environ` is set in the workers. `accelerator` names a plugin;
     rank N has its device N, counted round. `memory`: what the CPU's buffers are made of, as in `CpuAccelerator`.
     Ranks meet at a file; with `by_port` at an address, as those of a launcher do.
     """
@@ -53,6 +54,7 @@ class RankPool:
         world_size: int,
         *,
         comm_timeout_s: float = 30.0,
+        grace_s: float = _GRACE_S,
         environ: dict[str, str] | None = None,
         backend: str = "gloo",
         memory: Memory | None = None,
@@ -65,6 +67,7 @@ class RankPool:
         self._backend = backend
         self._memory = memory
         self._comm_timeout_s = comm_timeout_s
+        self._grace_s = grace_s
         self._environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
         self._workers: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
@@ -145,7 +148,7 @@ class RankPool:
                 error, results[rank] = self._answer(rank)
                 if error is not None:
                     failures[rank] = blame(error, rank)
-                    deadline = min(deadline, monotonic() + _GRACE_S)
+                    deadline = min(deadline, monotonic() + self._grace_s)
         late = sorted(waiting.values())
         if late or failures:
             self.close()  # the ranks may no longer agree on what comes next

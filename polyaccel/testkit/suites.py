@@ -27,6 +27,7 @@ from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.comm import CommContract
+from polyaccel.testkit.comm_faults import CommFaultContract
 from polyaccel.testkit.contract import Outcome, list_tests, run_test
 from polyaccel.testkit.launcher import LauncherContract
 from polyaccel.testkit.monitor import MonitorContract
@@ -75,6 +76,13 @@ def run_comm_suite(pool: RankPool) -> Iterator[Outcome]:
         return
     suite = _PoolContract(pool)
     for test in list_tests(CommContract):
+        yield run_test(test, getattr(suite, test))
+
+
+def run_comm_faults(name: str, accelerator: str, ranks: int) -> Iterator[Outcome]:
+    """What `ranks` of the comm backend `name` see of one that stays away or dies."""
+    suite = _NamedFaults(name, accelerator, ranks)
+    for test in list_tests(CommFaultContract):
         yield run_test(test, getattr(suite, test))
 
 
@@ -186,3 +194,19 @@ class _PoolContract(CommContract):
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return self._pool.run(body, *args, timeout_s=TEST_TIMEOUT_S)
+
+
+class _NamedFaults(CommFaultContract):
+    def __init__(self, backend: str, accelerator: str, world_size: int) -> None:
+        self._backend, self._accelerator = backend, accelerator
+        self.world_size = world_size  # type: ignore[misc]
+
+    def pool(self, world_size: int, comm_timeout_s: float, grace_s: float) -> RankPool:
+        return RankPool(
+            world_size,
+            backend=self._backend,
+            accelerator=self._accelerator,
+            by_port=True,
+            comm_timeout_s=comm_timeout_s,
+            grace_s=grace_s,
+        )

@@ -29,6 +29,7 @@ from polyaccel.torch.deferred import value_of
 from polyaccel.torch.external import external_parameters
 from polyaccel.torch.homes import Home, leave, settle
 from polyaccel.torch.leaf_modules import set_configured_leaves
+from polyaccel.torch.outline import Outline
 from polyaccel.torch.published import expect
 from polyaccel.torch.sharded import ShardedParameter, hide, show
 from polyaccel.torch.sites import Sites
@@ -67,6 +68,7 @@ class TorchAdapter(ModelAdapter):
         self._begin, self._end = begin, end
         self._params = dict(module.named_parameters())  # tied parameters appear once, under their first name
         self._names = {parameter: fqn for fqn, parameter in self._params.items()}
+        self._outline = Outline(module)
         self._specs = parameter_specs(module, groups, param_dtype)
         self._frozen = {fqn: parameter for fqn, parameter in self._params.items() if not parameter.requires_grad}
         self._bucket_of: dict[str, int] = {}
@@ -332,13 +334,21 @@ class TorchAdapter(ModelAdapter):
             if type(parameter) is not ShardedParameter
         ]
 
-    def check_frozen(self) -> None:
-        """Raise ShardingError if a parameter that was frozen when the engine was built is trained now."""
+    def check_trained(self) -> None:
+        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
+        now."""
         for fqn, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ShardingError(
                     f"parameter {fqn!r} was frozen when the engine was built and requires a gradient now",
                     cure="call polyaccel.initialize again after changing requires_grad",
+                    value=fqn,
+                )
+        for fqn, parameter in self._outline.added(self._names):
+            if parameter.grad is not None:
+                raise ShardingError(
+                    f"parameter {fqn!r} has a gradient, but the engine was built without it and does not update it",
+                    cure="add modules before polyaccel.initialize, or engine.destroy(), add them and initialize again",
                     value=fqn,
                 )
 

@@ -26,6 +26,7 @@ from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
 from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.step import ZeroStep
 
 
 class TorchEngine(nn.Module, Engine):
@@ -34,6 +35,8 @@ class TorchEngine(nn.Module, Engine):
     `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
     updates at the accumulation boundary. Attributes that the engine lacks are the module's.
     """
+
+    zero: ZeroStep
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class TorchEngine(nn.Module, Engine):
 
     def _update(self) -> None:
         """What `optimizer.step()` does."""
-        self.adapter.check_frozen()
+        self.adapter.check_trained()
         self.adapter.adopt_changes()
         self._apply_update(self.optimizer.param_groups)
         self.adapter.on_update()

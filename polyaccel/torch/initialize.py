@@ -121,7 +121,7 @@ def _make_optimizer(
             slices, defaults = native
             return slices, make_groups(model_parameters, model, defaults)
         if section is None:
-            return None, make_groups(model_parameters, model, {})
+            return None, []  # nothing is trained, so there are no master weights and gradients
         client = torch_optimizer(section.type, section.params, make_groups(model_parameters, model, {}))
     elif not isinstance(client, torch.optim.Optimizer):
         client = client(make_groups(model_parameters, model, {}))

@@ -27,6 +27,7 @@ NEEDS_NO_VALUES = frozenset(
                 "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size", "is_floating_point",
                 "is_complex", "is_contiguous", "storage_offset", "get_device", "register_hook", "requires_grad_",
                 "register_post_accumulate_grad_hook", "__hash__", "__len__", "is_inference", "is_signed",
+                "is_same_size", "is_conj", "is_neg", "dim_order",
             )
             if hasattr(Tensor, name)
         ),
@@ -35,7 +36,8 @@ NEEDS_NO_VALUES = frozenset(
             for name in (
                 "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "is_cpu",
                 "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu",
-                "itemsize", "names", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+                "itemsize", "nbytes", "names", "name", "output_nr", "retains_grad", "is_sparse_csr", "is_mtia",
+                "is_xla", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
             )
             if hasattr(Tensor, name)
         ),
@@ -124,6 +126,8 @@ def _home(parameter: nn.Parameter) -> Home:
 
 def _not_here(parameter: nn.Parameter, what: Any) -> ShardingError:
     name = getattr(what, "__name__", str(what))
+    if name in ("__get__", "__set__"):  # of an attribute
+        name = what.__self__.__name__
     home = _home(parameter)
     adapter = home.adapter
     where, cure = adapter.whereabouts if adapter is not None else _ORPHANED

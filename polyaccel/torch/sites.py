@@ -84,6 +84,7 @@ class Sites:
         self._in_backward: list[Site] = []
         self._handles: list[Any] = []
         self._names = {part: name for name, part in module.named_modules()}
+        self._is_compiled = any("_orig_mod" in part._modules or part._compiled_call_impl for part in self._names)
         self._sites: dict[nn.Module, Site] = {}
         self._of_bucket: dict[int, list[Site]] = {}
         for part, name in self._names.items():
@@ -183,7 +184,7 @@ class Sites:
                 self._gathering.drop(index)
 
         enter, leave = EngineHook(before), EngineHook(after)
-        if site.module._compiled_call_impl is not None:  # `Module.compile` compiles the call with its hooks
+        if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
             disable: Callable[[EngineHook], EngineHook] = torch.compiler.disable
             enter, leave = disable(enter), disable(leave)
         yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -222,10 +223,11 @@ class Sites:
             call.has_entered = True
             site.entries += 1
         if site.held is None:
-            site.held = list(site.buckets)
+            site.held = []
             self._in_backward.append(site)
-            for index in site.held:
+            for index in list(site.buckets):
                 self._gathering.hold(index, learn=self._step.optimizer is not None)
+                site.held.append(index)
 
     def _leave(self, site: Site) -> None:
         """The backward of `site` is over, as far as it has begun."""

@@ -165,13 +165,17 @@ class Gathering:
         if place.fetch is not None:
             self._launch(place)
         place.holds += 1
-        if place.work is not None:
-            self._settle(place)
-        if exact and place.full is not None and not place.is_exact:
-            place.is_exact = True
-            self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
-        if learn:
-            self._prefetch()
+        try:
+            if place.work is not None:
+                self._settle(place)
+            if exact and place.full is not None and not place.is_exact:
+                place.is_exact = True
+                self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
+            if learn:
+                self._prefetch()
+        except BaseException:
+            place.holds -= 1  # whoever failed to get it will not drop it
+            raise
 
     def drop(self, index: int, *, keep: bool = True) -> None:
         """Undo one `hold`. The bucket is freed once nobody holds it, unless it may be kept and its next use is near."""

@@ -54,7 +54,9 @@ class Place(Enum):
 class Offload:
     """Which buckets' master weights and states stand where, the others on the device, and what that needs beside them.
 
-    `file_buffers` is how many host buffers, each as long as the largest file, stand between files and kernels.
+    `file_buffers` is how many host buffers, each as long as the largest file, stand between files and kernels. Between
+    parameters in files and a device that is not the host stand at most `piece_buffers`, or `state_piece_buffers` where
+    the parameters are their own master weights, of at most `piece_numel` elements each.
     `is_remote`: the host's kernels do not reach the device's memory, so sharded gradients rest in the host's, and other
     gradients and new parameters are staged there. `params` says where the shards of sharded buckets rest, the others
     on the device.
@@ -64,6 +66,9 @@ class Offload:
     file_buffers: int = 0
     is_remote: bool = True
     params: Mapping[int, Place] = field(default_factory=dict)
+    piece_buffers: int = 0
+    state_piece_buffers: int = 0
+    piece_numel: int = 0
 
     def are_one(self, index: int) -> bool:
         """As `StatePlacement.are_one`."""
@@ -152,6 +157,7 @@ def estimate_layout(
         nbytes[device, Purpose.SECOND] = _second_nbytes(layout, travel)
         nbytes[device, Purpose.CODES] = _codes_nbytes(layout, travel, prefetch_numel, buckets_in_flight)
     nbytes[Place.HOST, Purpose.STAGING] = _staging_nbytes(policy, layout, precision, accumulates, offload)
+    nbytes[Place.HOST, Purpose.STAGING] += _pieces_nbytes(layout, precision, offload)
     nbytes.update(_outgoing(policy, layout, precision, offload))
     return _estimate(nbytes)
 
@@ -255,6 +261,20 @@ def _staging_nbytes(
             gradients = {precision.reduce_of(dtype) for dtype in dtypes if accumulates}
         nbytes += most * sum(dtype.itemsize for dtype in gradients)
     return nbytes
+
+
+def _pieces_nbytes(layout: ShardLayout, precision: Precision, offload: Offload) -> int:
+    """The most host memory through which parameters in files pass to a device that is not the host."""
+    longest: Counter[tuple[bool, DType]] = Counter()
+    for bucket in layout.buckets if offload.is_remote else ():
+        dtype, index = bucket.kind.dtype, bucket.index
+        is_master = bucket.kind.trainable and precision.master_of(dtype) is dtype and offload.are_one(index)
+        where = offload.places if is_master else offload.params
+        if index in offload.params and where.get(index) is Place.NVME:
+            piece = min(bucket.shard_numel, offload.piece_numel)
+            longest[is_master, dtype] = max(longest[is_master, dtype], piece)
+    counts = {True: offload.state_piece_buffers, False: offload.piece_buffers}
+    return sum(counts[is_master] * numel * dtype.itemsize for (is_master, dtype), numel in longest.items())
 
 
 def _outgoing(

@@ -17,6 +17,14 @@ from polyaccel.ops.base import CAST, StochasticRounding
 from polyaccel.types import ParamSpec
 
 
+def rounding_of(param: ParamSpec, step: int, start: int = 0) -> StochasticRounding | None:
+    """The stochastic rounding of the elements of `param` from `start` on after `step` updates; None is to nearest."""
+    if not (step and param.dtype.is_floating and param.dtype.itemsize == 2):
+        return None
+    digest = blake2b(f"{step} {param.fqn}".encode(), digest_size=8).digest()
+    return StochasticRounding(int.from_bytes(digest, "little"), start)
+
+
 class WeightRounding:
     """The rounding of every parameter. `steps` counts their updates, and is read anew each time."""
 
@@ -28,11 +36,7 @@ class WeightRounding:
     def of(self, param: ParamSpec, start: int) -> StochasticRounding | None:
         """How to round the elements of `param` from `start` on; None is to nearest, as for every type but 16-bit
         ones."""
-        step = self._steps.get(param.fqn, 0)
-        if not (self.is_stochastic and step and param.dtype.is_floating and param.dtype.itemsize == 2):
-            return None
-        digest = blake2b(f"{step} {param.fqn}".encode(), digest_size=8).digest()
-        return StochasticRounding(int.from_bytes(digest, "little"), start)
+        return rounding_of(param, self._steps.get(param.fqn, 0), start) if self.is_stochastic else None
 
     def write(self, precise: Buffer, out: Buffer, param: ParamSpec, start: int) -> None:
         """Write the elements of `param` from `start` on to `out`, wherever it is."""

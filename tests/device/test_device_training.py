@@ -8,13 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from present import each_device, need
 
-from polyaccel.accelerators.base import API_VERSION, Accelerator
-from polyaccel.registry import PluginGroup, PluginStatus, probe_all
+from polyaccel.registry import PluginStatus
 
-STATUSES = [
-    status for status in probe_all(PluginGroup.ACCELERATORS, Accelerator, API_VERSION) if status.info.name != "cpu"
-]
 HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 SCRIPT = """
@@ -56,10 +53,9 @@ def losses_of(name: str, settings: list[dict[str, object]]) -> list[list[float]]
     return found
 
 
-@pytest.mark.parametrize("status", STATUSES, ids=lambda status: status.info.name)
+@each_device
 def test_stages_and_places_of_states_train_alike(status: PluginStatus) -> None:
-    if not status.usable:
-        pytest.skip(f"{status.info.name}: {status.reason}")
+    need(status)
     stages: list[dict[str, object]] = [{"stage": stage} for stage in range(4)]
     found = losses_of(status.info.name, [*stages, {"stage": 2, **HOST}, {"stage": 3, **HOST}])
     first = found[0]

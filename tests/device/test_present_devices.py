@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from present import STATUSES, each_device, need
 
-from polyaccel.accelerators.base import API_VERSION, Accelerator
-from polyaccel.registry import PluginGroup, PluginStatus, probe_all
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.registry import PluginStatus
 from polyaccel.testkit.accelerator import AcceleratorContract
 
-STATUSES = [
-    status for status in probe_all(PluginGroup.ACCELERATORS, Accelerator, API_VERSION) if status.info.name != "cpu"
-]
 
-
-@pytest.mark.parametrize("status", STATUSES, ids=lambda status: status.info.name)
+@each_device
 def test_what_is_present_can_be_made(status: PluginStatus) -> None:
-    if not status.usable:
-        pytest.skip(f"{status.info.name}: {status.reason}")
+    need(status)
     assert isinstance(_make(status.plugin), Accelerator)
 
 

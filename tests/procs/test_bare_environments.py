@@ -49,6 +49,15 @@ def test_an_engine_cannot_be_made(nothing: BareEnvironment, tmp_path: Path, argu
     )
 
 
+def test_a_framework_of_long_ago_is_named(nothing: BareEnvironment, tmp_path: Path) -> None:
+    """One that has nothing of what is imported from it."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").touch()
+    done = nothing.run("-c", ASK.format(arguments="params={}, "), folder=tmp_path)
+    assert done.stdout.startswith("this version of jax is too old: No module named 'jax."), done.stderr
+    assert "cure: pip install --upgrade 'polyaccel[jax]'" in done.stdout
+
+
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs jax")
 def test_jax_alone_is_enough_on_one_host(tmp_path: Path) -> None:
     only = BareEnvironment(tmp_path / "venv", "jax")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -32,8 +32,6 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
 
 class TestCcl(CommContract):
-    world_sizes: ClassVar[tuple[int, ...]] = (2, 3, 4)
-
     @pytest.fixture(autouse=True)
     def _pools(self, pools: Callable[[int], RankPool]) -> None:
         self.pools = pools

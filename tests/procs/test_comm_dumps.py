@@ -91,7 +91,7 @@ def test_a_timeout_leaves_dumps_of_the_rank_that_waits_and_of_the_one_that_does_
     output = jobs[0].end()
     assert jobs[0].process.returncode == 1, output
     assert "compare all ranks with `polyaccel comm diff" in output
-    # Rank 1 was ended by the launcher's SIGTERM, and wrote its record on the way.
+    # Rank 1 was ended by the launcher's SIGTERM, and wrote its record on the way, although its script was through then.
     assert [read_dump(jobs[0].dumps / f"rank-{rank}.json").rank for rank in range(2)] == [0, 1], output
     assert read_dump(jobs[0].dumps / "rank-1.json").reason == "SIGTERM"
     code, text = diff(jobs[0].dumps, capsys)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -33,6 +35,31 @@ def pair() -> Iterator[RankPool]:
 
 def test_a_killed_peer_is_named_by_the_survivors(trio: RankPool) -> None:
     assert "ranks [1] did not take part" in what_survivors_say_of_a_killed_rank(trio)
+
+
+def one_dies_and_one_is_late(comm: Communicator, said: Path) -> None:
+    """Rank 1 dies before the second call, and rank 2 comes to it when rank 0 has failed."""
+    buffer = comm.allocate(300, DType.FLOAT32)
+    comm.all_reduce(buffer)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 2:
+        while not said.exists():
+            sleep(0.01)
+        return
+    try:
+        comm.reduce_scatter(buffer.view(0, 100), buffer)
+    except CommError as error:
+        part = said.with_suffix(".part")
+        part.write_text(str(error))
+        part.rename(said)
+
+
+def test_a_peer_that_is_only_late_is_not_named(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with RankPool(3, comm_timeout_s=60, grace_s=60) as pool, pytest.raises(LaunchError, match="worker rank 1 died"):
+        pool.run(one_dies_and_one_is_late, said)
+    assert "ranks [1] did not take part" in said.read_text()
 
 
 def test_a_stopped_peer_is_named_within_the_time_limit(trio: RankPool) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import polyaccel
 from polyaccel import zero
 from polyaccel.testkit.threads import run_threads
 from polyaccel.torch.deferred import is_deferred, prepare, value_of
+from polyaccel.torch.deferred_log import return_holes
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
@@ -93,6 +97,39 @@ def test_from_pretrained_reads_lazily_and_initialises_what_the_files_lack(config
     wanted, found = both(with_new_head)
     assert is_deferred(found.score.weight)
     assert_same(found, wanted)
+
+
+def anonymous_mib() -> float:
+    """Memory of this process that is no file's, once malloc has returned what is free."""
+    gc.collect()
+    return_holes()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+def test_loaded_parameters_stay_in_their_files_until_they_are_placed(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+    saved = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=8000, **ENDS))
+    own = sum(parameter.nbytes for parameter in saved.parameters()) / 2**20
+    saved.save_pretrained(tmp_path, max_shard_size="20MB")
+    del saved
+
+    def work(communicator) -> tuple[float, float]:
+        start = anonymous_mib()
+        with zero.Init():
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        loaded = anonymous_mib()
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        placed = anonymous_mib()
+        engine.zero.close()
+        return loaded - start, placed - start
+
+    loaded, placed = run_threads(1, work)[0]
+    assert own > 90
+    assert loaded < 0.2 * own
+    assert placed < own + 40  # code that is loaded on first use too
 
 
 def train(communicator, model: torch.nn.Module) -> list[float]:

@@ -14,26 +14,37 @@ pytest.importorskip("jax")
 
 import jax
 import native_jax_model as model
+from jax_models import make_config, torch_gpt, train_torch
 
 import polyaccel
+from polyaccel.comm.default import set_thread_communicator
+from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.errors import CommError, ConfigError, PolyaccelError, ShardingError
 from polyaccel.testkit.procs import RankPool
 from polyaccel.testkit.threads import run_threads
 
 pytestmark = pytest.mark.timeout(300)  # programs to compile, on a machine that may be slow and busy
 PATIENCE_S = 240.0
-THREE_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+DEVICES = {"one device": 1, "two processes": 1, "three devices": 3, "two by two": 2}
+"""Of each process."""
+PROCESSES = {"one device": 1, "two processes": 2, "three devices": 1, "two by two": 2}
 CASES = [
     ("one device", 1, 3, {}),
-    ("one device", 2, 1, {}),
     ("three devices", 0, 1, {}),
-    ("three devices", 1, 3, {}),
     ("three devices", 2, 2, {"prescale_gradients": True, "gradient_clipping": 0.0}),
     ("two processes", 0, 2, {"gradient_allreduce_op": "sum"}),
-    ("two processes", 1, 1, {}),
     ("two processes", 2, 3, {}),
+    ("two by two", 0, 1, {}),
+    ("two by two", 2, 3, {}),
 ]
 """(devices and processes, stage, accumulation, changes of the config)"""
+GPT_CASES = [
+    ("one device", 2, 1),
+    ("two processes", 1, 3),
+    ("two processes", 2, 1),
+    ("three devices", 1, 1),
+    ("three devices", 2, 3),
+]
 OPTIMIZERS = {
     "Adam": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False},
     "SGD": {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -44,40 +55,47 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(scope="module")
-def three_devices():
-    with RankPool(1, environ=THREE_DEVICES) as pool:
-        yield pool
+def at():
+    """`at(world, function, *arguments)`: each process's `function(communicator, *arguments)`."""
+    pools = {}
 
+    def run(world, function, *arguments):
+        if world == "one device":
+            return run_threads(1, function, *arguments, timeout_s=PATIENCE_S)
+        if world not in pools:
+            flags = f"--xla_force_host_platform_device_count={DEVICES[world]}"
+            pools[world] = RankPool(PROCESSES[world], comm_timeout_s=PATIENCE_S, environ={"XLA_FLAGS": flags})
+        return pools[world].run(function, *arguments, timeout_s=PATIENCE_S)
 
-@pytest.fixture(scope="module")
-def two_processes():
-    with RankPool(2, comm_timeout_s=PATIENCE_S) as pool:
-        yield pool
+    yield run
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture
-def native(three_devices, two_processes):
+def native(at):
     """`native(world, *arguments of model.train)`: each process's result."""
 
-    def run(world, *arguments, **named):
-        if world == "one device":
-            return run_threads(1, lambda ranks: model.train(ranks, *arguments, **named), timeout_s=PATIENCE_S)
-        pool, devices = (three_devices, 3) if world == "three devices" else (two_processes, 1)
-        return pool.run(train_here, arguments, {"devices": devices, **named}, timeout_s=PATIENCE_S)
+    def run(world, *arguments, train=model.train, **named):
+        return at(world, train_here, train, arguments, {"devices": DEVICES[world], **named})
 
     return run
 
 
-def train_here(communicator, arguments, named):
-    return model.train(communicator, *arguments, **named)
+def train_here(communicator, train, arguments, named):
+    return train(communicator, *arguments, **named)
+
+
+def of_processes(world, losses):
+    """The losses of all ranks as means over the ranks of each process."""
+    return np.mean(np.reshape(losses, (PROCESSES[world], DEVICES[world], -1)), axis=1)
 
 
 def views(world, *arguments, **named):
     """Losses of each process, norms, parameters and skipped steps in views mode."""
-    count = {"one device": 1, "three devices": 3, "two processes": 2}[world]
+    count = PROCESSES[world] * DEVICES[world]
     runs = run_threads(count, lambda ranks: model.train(ranks, *arguments, **named), timeout_s=PATIENCE_S)
-    losses = [run[0] for run in runs]
-    return [np.mean(losses, axis=0)] if world == "three devices" else losses, *runs[0][1:]
+    return of_processes(world, [run[0] for run in runs]), *runs[0][1:]
 
 
 def check(found, expected, rel=1e-6, atol=2e-6):
@@ -98,6 +116,23 @@ def test_as_in_views_mode(native, world, stage, accumulation, changes):
     check(native(world, model.make_config(stage, accumulation, native=True, **changes)), expected)
 
 
+@pytest.mark.parametrize(("world", "stage", "accumulation"), GPT_CASES)
+def test_as_torch(native, world, stage, accumulation):
+    """The example's GPT from the same weights."""
+    config = make_config(stage, accumulation=accumulation)
+    count = PROCESSES[world] * DEVICES[world]
+    models = [torch_gpt() for _ in range(count)]
+    runs = run_threads(
+        count, lambda ranks: train_torch(ranks, models[ranks.rank], config, 2 * model.STEPS), timeout_s=PATIENCE_S
+    )
+    found = native(world, {**config, "jax": {"execution": "native"}}, train=model.train_gpt)
+    for own, losses in zip(found, of_processes(world, [run.losses for run in runs]), strict=True):
+        assert own[0] == pytest.approx(list(losses), rel=1e-5)
+        assert own[1] == pytest.approx(runs[0].norms, rel=1e-4)
+        for fqn, value in own[2].items():
+            np.testing.assert_allclose(value, runs[0].params[fqn], atol=2e-4, err_msg=fqn)
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "world"), [*((name, 2, "three devices") for name in OPTIMIZERS), ("Lamb", 0, "one device")]
 )
@@ -106,6 +141,17 @@ def test_every_optimizer(native, name, stage, world):
     expected = views(world, model.make_config(stage, **changes))
     # Lion's and LAMB's steps turn on signs and ratios of what is nearly zero.
     check(native(world, model.make_config(stage, native=True, **changes)), expected, rel=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "world"),
+    [("adam", 2, "three devices"), ("momentum", 1, "two processes"), ("lion", 0, "three devices")],
+)
+def test_a_transformation_of_optax(native, name, stage, world):
+    pytest.importorskip("optax")
+    expected = views(world, model.make_config(stage, 2, scheduler=None), optax_name=name)
+    found = native(world, model.make_config(stage, 2, native=True, scheduler=None), optax_name=name)
+    check(found, expected, rel=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("world", "stage"), [("three devices", 0), ("two processes", 2)])
@@ -145,6 +191,7 @@ def pieces_here(communicator):
     np.testing.assert_array_equal(parts.aux["x"], batches[1][0][[0, 2, 4]])
     evaluated = model.loss(parts.params, batches[0], None)[0]
     np.testing.assert_allclose(parts.eval_batch(batches[0]), evaluated, rtol=1e-6)
+    assert parts.program(batches[0]).memory_analysis().argument_size_in_bytes > 0
 
     spoilt = model.start(model.make_config(2, native=True, fp16={"enabled": True}))
     x, y = batches[0]
@@ -169,8 +216,8 @@ def pieces_here(communicator):
     return True
 
 
-def test_parts_of_a_step(three_devices):
-    assert three_devices.run(pieces_here, timeout_s=PATIENCE_S) == [True]
+def test_parts_of_a_step(at):
+    assert at("three devices", pieces_here) == [True]
 
 
 def resume_after_failure(communicator, folder):
@@ -204,26 +251,55 @@ def test_a_failed_update_is_not_trained_on(tmp_path):
     assert run_threads(1, resume_after_failure, str(tmp_path), timeout_s=PATIENCE_S) == [True]
 
 
-def test_checkpoints_go_between_modes_and_worlds(three_devices, two_processes, tmp_path):
+@pytest.mark.parametrize("optax_name", [None, "adam"])
+def test_checkpoints_go_between_modes_and_worlds(at, tmp_path, optax_name):
     """Each leg takes up what the one before saved; together they are one run."""
-    places = {"views": 3, "devices": 1, "processes": 2, "device": 1}
-    stages = {"views": 2, "devices": 0, "processes": 2, "device": 1}
+    stages = {"views": 2, "three devices": 0, "two processes": 2, "one device": 1}
+    changes = {} if optax_name is None else {"scheduler": None}
+    if optax_name is not None:
+        pytest.importorskip("optax")
 
     def go(place, steps, load=None, save=None):
-        arguments = (model.make_config(stages[place], native=place != "views"), steps, places[place], load, save)
-        if place in ("views", "device"):
-            return run_threads(places[place], model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
-        pool = three_devices if place == "devices" else two_processes
-        return pool.run(model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
+        config = model.make_config(stages[place], native=place != "views", **changes)
+        arguments = (config, steps, PROCESSES.get(place, 3), load, save, optax_name)
+        if place == "views":
+            return run_threads(3, model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
+        return at(place, model.train_whole_batches, *arguments)[0]
 
     whole = go("views", range(8))
     folder = None
-    for at, place in enumerate(["views", "devices", "processes", "device", "views"]):
-        save = str(tmp_path / str(at))
-        params = go(place, range(2 * at, 2 * at + 2) if at < 4 else range(8, 8), folder, save)
+    for leg, place in enumerate(["views", "three devices", "two processes", "one device", "views"]):
+        save = str(tmp_path / str(leg))
+        params = go(place, range(2 * leg, 2 * leg + 2) if leg < 4 else range(8, 8), folder, save)
         folder = save
     for fqn, value in params.items():
         np.testing.assert_allclose(value, whole[fqn], rtol=0, atol=5e-6, err_msg=fqn)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"), [("three devices", 2, "bf16"), ("two processes", 1, "fp16"), ("one device", 0, "bf16")]
+)
+def test_stochastic_rounding_has_the_bits_of_views_mode(at, tmp_path, world, stage, kind):
+    """Whoever has the same master weights has the same parameters."""
+    first, second, third, last = (str(tmp_path / str(at)) for at in range(4))
+
+    def config(**named):
+        return {
+            **model.make_config(stage, native=named.pop("native", False), scheduler=None),
+            kind: {"enabled": True, "stochastic_rounding": True, **named},
+        }
+
+    scale = {"loss_scale": 8} if kind == "fp16" else {}
+    start = run_threads(1, model.round_weights, config(**scale), None, first)[0][1]
+    found = at(world, model.round_weights, config(native=True, **scale), first, second, True)
+    for loaded, trained in found:
+        for one, other in zip([*loaded, *trained], [*start, *found[0][1]], strict=True):
+            np.testing.assert_array_equal(one, other)
+    again = run_threads(1, model.round_weights, config(**scale), second, third)[0][0]
+    nearest = run_threads(1, model.round_weights, config(**scale, stochastic_rounding=False), second, last)[0][0]
+    for one, other, near in zip(again, found[0][1], nearest, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.size < 40 or np.any(one != near)
 
 
 def late_here(communicator):
@@ -253,12 +329,23 @@ def test_ranks_of_the_launcher_meet(tmp_path):
     [
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device"),
-        ({"bf16": {"enabled": True, "stochastic_rounding": True}}, "bf16.stochastic_rounding"),
+        ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
     ],
 )
 def test_what_native_mode_has_not(changes, key):
     def go(ranks):
+        set_thread_communicator(RecordingCommunicator(ranks, watch_s=None))  # as init_distributed makes it
         with pytest.raises(ConfigError, match=key):
             model.start({**model.make_config(1, native=True), **changes})
+
+    run_threads(1, go)
+
+
+def test_a_transformation_that_is_not_elementwise_is_refused():
+    pytest.importorskip("optax")
+
+    def go(ranks):
+        with pytest.raises(ShardingError, match="independently"):
+            model.start(model.make_config(1, native=True, scheduler=None), optax_name="lamb")
 
     run_threads(1, go)

@@ -17,14 +17,18 @@ from polyaccel.errors import CommError
 from polyaccel.testkit.procs import RankPool
 from polyaccel.testkit.threads import run_threads
 
+pytestmark = pytest.mark.timeout(500)  # programs to compile, on a machine that may be slow and busy
 CONFIG = make_config(3, accumulation=3, zero=ZERO)
 STEPS = 20
+PATIENCE_S = 240.0
+BF16 = {"bf16": {"enabled": True}}
 
 
 def at_stage_2(world, model, config, steps):
     """The same runs where nothing is gathered, by threads here."""
     model_of(model)
-    return run_threads(world, train_sharded, model, {**config, "zero_optimization": {"stage": 2}}, steps)
+    config = {**config, "zero_optimization": {"stage": 2}}
+    return run_threads(world, train_sharded, model, config, steps, timeout_s=PATIENCE_S)
 
 
 def assert_equal(runs, wanted):
@@ -35,25 +39,40 @@ def assert_equal(runs, wanted):
             np.testing.assert_array_equal(run.params[fqn], value, err_msg=fqn)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_stage_3_equals_stage_2_bitwise_and_torch_within_rounding(rank_pool, world):
+@pytest.mark.parametrize(
+    ("world", "accumulation", "precision", "limit"),
+    [
+        (2, 1, {}, 1e-5),
+        (2, 3, {}, 1e-5),
+        (3, 1, {}, 1e-5),
+        (3, 3, {}, 1e-5),
+        (3, 3, BF16, 1e-2),
+    ],
+)
+def test_stage_3_equals_stage_2_bitwise_and_torch_within_rounding(rank_pool, world, accumulation, precision, limit):
+    config = make_config(3, accumulation=accumulation, zero=ZERO, **precision)
     models = [torch_gpt() for _ in range(world)]
-    of_torch = run_threads(world, lambda ranks: train_torch(ranks, models[ranks.rank], CONFIG, STEPS))[0]
-    runs = rank_pool(world).run(train_sharded, "units", CONFIG, STEPS)
-    assert_equal(runs, at_stage_2(world, "units", CONFIG, STEPS))
-    assert runs[0].losses[:-1] == pytest.approx(of_torch.losses, rel=1e-5)
-    assert runs[0].norms == pytest.approx(of_torch.norms, rel=1e-4)
+    of_torch = run_threads(
+        world, lambda ranks: train_torch(ranks, models[ranks.rank], config, STEPS), timeout_s=PATIENCE_S
+    )[0]
+    runs = rank_pool(world).run(train_sharded, "units", config, STEPS, timeout_s=PATIENCE_S)
+    assert_equal(runs, at_stage_2(world, "units", config, STEPS))
+    assert runs[0].losses[:-1] == pytest.approx(of_torch.losses, rel=limit)
+    assert runs[0].norms == pytest.approx(of_torch.norms, rel=10 * limit)
 
 
 def test_scanned_layers_in_bf16(rank_pool):
     config = make_config(3, zero=ZERO, bf16={"enabled": True})
-    assert_equal(rank_pool(2).run(train_sharded, "scan", config, 2), at_stage_2(2, "scan", config, 2))
+    runs = rank_pool(2).run(train_sharded, "scan", config, 2, timeout_s=PATIENCE_S)
+    assert_equal(runs, at_stage_2(2, "scan", config, 2))
 
 
 def test_shared_memory_is_read_where_it_is():
     with RankPool(2, backend="shm", memory="numpy") as pool:
-        assert_equal(pool.run(train_sharded, "units", CONFIG, 2), at_stage_2(2, "units", CONFIG, 2))
-        for calls in pool.run(calls_of_a_pass):
+        assert_equal(
+            pool.run(train_sharded, "units", CONFIG, 2, timeout_s=PATIENCE_S), at_stage_2(2, "units", CONFIG, 2)
+        )
+        for calls in pool.run(calls_of_a_pass, timeout_s=PATIENCE_S):
             assert {op for op, _ in calls} == {"reduce_scatter"}
 
 
@@ -76,7 +95,7 @@ def calls_of_a_pass(communicator):
 
 def test_one_unit_is_gathered_at_a_time(rank_pool):
     """Forward in order, backward in reverse, each unit's gradients before the next one's parameters."""
-    for calls in rank_pool(2).run(calls_of_a_pass):
+    for calls in rank_pool(2).run(calls_of_a_pass, timeout_s=PATIENCE_S):
         assert calls == [
             ("all_gather", ""),
             ("all_gather", "blocks.0"),
@@ -108,6 +127,6 @@ def lose_a_rank(communicator):
 
 def test_a_failed_collective_ends_the_step_on_every_rank():
     with RankPool(2) as pool:
-        survivor, culprit = pool.run(lose_a_rank)
+        survivor, culprit = pool.run(lose_a_rank, timeout_s=PATIENCE_S)
     assert culprit == "the cable was pulled"
     assert survivor not in ("nothing", culprit)

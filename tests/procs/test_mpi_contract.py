@@ -32,7 +32,7 @@ class OverMpi(CommContract):
 
 
 class TestMpi(OverMpi):
-    world_sizes: ClassVar[tuple[int, ...]] = (2, 3)
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
 
 
 class TestMpiWithoutTorch(OverMpi):

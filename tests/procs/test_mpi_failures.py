@@ -5,17 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
 
 import pytest
+from mpi_failing import NEVER_S
 from mpi_ranks import needs_mpi
 
 from polyaccel.testkit.mpi import mpi_environ, mpirun
 
 pytestmark = needs_mpi
 JOB = str(Path(__file__).with_name("mpi_failing.py"))
-NEVER_S = 500.0
-"""Of a collective: beyond the test's own limit, so that what ends the job is not that."""
 
 
 def run(fault: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -47,12 +45,10 @@ def test_a_rank_that_fails_ends_the_job(fault: str, said: str) -> None:
 
 @pytest.mark.parametrize("fault", ["stop", "unfinished"])
 def test_a_rank_that_is_stopped_is_named_and_ends_the_job(fault: str) -> None:
-    began = monotonic()
     done = run(fault, 2.0)
     assert done.returncode != 0, done.stdout
     assert "timed out after 2 s: ranks [1] did not take part" in done.stdout
     assert ("rank 0 cannot end" in done.stdout) == (fault == "unfinished")
-    assert monotonic() - began < 80
 
 
 @pytest.mark.parametrize("fault", ["nothing", "other thread"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.procs import RankPool
-
-WORLD_SIZES = (2, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +26,6 @@ def pools() -> Iterator[Callable[[int], RankPool]]:
 
 
 class TestShm(CommContract):
-    world_sizes: ClassVar[tuple[int, ...]] = WORLD_SIZES
-
     @pytest.fixture(autouse=True)
     def _pools(self, pools: Callable[[int], RankPool]) -> None:
         self.pools = pools

@@ -51,10 +51,12 @@ def test_three_processes_agree(rank_pool):
 
 
 def train_compiled(communicator, how, stage):
-    """One rank's losses and parameters with its blocks compiled."""
+    """One rank's losses and parameters with its blocks compiled, or the whole model."""
     build, _ = CASES["gpt"]
     model = build()
-    for index, block in enumerate(model.blocks):
+    if how == "whole":
+        model = torch.compile(model, backend="aot_eager")
+    for index, block in enumerate(() if how == "whole" else model.blocks):
         if how == "method":
             block.compile(backend="aot_eager")
         else:
@@ -67,19 +69,23 @@ def train_compiled(communicator, how, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["method", "wrapper"])
-def test_compiled_blocks(rank_pool, how):
+@pytest.mark.parametrize("how", ["method", "wrapper", "whole"])
+def test_compiled_blocks_and_models(rank_pool, how):
     two, three = (rank_pool(2).run(train_compiled, how, stage)[1] for stage in (2, 3))
     assert_bitwise(three.params, two.params)
     assert three.losses == two.losses
 
 
-def soak(communicator, steps):
-    """Resident bytes, open files and threads after a third of the steps and after all of them."""
+def soak(communicator, steps, places):
+    """Resident bytes, open files, threads and tensors after a third of the steps and after all of them.
+
+    Gathered parameters, and the memory that is kept for them, stay within their bound all the time.
+    """
     build, _ = CASES["gpt"]
     engine = polyaccel.initialize(
-        model=build(), config=make_config(3, zero={"stage3_param_persistence_threshold": 10})
+        model=build(), config=make_config(3, zero={"stage3_param_persistence_threshold": 10, **places})
     )[0]
+    gathering = engine.zero.params.gathering
     process = psutil.Process()
     figures = []
     for step in range(steps):
@@ -91,6 +97,8 @@ def soak(communicator, steps):
             with zero.GatheredParameters(engine.module.scale):
                 pass
             engine.module_state_dict()
+        assert 0 < gathering.peak_numel <= gathering._policy.max_live_numel
+        assert gathering._pool.held_numel <= gathering._policy.max_live_numel
         if step + 1 in (steps // 3, steps):
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
@@ -100,7 +108,11 @@ def soak(communicator, steps):
 
 
 @pytest.mark.slow
-def test_300_steps_leave_nothing_behind(rank_pool):
-    for (rss, *counts), (later_rss, *later_counts) in rank_pool(2).run(soak, 300):
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_300_steps_leave_nothing_behind(rank_pool, tmp_path, device):
+    place = {"device": device, "nvme_path": str(tmp_path)}
+    places = {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
+    for (rss, *counts), (later_rss, *later_counts) in rank_pool(2).run(soak, 300, places):
         assert later_counts == counts
         assert later_rss - rss < 4 << 20
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from parity_models import VOCAB
 from stage3_models import WIDTH, Block, Case, Gpt, seeded, token_loss
 from torch import Tensor, nn
 
-from polyaccel.jax import as_torch
+from polyaccel.jax import as_torch, unit
 from polyaccel.torch import as_jax
 
 
@@ -126,7 +126,7 @@ class JaxOutside:
         tokens, targets = batch
         table = params["embed"]["weight"]
         hidden = table[tokens]
-        logits = (hidden + self._inner(params["inner"], hidden)) @ table.T
+        logits = (hidden + unit(self._inner)(params["inner"], hidden)) @ table.T
         right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return (jax.nn.logsumexp(logits, axis=-1) - right).mean()
 

@@ -19,14 +19,12 @@ STACKED = ("blocks",)
 
 def without_units(params: Any, batch: Any, rng: Any) -> Any:
     """The loss of the GPT as somebody writes it who knows nothing of units."""
-    model = example("gpt_jax", "model")
-    return _loss(params, batch, lambda hidden: _in_turn(partial(model._block, heads=HEADS), params["blocks"], hidden))
+    return _loss(params, batch, _in_turn)
 
 
 def with_scan(params: Any, batch: Any, rng: Any) -> Any:
     """The loss of the GPT with `params["blocks"]` stacked, its layers scanned."""
-    block = partial(example("gpt_jax", "model")._block, heads=HEADS)
-    return _loss(params, batch, lambda hidden: scan_units(block, hidden, params["blocks"]))
+    return _loss(params, batch, scan_units)
 
 
 def stacked_gpt() -> tuple[Any, Any]:
@@ -39,7 +37,15 @@ def plain_gpt() -> tuple[Any, Any]:
     return without_units, jax_gpt()[1]
 
 
-MODELS = {"units": jax_gpt, "plain": plain_gpt, "scan": stacked_gpt}
+def mixed() -> tuple[Any, Any]:
+    """A function of JAX with a module of torch in it, which is a unit."""
+    from jax_layer_models import JaxOutside
+
+    model = JaxOutside()
+    return model, model.params
+
+
+MODELS = {"units": jax_gpt, "plain": plain_gpt, "scan": stacked_gpt, "mixed": mixed}
 
 
 @cache
@@ -70,16 +76,19 @@ def train_sharded(communicator: Any, model: str, config: Any, steps: int) -> Run
     return run
 
 
-def _loss(params: Any, batch: Any, blocks: Any) -> Any:
+def _loss(params: Any, batch: Any, apply: Any) -> Any:
+    """That of the example, where `apply(block, hidden, layers)` computes the blocks."""
     model = example("gpt_jax", "model")
     tokens, targets = batch
-    hidden = blocks(params["tokens"]["weight"][tokens] + params["positions"]["weight"][: tokens.shape[1]])
+    hidden = params["tokens"]["weight"][tokens] + params["positions"]["weight"][: tokens.shape[1]]
+    block = partial(model._block, batch=len(tokens), heads=HEADS)
+    hidden = apply(block, hidden.reshape(tokens.size, -1), params["blocks"])
     found = (model._norm(params["norm"], hidden) @ params["tokens"]["weight"].T).astype(jnp.float32)
-    right = jnp.take_along_axis(found, targets[..., None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(found, axis=-1) - right).mean()
+    right = jnp.take_along_axis(found, targets.reshape(-1, 1), axis=-1)
+    return (jax.nn.logsumexp(found, axis=-1) - right[:, 0]).mean()
 
 
-def _in_turn(block: Any, layers: Any, hidden: Any) -> Any:
+def _in_turn(block: Any, hidden: Any, layers: Any) -> Any:
     for layer in layers:
         hidden = block(layer, hidden)
     return hidden

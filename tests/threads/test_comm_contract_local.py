@@ -13,7 +13,7 @@ from polyaccel.testkit.threads import run_threads
 
 
 class TestLocal(CommContract):
-    world_sizes = (2, 3, 5)
+    world_sizes = (1, 2, 3, 4, 5)
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return run_threads(world_size, body, *args)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.comm.base import CallInfo
+from polyaccel.comm.arguments import Call
+from polyaccel.comm.base import NO_INFO, CallInfo, Work
 from polyaccel.comm.local import LocalCommunicator, LocalWorld
 from polyaccel.comm.local_meeting import DictBoard
 from polyaccel.comm.record import Recorder, RecordingCommunicator
@@ -139,3 +141,24 @@ def test_a_time_limit_tells_what_the_watchdog_posted() -> None:
     finally:
         for comm in recorded:
             comm.close()
+
+
+def test_an_error_has_the_number_that_notes_and_dumps_have() -> None:
+    """Not the backend's, which also counts what gathers of objects are made of."""
+
+    class Late(LocalCommunicator):
+        def barrier(self, *, info: CallInfo = NO_INFO) -> None:
+            raise CommTimeout(f"#7 {Call('barrier', info=info)} on rank 0 timed out", missing_ranks=(1,))
+
+        def broadcast(self, *args: Any, **options: Any) -> Work:
+            raise CommTimeout("#7 a part of it timed out", missing_ranks=(1,))
+
+    def body(inner: LocalCommunicator) -> None:
+        recorded = RecordingCommunicator(Late(inner.rank, inner._place, inner.accelerator), watch_s=None)
+        recorded.all_gather_object(None)
+        with pytest.raises(CommTimeout, match=r"^#1 barrier 'step' on rank 0 timed out"):
+            recorded.barrier(info=CallInfo("step"))
+        with pytest.raises(CommTimeout, match=r"^#2 broadcast from 0 3 x float32: #7 a part of it timed out"):
+            recorded.broadcast(recorded.allocate(3, DType.FLOAT32), 0)
+
+    run_threads(2, body)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from threading import Barrier
-from time import sleep
 from typing import Any
 
 import pytest
 
 from polyaccel import comm
+from polyaccel.accelerators.base import NullEvent, NullStream
 from polyaccel.comm.base import CallInfo
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.local import LocalCommunicator
@@ -61,16 +60,26 @@ def test_every_call_is_counted_once_by_operation_and_size(capsys: pytest.Capture
     assert "reduce_scatter" in printed
 
 
-def test_waiting_for_a_late_rank_is_the_stragglers_part() -> None:
-    meet = Barrier(2)
+class Clock(NullStream):
+    """A stream that tells the times it is given, in milliseconds."""
+
+    def __init__(self, *times_ms: float) -> None:
+        self._times_ms = iter(times_ms)
+
+    def record(self) -> NullEvent:
+        return NullEvent(next(self._times_ms) / 1e3)
+
+
+def test_waiting_for_a_late_rank_is_the_stragglers_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 comes to the second call 90 ms before rank 1, which finds it there."""
+    clocks = [Clock(0, 10, 20, 120), Clock(0, 12, 110, 120)]
 
     def body(inner: LocalCommunicator) -> Any:
         communicator = recording(inner, ops=["reduce_scatter_tensor", "all_reduce"])
+        assert communicator.log is not None
+        communicator.log.current_stream = lambda: clocks[inner.rank]
         buffer = communicator.allocate(4, DType.FLOAT32)
         communicator.all_reduce(buffer)
-        meet.wait()
-        if communicator.rank == 1:
-            sleep(0.1)
         communicator.all_reduce(buffer)
         communicator.barrier()
         return comm.log_summary(show_straggler=True, return_dict=True)
@@ -78,8 +87,12 @@ def test_waiting_for_a_late_rank_is_the_stragglers_part() -> None:
     figures = run_threads(2, body)
     assert [set(one) for one in figures] == [{"all_reduce"}] * 2, "a barrier was not chosen"
     waited, late = (one["all_reduce"][16] for one in figures)
-    assert waited["straggler_ms"] >= 50
-    assert late["straggler_ms"] <= waited["straggler_ms"] / 2
+    assert waited["straggler_ms"] == pytest.approx(90.0)
+    assert late["straggler_ms"] == pytest.approx(2.0)
+    assert waited["total_ms"] == pytest.approx(110.0)
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split()[-2:] == ["straggler", "ms"]
+    assert row.split()[-1] == "90.00"
 
 
 def test_the_config_starts_the_log() -> None:

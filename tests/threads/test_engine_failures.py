@@ -170,6 +170,35 @@ def test_unfreezing_is_an_error_at_the_step():
         alone(unfreeze, make_config(1))
 
 
+class Adapted(nn.Module):
+    """A layer with something added to it, which starts at zero."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.extra = nn.Parameter(torch.zeros(base.out_features))
+
+    def forward(self, values):
+        return self.base(values) + self.extra
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_added_to_an_engines_module_is_an_error_at_the_step_and_trained_by_the_next_engine(stage):
+    def add(communicator, module):
+        engine = engine_for(module, make_config(stage, zero=SMALL))
+        module.wide = Adapted(module.wide)
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        with pytest.raises(ShardingError, match=r"'wide.extra' has a gradient, but .*\n.*cure: .*engine.destroy\(\)"):
+            engine.step()
+        engine.destroy()
+        engine = engine_for(module, make_config(stage, zero=SMALL))
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        assert engine.module_state_dict()["wide.extra"].count_nonzero() == 33
+
+    on_threads(2, add, parity_model)
+
+
 @stages
 def test_freezing_leaves_the_parameter_alone(stage):
     def freeze(communicator, module):

@@ -13,6 +13,7 @@ from jax_models import jax_gpt, leaves, make_config, tokens, torch_gpt
 
 import polyaccel
 from polyaccel.errors import CheckpointError
+from polyaccel.jax import scan_units
 from polyaccel.testkit.threads import run_threads
 
 STEPS, STOP = 6, 3
@@ -132,6 +133,28 @@ def test_kernels_are_transposed_with_their_optimizer_states(tmp_path, saver, nam
 
     models = [flax_like() for _ in range(2)]
     run_threads(2, lambda ranks: go(ranks, *models[ranks.rank]))
+
+
+def test_stacked_layers_are_read_from_transposed_ones(tmp_path):
+    start = np.random.default_rng(0).standard_normal((3, 4, 4), dtype=np.float32)
+
+    def fn(params, batch, rng):
+        return jax.numpy.square(
+            scan_units(lambda layer, x: jax.numpy.tanh(x @ layer["w"]), batch, params["layers"])
+        ).mean()
+
+    def go(ranks):
+        params = {"layers": {"w": start}}
+        saver = polyaccel.initialize(model=fn, params=params, config=make_config(0))
+        saver.save_checkpoint(str(tmp_path))
+        params = {"layers": {"w": np.zeros_like(start)}}
+        loader = polyaccel.initialize(model=fn, params=params, config=make_config(3), stacked=["layers"])
+        loader.load_checkpoint(str(tmp_path), name_map=lambda fqn: (fqn, (0, 2, 1)))
+        np.testing.assert_array_equal(loader.params["layers"]["w"], np.swapaxes(start, 1, 2))
+        loader.destroy()
+        saver.destroy()
+
+    run_threads(1, go)
 
 
 def test_unfinished_accumulation_is_not_saved(tmp_path):

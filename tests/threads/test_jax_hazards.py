@@ -12,6 +12,7 @@ pytest.importorskip("jax")
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax.experimental.layout import Format, Layout
 from jax_models import make_config
 
@@ -238,31 +239,82 @@ def test_integers_of_64_bits_are_refused_and_others_are_frozen():
     with_engine(check, params={**weights(), "table": np.arange(3, dtype=np.int32)})
 
 
-def test_a_forked_worker_is_told():
-    """It would wait for threads that the fork did not take along."""
-
-    def check(engine):
-        engine.train_batch(batch())
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                engine.grad_step(batch())
-            except PolyaccelError as error:
-                os.write(write, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as answer:
-            assert "forked" in answer.read()
-        os.waitpid(child, 0)
-
-    communicator = SingleCommunicator(CpuAccelerator(), timeout_s=30.0)
-    set_thread_communicator(communicator)
+@pytest.fixture
+def engine():
+    """One whose process is its rank, as those that fork have."""
+    set_thread_communicator(SingleCommunicator(CpuAccelerator(), timeout_s=30.0))
     try:
-        check(polyaccel.initialize(model=loss, params=weights(), config=CONFIG))
+        engine = polyaccel.initialize(model=loss, params=weights(), config=CONFIG)
+        engine.train_batch(batch())
+        yield engine
     finally:
         set_thread_communicator(None)
+
+
+USES = {
+    "grad_step": lambda engine: engine.grad_step(batch()),
+    "step": lambda engine: engine.step(),
+    "train_batch": lambda engine: engine.train_batch(batch()),
+    "eval_batch": lambda engine: engine.eval_batch(batch()),
+    "params": lambda engine: engine.params,
+    "program": lambda engine: engine.program(batch()),
+    "save_checkpoint": lambda engine: engine.save_checkpoint("checkpoints"),
+    "load_checkpoint": lambda engine: engine.load_checkpoint("checkpoints"),
+}
+
+
+def test_a_forked_process_is_told_and_the_engine_goes_on(engine, tmp_path, monkeypatch):
+    """The child would wait for threads that the fork did not take along."""
+    monkeypatch.chdir(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for name, use in USES.items():
+                try:
+                    use(engine)
+                except PolyaccelError as error:
+                    os.write(write, f"{name}: {'forked' in str(error)}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        assert answer.read() == "".join(f"{name}: True\n" for name in USES)
+    os.waitpid(child, 0)
+    before = float(engine.eval_batch(batch()))
+    engine.train_batch(batch())
+    assert float(engine.eval_batch(batch())) < before
+
+
+class Rows:
+    """A dataset of arrays; with an engine, one that asks it for its parameters in the loader's workers."""
+
+    def __init__(self, engine=None):
+        self.engine = engine
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, at):
+        return torch.full((8,), float(at)) if self.engine is None else self.engine.params["w"]
+
+
+def loader(dataset):
+    return torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+
+
+def test_workers_of_a_loader_are_forked_from_a_live_engine(engine):
+    found = []
+    for _ in range(2):
+        for rows in loader(Rows()):
+            engine.train_batch(rows.numpy())
+            found.append(float(rows[0, 0]))
+    assert found == [0.0, 2.0, 4.0, 6.0] * 2
+
+
+def test_a_loader_whose_workers_use_the_engine_is_told(engine):
+    with pytest.raises(PolyaccelError, match=r"forked(?s:.*)spawn"):
+        next(iter(loader(Rows(engine))))
 
 
 def test_auxiliary_output_keeps_its_values():

@@ -13,10 +13,12 @@ pytest.importorskip("jax")
 from jax_layer_models import MIXED, TORCH, JaxOutside, TorchOutside
 from jax_models import STAGES, train_jax, train_torch
 from jax_models import make_config as make_jax_config
+from jax_sharded_models import ZERO, model_of, train_sharded
 
 from polyaccel.testkit.threads import run_threads
 
 STEPS = 20
+BF16 = {"bf16": {"enabled": True}}
 SLOWLY = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}}
 SHARDED = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 0}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}}
@@ -65,9 +67,29 @@ def test_a_module_of_torch_in_a_function_of_jax(world, accumulation):
         np.testing.assert_allclose(value, wanted.params[fqn], atol=1e-4, err_msg=fqn)
 
 
+@pytest.mark.parametrize(("accumulation", "precision", "limit"), [(1, {}, 1e-5), (3, {}, 1e-5), (3, BF16, 1e-2)])
+def test_a_module_of_torch_in_a_function_of_jax_at_stage_3(accumulation, precision, limit):
+    """More ranks are processes: tests/procs/test_jax_layers_processes.py."""
+    config = make_jax_config(3, accumulation=accumulation, zero=ZERO, **precision)
+    model, _ = TorchOutside.build(), model_of("mixed")
+    wanted = run_threads(1, train_torch, model, config, STEPS)[0]
+    found = run_threads(1, train_sharded, "mixed", config, STEPS)[0]
+    assert found.losses[:-1] == pytest.approx(wanted.losses, rel=limit)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_of_torch_in_a_function_of_jax_in_bfloat16(stage):
+    models = [TorchOutside.build() for _ in range(2)]
+    config = make_jax_config(stage, **BF16)
+    wanted = run_threads(2, lambda ranks: train_torch(ranks, models[ranks.rank], config, STEPS))[0]
+    mixed = JaxOutside()
+    found = run_threads(2, train_jax, (mixed, mixed.params), config, STEPS)[0]
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_in_bfloat16(programs, stage):
-    changes = {"bf16": {"enabled": True}, "scheduler": SLOWLY}
+    changes = {**BF16, "scheduler": SLOWLY}
     np.testing.assert_allclose(
         run(MIXED[None], 2, stage, **changes).losses, run(TORCH, 2, stage, **changes).losses, rtol=1e-2
     )

@@ -171,8 +171,13 @@ def test_a_transformation_of_optax_replaces_the_configs_optimizer(name, stage, t
 
 @pytest.mark.parametrize(
     "transformation",
-    [optax.lamb(1e-2), optax.adafactor(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))],
-    ids=["lamb", "adafactor", "clip_by_global_norm"],
+    [
+        optax.lamb(1e-2),
+        optax.adafactor(1e-2),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.apply_if_finite(optax.sgd(0.1), 2),
+    ],
+    ids=["lamb", "adafactor", "clip_by_global_norm", "apply_if_finite"],
 )
 def test_a_transformation_that_is_not_elementwise_is_refused(transformation):
     with pytest.raises(ShardingError, match="independently"):

@@ -8,10 +8,12 @@ import pytest
 pytest.importorskip("jax")
 
 from jax_models import STAGES, jax_gpt, make_config, torch_gpt, train_jax, train_torch
+from jax_sharded_models import ZERO, model_of, train_sharded
 
 from polyaccel.testkit.threads import run_threads
 
 STEPS = 20
+BF16 = {"bf16": {"enabled": True}}
 
 
 def both(world, config, steps=STEPS):
@@ -39,14 +41,26 @@ def test_torch_and_jax_agree_in_fp32(world, accumulation, stage):
         np.testing.assert_allclose(value, of_torch.params[fqn], atol=2e-4, err_msg=fqn)
 
 
-@pytest.mark.parametrize("stage", STAGES[::2])
-def test_torch_and_jax_agree_in_bf16(stage):
-    of_torch, of_jax = both(2, make_config(stage, accumulation=3, bf16={"enabled": True}))
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (2, 2), (3, 1)])
+def test_torch_and_jax_agree_in_bf16(world, stage):
+    of_torch, of_jax = both(world, make_config(stage, accumulation=3, bf16={"enabled": True}))
     assert of_jax.losses == pytest.approx(of_torch.losses, rel=1e-2)
 
 
-def test_stages_agree_bitwise():
-    runs = [run_threads(2, train_jax, jax_gpt(), make_config(stage), 3)[0] for stage in STAGES]
+@pytest.mark.parametrize(("accumulation", "precision", "limit"), [(1, {}, 1e-5), (3, {}, 1e-5), (3, BF16, 1e-2)])
+def test_torch_and_jax_agree_at_stage_3_on_one_rank(accumulation, precision, limit):
+    """More ranks are processes: tests/procs/test_jax_sharded.py."""
+    config = make_config(3, accumulation=accumulation, zero=ZERO, **precision)
+    model, _ = torch_gpt(), model_of("units")
+    of_torch = run_threads(1, train_torch, model, config, STEPS)[0]
+    of_jax = run_threads(1, train_sharded, "units", config, STEPS)[0]
+    assert of_jax.losses[:-1] == pytest.approx(of_torch.losses, rel=limit)
+    assert of_jax.norms == pytest.approx(of_torch.norms, rel=10 * limit)
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_stages_agree_bitwise(precision):
+    runs = [run_threads(2, train_jax, jax_gpt(), make_config(stage, **precision), 3)[0] for stage in STAGES]
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         for fqn, value in run.params.items():

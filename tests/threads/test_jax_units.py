@@ -15,7 +15,7 @@ from jax_models import leaves
 from jax_sharded_models import wide_program
 
 import polyaccel
-from polyaccel.errors import CommError, PolyaccelError, ShardingError
+from polyaccel.errors import CommError, ConfigError, PolyaccelError, ShardingError
 from polyaccel.jax import scan_units, unit
 from polyaccel.jax.stacking import repeated_blocks
 from polyaccel.testkit.threads import run_threads
@@ -196,6 +196,12 @@ def test_layers_that_nobody_called_stacked_are_refused():
 def test_what_is_called_stacked_has_to_be(prefix):
     with pytest.raises(ShardingError, match="not stacked"):
         with_engine(None, stacked=[prefix])
+
+
+def test_ranks_that_are_threads_are_refused():
+    """They would wait for each other in XLA's threads for ever."""
+    with pytest.raises(ConfigError, match=r"ranks that are threads(?s:.*)polyaccel run"):
+        run_threads(2, lambda _: polyaccel.initialize(model=simple, params=weights(), config=config(3)))
 
 
 def test_what_a_call_raises_is_raised_and_the_engine_goes_on():

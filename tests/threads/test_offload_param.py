@@ -22,9 +22,11 @@ from polyaccel.errors import ConfigError
 from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.state_file import StateFile
 from polyaccel.ops.base import ADAM, KernelTable
+from polyaccel.planning.forecast import memory_of
 from polyaccel.testkit.threads import run_threads
 from polyaccel.types import DType
 from polyaccel.zero.gathering import Gathering
+from polyaccel.zero.memory import Place
 
 STEPS = 2
 BF16 = {"bf16": {"enabled": True}}
@@ -77,9 +79,10 @@ def test_every_place_gives_the_numbers_of_none(tmp_path, world, pairs, precision
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "gpt"])
 def test_models_that_are_hard_to_shard(tmp_path, case):
-    changes = {"accumulation": 2, "zero": EAGER}
-    wanted = trained(config("none", "none", tmp_path, **changes), 2, case)
-    assert_same_run(trained(config("part", "nvme", tmp_path, **changes), 2, case), wanted)
+    wanted = trained(config("none", "none", tmp_path, accumulation=2), 2, case)
+    for place, optimizer_place, zero in (("part", "nvme", EAGER), ("host", "cpu", {}), ("files", "nvme", {})):
+        settings = config(place, optimizer_place, tmp_path, zero, accumulation=2)
+        assert_same_run(trained(settings, 2, case), wanted)
 
 
 def test_prefetch_and_optimizers_change_nothing(tmp_path):
@@ -255,6 +258,34 @@ def test_parameters_pass_between_host_and_device(tmp_path, monkeypatch, place, p
         assert_same_run(runs[0], wanted)
     assert updates
     assert all(memory == {False} for memory in updates)
+
+
+@pytest.mark.parametrize("optimizer_place", OPTIMIZER_PLACES)
+def test_pieces_on_their_way_to_a_device_take_the_host_memory_that_is_planned(tmp_path, optimizer_place):
+    build, loss = CASES["gpt"]
+    settings = config("files", optimizer_place, tmp_path)
+    settings["zero_optimization"]["offload_param"].update(buffer_count=2, buffer_size=20)
+    models = [build() for _ in range(2)]
+
+    def planned(engine: Any, buffer_size: int) -> int:
+        zero = engine.config.zero_optimization
+        offload = zero.offload_param.model_copy(update={"buffer_size": buffer_size})
+        zero = zero.model_copy(update={"offload_param": offload})
+        changed = engine.config.model_copy(update={"zero_optimization": zero})
+        return memory_of(changed, engine.zero.layout, is_remote=True).peak_nbytes(Place.HOST)
+
+    def work(communicator: Any) -> None:
+        engine, *_ = polyaccel.initialize(model=models[communicator.rank], config=settings)
+        for step in range(2):
+            engine.backward(loss(engine, step, 0, communicator.rank))
+            engine.step()
+        tiers = {shard.tier for shard in engine.zero.shards} | {place.tier for place in engine.zero.params}
+        rooms = [rooms for tier in tiers if tier.name == "nvme" for rooms in tier._rooms.values()]
+        held = sum(room.nbytes for each in rooms for room in each._free)
+        assert 0 < held <= planned(engine, 20) - planned(engine, 0)
+        engine.destroy()
+
+    run_threads(2, work, accelerator=Far())
 
 
 # Reading ahead.

@@ -14,7 +14,7 @@ from torch import nn
 
 import polyaccel
 from polyaccel import zero
-from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.errors import CommError, PolyaccelError, ShardingError
 from polyaccel.testkit.threads import run_threads
 
 ZERO = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 0}
@@ -319,6 +319,34 @@ def test_an_exception_in_backward_can_be_started_over():
     both_stages(work, seeded(Fragile))
 
 
+def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
+    """Even in the middle of a unit of several buckets."""
+
+    def work(communicator, model):
+        engine = engine_of(model)
+        train(engine, [0], communicator.rank)
+        all_gather = engine.communicator.all_gather
+        gathers = []
+
+        def fail(*args, **rest):
+            gathers.append(rest["info"])
+            if engine.zero.in_pass and len(gathers) == fails_at:
+                raise CommError("the line is cut")
+            return all_gather(*args, **rest)
+
+        engine.communicator.all_gather = fail
+        loss = token_loss(engine, 1, 0, communicator.rank)
+        fails_at = len(gathers) + 2
+        with pytest.raises(CommError, match="the line is cut"):
+            engine.backward(loss)
+        engine.communicator.all_gather = all_gather
+        engine.zero_grad()
+        train(engine, [1], communicator.rank)
+        assert engine.zero.params.gathering.live_numel == 0
+
+    on_threads(2, work, gpt)
+
+
 def test_a_skipped_update_learns_no_order_of_two_steps(caplog):
     """An overflow ends a step too."""
 
@@ -407,6 +435,23 @@ def test_an_engine_without_an_optimizer_runs_and_frees():
     on_threads(2, work, gpt)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_without_an_optimizer_holds_parameters_and_nothing_else(stage):
+    """A model to compare with, say: no master weights and no memory for gradients."""
+
+    def work(communicator, model):
+        config = make_config(stage, zero=ZERO, bf16={"enabled": True})
+        del config["optimizer"]
+        engine = polyaccel.initialize(model=model, config=config)[0]
+        with torch.no_grad():
+            assert token_loss(engine, 0, 0, 0).isfinite()
+        assert all(place.master_is_view for place in engine.zero.params)
+        assert not list(engine.zero.gradient_buckets())
+        assert all(value.dtype is torch.bfloat16 for value in engine.module_state_dict().values())
+
+    on_threads(2, work, gpt)
+
+
 def test_a_frozen_model_is_sharded_too():
     def work(communicator, model):
         model.requires_grad_(False)
@@ -447,6 +492,57 @@ def test_reading_on_one_rank_alone_is_an_error_and_no_hang():
         train(engine, [1], communicator.rank)
 
     plain = gpt()
+    on_threads(2, work, gpt)
+
+
+def test_whatever_does_not_ask_for_values_is_answered_as_for_a_whole_parameter():
+    plain = gpt().blocks[0].wide.weight
+    attributes = (
+        "shape",
+        "ndim",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "nbytes",
+        "itemsize",
+        "is_cpu",
+    )
+    attributes += (
+        "is_cuda",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "grad_fn",
+        "retains_grad",
+        "name",
+    )
+    methods = ("size", "numel", "nelement", "dim", "stride", "element_size", "is_contiguous", "storage_offset")
+    methods += (
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_conj",
+        "is_neg",
+        "dim_order",
+        "__len__",
+    )
+
+    def work(communicator, model):
+        engine = engine_of(model)
+        parameter = model.blocks[0].wide.weight
+        assert isinstance(parameter, nn.Parameter)
+        for name in attributes:
+            assert getattr(parameter, name) == getattr(plain, name), name
+        for name in methods:
+            assert getattr(parameter, name)() == getattr(plain, name)(), name
+        assert parameter.is_same_size(plain)
+        with pytest.raises(ShardingError, match=r"^data needs the values of parameter 'blocks.0.wide.weight'"):
+            _ = parameter.data
+        assert engine.zero.params.gathering.peak_numel == 0
+
     on_threads(2, work, gpt)
 
 

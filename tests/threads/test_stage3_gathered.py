@@ -10,7 +10,7 @@ from torch import nn
 
 import polyaccel
 from polyaccel import zero
-from polyaccel.errors import ShardingError
+from polyaccel.errors import CommError, ShardingError
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"bf16": {"enabled": True}}
@@ -287,3 +287,18 @@ def test_ranks_generate_different_lengths_from_an_unwrapped_model():
         return train_step(engine, 1, communicator.rank)
 
     assert all(loss > 0 for loss in on_threads(2, work, gpt))
+
+
+def test_ranks_that_generate_apart_without_unwrapping_are_told_where_they_part():
+    """One goes on to train while the other still generates."""
+
+    def work(communicator, model):
+        engine = engine_of(model, 3)
+        with torch.no_grad():
+            for _ in range(1 + communicator.rank):
+                token_loss(engine, 0, 0, communicator.rank)
+        for step in range(2):
+            train_step(engine, step, communicator.rank)
+
+    with pytest.raises(CommError, match="ranks disagree about collective"):
+        on_threads(2, work, gpt)

@@ -63,6 +63,21 @@ def test_they_train_as_at_stage_2(name, checkpointing):
         assert_same_run(run, runs[0])
 
 
+@pytest.mark.parametrize("ahead", [{}, {"stage3_prefetch_bucket_size": 0}], ids=["ahead", "on demand"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_they_train_alike_wherever_their_states_rest(tmp_path, name, ahead):
+    def train(params, states):
+        path = {"nvme_path": str(tmp_path)}
+        tiers = {"offload_param": {**path, **params}, "offload_optimizer": {**path, "device": states}}
+        config = make_config(3, gradient_clipping=0.5, zero={**SMALL, **ahead, **tiers})
+        return train_on_threads(2, config, 2, build=MODELS[name], loss_fn=language_loss)
+
+    wanted = train({"device": "none"}, "none")
+    assert_same_run(train({"device": "cpu"}, "cpu"), wanted)
+    assert_same_run(train({"device": "nvme", "max_in_cpu": 0}, "nvme"), wanted)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_they_generate_in_step_and_apart(name):
     """In step all ranks generate as many tokens; from an unwrapped model each as many as it likes."""

@@ -22,13 +22,19 @@ import jax
 from polyaccel.accelerators import jax_generic
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.accelerators.jax_generic import JaxAccelerator, device_plugin
-from polyaccel.errors import PluginContractError, PluginNotFound, ShardingError
-from polyaccel.ops.base import ADAM, CAST, QUANTIZE, AdamHyper, StochasticRounding
+from polyaccel.errors import PluginContractError, PluginNotFound
+from polyaccel.ops.base import ADAM, CAST, QUANTIZE, AdamHyper
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.kernel_cases import KernelCase, kernel_cases
-from polyaccel.testkit.kernels import check_meaning, check_square_sums
+from polyaccel.testkit.kernels import check_meaning, check_square_sums, check_stochastic_rounding
 from polyaccel.types import DType
 
+_CASES = [
+    case for case in kernel_cases(frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})) if case.call_rounding
+]
+_UPDATES = {case.op: case for case in _CASES if case.op is not CAST}
+ROUNDED = [*(case for case in _CASES if case.op is CAST), *_UPDATES.values()]
+"""Every cast, and one update of each optimizer."""
 PROGRAM = Path(__file__).parents[1] / "procs" / "native_on_a_plugin.py"
 
 
@@ -57,7 +63,7 @@ class TestJaxDevice(AcceleratorContract):
     @pytest.mark.skip(reason="each size is a program of its own, whose bits XLA does not promise")
     def test_kernels_do_not_depend_on_slices(self) -> None: ...
 
-    @pytest.mark.skip(reason="rounds to nearest only, as the capabilities say")
+    @pytest.mark.skip(reason="each size is a program to compile: one of each case below")
     def test_stochastic_rounding_is_the_reference_s(self) -> None: ...
 
     @pytest.mark.skip(reason="the host's client has no numbers on memory, as the capabilities say")
@@ -69,6 +75,11 @@ def test_kernels_mean_what_the_reference_says(case: KernelCase) -> None:
     check_meaning(make(), case, 61, finite=False, offset=3)
 
 
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_stochastic_rounding_is_the_reference_s(case: KernelCase) -> None:
+    check_stochastic_rounding(make(), case, 61)
+
+
 def test_square_sums_are_exact_and_see_overflow() -> None:
     check_square_sums(make(), DType.FLOAT32, (1 << 18) + 38)
 
@@ -77,7 +88,7 @@ def test_what_a_device_lacks_is_reported() -> None:
     capabilities = make().capabilities()
     assert [note.partition(":")[0] for note in capabilities.notes] == [
         "arrays never change",
-        "rounds to nearest only, and quantises nothing",
+        "quantises nothing",
         "no numbers on memory",
         "no generator",
         "no collectives outside programs of JAX",
@@ -100,9 +111,6 @@ def test_a_kernel_gives_up_the_arrays_that_it_replaces() -> None:
 
 def test_what_it_cannot_do_is_refused() -> None:
     accelerator = make()
-    buffer = accelerator.allocate(4, DType.BFLOAT16)
-    with pytest.raises(ShardingError, match="round to nearest"):
-        accelerator.kernels()[CAST](accelerator.allocate(4, DType.FLOAT32), buffer, StochasticRounding(1))
     with pytest.raises(PluginContractError, match="quantize"):
         accelerator.kernels()[QUANTIZE]
     with pytest.raises(PluginContractError, match=r"not a numpy\.ndarray"):

@@ -132,6 +132,13 @@ def test_memory_beside_the_formula() -> None:
     assert (ours.states, ours.expected, ours.peak) == (7, 10 + 7 + local.rest, 80.5)
 
 
+def test_the_weights_that_autocast_makes_are_states_of_plain_torch_and_nothing_that_engines_need() -> None:
+    bf16 = replace(CASE, dtype="bf16")
+    local, ours = compare_memory([make_run("local", case=bf16), make_run("pa3", case=bf16, estimate={"all": 7})])
+    assert local.expected == local.peak
+    assert ours.expected == 10 + 7 + (100.5 - 10 - 18)
+
+
 def test_variants_interleave_and_take_turns_at_being_first() -> None:
     cases = (CASE, replace(CASE, micro_batch=1))
     jobs = list(Sitting(cases, ("local", "ddp", "pa2"), warmup=1, steps=2, rounds=3).jobs())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel import comm
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.cli import doctor_libraries
 from polyaccel.cli.main import main
@@ -92,6 +93,11 @@ def test_the_probe_says_what_is_missing(nothing: Path, compiler: Path) -> None:
     assert probe.usable
     assert str(built) in probe.reason
     assert "all_reduce_caching, all_to_all_single, barrier" in probe.reason, "what it does, where doctor shows it"
+
+
+def test_what_it_says_it_does_can_be_called() -> None:
+    """But for the plans that are kept, which every small all-reduce has."""
+    assert [name for name in CclBackend.available_collectives if not hasattr(comm, name)] == ["all_reduce_caching"]
 
 
 def test_a_build_goes_into_the_users_cache_and_knows_its_oneccl(nothing: Path, compiler: Path) -> None:

@@ -1,6 +1,6 @@
 """MPI's variables: each launcher's, which agree and which do not, what goes without mpi4py, and what rank 0 decides.
 
-MPI itself is played here; tests/procs/test_discovery_mpirun.py has real ones.
+MPI itself is played here; tests/procs/test_discovery_launchers.py has real ones.
 """
 
 from __future__ import annotations

@@ -81,6 +81,33 @@ def test_holds_nest_and_the_last_one_frees():
     on_two_ranks(work)
 
 
+@pytest.mark.parametrize("failing", [2, 3])
+def test_who_fails_to_get_a_bucket_does_not_hold_it(failing):
+    """Whether its own gather fails or one ahead."""
+
+    def work(communicator):
+        gathering, _ = make(communicator, 4, prefetch_numel=NUMEL)
+        use(gathering, 2, 3)
+        gathering.end_step()
+        all_gather = communicator.all_gather
+
+        def fail(out, source, **rest):
+            if rest["info"].bucket == failing:
+                raise KeyError(failing)
+            return all_gather(out, source, **rest)
+
+        communicator.all_gather = fail
+        with pytest.raises(KeyError):
+            gathering.hold(2)
+        gathering.require_idle()
+        gathering.free_idle()
+        assert gathering.live_numel == 0
+        communicator.all_gather = all_gather
+        use(gathering, 2, 3)
+
+    on_two_ranks(work)
+
+
 def test_the_learned_order_is_gathered_ahead_as_far_as_the_bound_reaches():
     def work(communicator, ahead):
         gathering, recorder = make(communicator, 5, prefetch_numel=ahead * NUMEL)

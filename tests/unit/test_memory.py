@@ -196,6 +196,29 @@ def test_kernels_that_do_not_reach_the_device_need_copies_or_gradients_of_their_
     assert far.peak_nbytes(Place.DEVICE) == near.peak_nbytes(Place.DEVICE) - moved
 
 
+@pytest.mark.parametrize(
+    ("dtype", "states", "buffers"),
+    [(DType.BFLOAT16, Place.NVME, 5), (DType.FLOAT32, Place.NVME, 4), (DType.FLOAT32, Place.DEVICE, 5)],
+)
+@pytest.mark.parametrize(("most", "longest"), [(1000, 192), (100, 100)])
+def test_parameters_in_files_pass_to_a_device_through_pieces(
+    dtype: DType, states: Place, buffers: int, most: int, longest: int
+) -> None:
+    """Those that are their own master weights through buffers of the states' tier."""
+    layout = plan_layout([ParamSpec(name, (64 * int(name),), dtype) for name in "26"], world_size=2, max_bucket_numel=1)
+    staged = {}
+    for count in (0, 1):
+        offload = Offload(
+            {0: states, 1: states},
+            params={0: Place.NVME, 1: Place.NVME},
+            piece_buffers=5 * count,
+            state_piece_buffers=4 * count,
+            piece_numel=most,
+        )
+        staged[count] = estimate_layout(ZeroPolicy.of_stage(3), layout, offload=offload).nbytes(Purpose.STAGING)
+    assert staged[1] - staged[0] == buffers * longest * dtype.itemsize
+
+
 def test_persistent_parameters_stay_whole() -> None:
     params = [ParamSpec("a", (256,), DType.BFLOAT16), ParamSpec("bias", (64,), DType.BFLOAT16)]
     layout = plan_layout(

@@ -12,7 +12,7 @@ from polyaccel.cli.main import main
 from polyaccel.cli.plan import parse_size
 from polyaccel.cli.plan_tables import short_bytes, short_count
 from polyaccel.config import load_resolved
-from polyaccel.planning.forecast import SETTINGS, cheapest_first, checkpoint_nbytes, forecasts
+from polyaccel.planning.forecast import SETTINGS, Setting, cheapest_first, checkpoint_nbytes, forecasts
 from polyaccel.planning.model import shape_of_count
 from polyaccel.types import DType
 from polyaccel.zero.memory import Place, Purpose
@@ -41,13 +41,32 @@ def _resolved(**changes: Any) -> Any:
 def test_every_setting_is_forecast_and_the_config_s_own_is_marked() -> None:
     found = forecasts(_resolved(), MODEL, 8)
     assert [forecast.setting for forecast in found] == list(SETTINGS)
-    assert len(SETTINGS) == 12
-    own = [forecast.setting for forecast in found if forecast.is_own]
-    assert [(setting.stage, setting.offload) for setting in own] == [(2, "none")]
+    assert len(SETTINGS) == 15
+    assert [forecast.setting for forecast in found if forecast.is_own] == [Setting(2, "none")]
+
+
+def test_a_setting_of_the_config_that_is_rarely_worth_it_is_forecast_too() -> None:
+    found = forecasts(_resolved(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}), MODEL, 8)
+    assert [forecast.setting for forecast in found] == [*SETTINGS, Setting(3, "none", "cpu")]
+    assert [forecast.is_own for forecast in found] == [*(False for _ in SETTINGS), True]
+
+
+def test_parameters_that_rest_elsewhere_let_a_model_fit_that_one_device_cannot_hold() -> None:
+    alone = shape_of_count(7_000_000_000, DType.BFLOAT16)
+    found = {forecast.setting: forecast for forecast in forecasts(_resolved(), alone, 1)}
+    limits = {"device_nbytes": 12 * 2**30, "host_nbytes": 200 * 2**30}
+    fitting = [setting for setting, forecast in found.items() if forecast.fits(**limits)]
+    assert fitting == [Setting(3, "cpu", "cpu"), Setting(3, "nvme", "cpu"), Setting(3, "nvme", "nvme")]
+    host, files = (found[setting].memory for setting in fitting[::2])
+    rests = {row.place for row in host.rows if row.purpose is Purpose.PARAMS and row.nbytes}
+    assert rests == {Place.HOST}
+    assert host.peak_nbytes(Place.NVME) == 0
+    kept = 2 * 10**9  # `max_in_cpu` elements of two bytes, in whole buckets
+    assert files.peak_nbytes(Place.NVME) == pytest.approx(14 * alone.numel - kept, rel=0.01)
 
 
 def test_figures_are_those_of_the_paper_where_nothing_else_is_known() -> None:
-    found = {(f.setting.stage, f.setting.offload): f.memory for f in forecasts(_resolved(), MODEL, 8)}
+    found = {(f.setting.stage, f.setting.offload): f.memory for f in forecasts(_resolved(), MODEL, 8)[:12]}
     billion = pytest.approx(1e9, rel=1e-3)
     assert found[0, "none"].nbytes(Purpose.PARAMS) / 2 == billion
     assert found[1, "none"].nbytes(Purpose.OPTIM) * 8 / 8 == billion
@@ -86,18 +105,22 @@ def _json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def _setting(found: dict[str, Any]) -> Setting:
+    return Setting(found["stage"], found["offload"], found["offload_param"])
+
+
 def test_limits_choose_what_fits(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, "1B", "-n", "8", "--json"]) == 0
     everything = _json(capsys)
-    assert len(everything["fitting"]) == 12
-    peaks = {(s["stage"], s["offload"]): s["peak_nbytes"] for s in everything["settings"]}
-    limit = peaks[2, "none"]["device"]
+    assert len(everything["fitting"]) == 15
+    peaks = {_setting(each): each["peak_nbytes"] for each in everything["settings"]}
+    limit = peaks[Setting(2, "none")]["device"]
     assert main(["plan", path, "1B", "-n", "8", "--json", "--limit-device", str(limit), "--limit-host", "1K"]) == 0
     chosen = _json(capsys)
-    fits = {(s["stage"], s["offload"]) for s in chosen["settings"] if s["fits"]}
+    fits = {_setting(each) for each in chosen["settings"] if each["fits"]}
     assert fits == {setting for setting, peak in peaks.items() if peak["device"] <= limit and peak["host"] <= 1024}
-    assert {(s["stage"], s["offload"]) for s in chosen["fitting"]} == fits
-    assert (2, "none") in fits
+    assert {_setting(each) for each in chosen["fitting"]} == fits
+    assert Setting(2, "none") in fits
     assert chosen["limits"] == {"device_nbytes": limit, "host_nbytes": 1024}
     assert chosen["model"]["numel"] == 10**9
 
@@ -113,6 +136,7 @@ def test_the_report_is_readable_at_80_columns(path: str, capsys: pytest.CaptureF
         ["2*", "none", "device"],
         ["2*", "none", "8.15G"],
     ]
+    assert sum(line.startswith("3      nvme/nvme  device ") for line in lines) == 1
     assert not any("…" in line for line in lines)  # nothing was cut
 
 

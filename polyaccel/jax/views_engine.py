@@ -1,0 +1,109 @@
+"""The engine of views mode: JAX runs the function, and the engine exchanges and updates in its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.function import LossFn, LossFunction
+from polyaccel.jax.sharded import ShardedFunction
+from polyaccel.jax.sharded_params import ShardedParams
+from polyaccel.jax.views import CopyCount
+from polyaccel.runtime import Runtime
+from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.zero.policy import Placement
+from polyaccel.zero.step import ZeroStep
+
+
+class ViewsEngine(JaxEngine):
+    """A JAX function in training on parameters that it sees in the engine's buffers, or gathers itself at stage 3."""
+
+    zero: ZeroStep
+
+    def __init__(
+        self,
+        fn: LossFn,
+        params: Any,
+        runtime: Runtime,
+        slice_optimizer: SliceOptimizer | None,
+        hyperparameters: Mapping[str, Any],
+        seed: int,
+        stacked: Sequence[str] = (),
+    ) -> None:
+        are_sharded = runtime.policy.params is Placement.SHARDED
+        super().__init__(fn, params, runtime, hyperparameters, stacked if are_sharded else ())
+        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
+        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
+        self._function: LossFunction | ShardedFunction = self._loss_function
+        if are_sharded:
+            params_in_programs = ShardedParams(self.zero, self.accelerator)
+            self._function = ShardedFunction(self._loss_function, self.adapter.leaves(), params_in_programs)
+        self.adapter.let_go()
+        self._recorder.begin()
+
+    @property
+    def params(self) -> Any:
+        """The parameters, in the caller's tree, up to date: arrays over the engine's memory, or gathered copies."""
+        self._require_own_process()
+        self._settle_params()
+        return self.adapter.tree(self.zero.params)
+
+    @property
+    def copies(self) -> CopyCount:
+        return self.adapter.views.count()
+
+    def grad_step(self, batch: Any) -> jax.Array:
+        self._require_own_process()
+        self._require_optimizer()
+        self._settle_params()
+        rng = jax.random.fold_in(self._key, self.counters.micro_steps)
+        factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
+        each_pass = self.runtime.policy.grads is Placement.SHARDED
+        self.zero.begin_pass(reduce=each_pass or self.counters.is_boundary)
+        try:
+            with self.timer("backward"):
+                leaves = self.adapter.views.arrays()
+                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, factor)
+            with self.timer("reduce"):
+                for fqn, gradient in self.adapter.gradients(gradients):
+                    self.zero.add_gradient(fqn, gradient)
+                self.zero.end_pass()
+                self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
+        except BaseException:
+            self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
+            raise
+        self._losses.append(loss)
+        return loss
+
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        losses = []
+        for micro_batch in self._micro_batches(data_iter):
+            losses.append(self.grad_step(micro_batch))
+            self.step()
+        return jnp.stack(losses).mean()
+
+    def _evaluate(self, batch: Any) -> tuple[Any, Any]:
+        self._settle_params()
+        return self._function.evaluate(self.adapter.views.arrays(), batch)
+
+    def program(self, batch: Any) -> jax.stages.Compiled:
+        self._require_own_process()
+        rng = jax.random.fold_in(self._key, 0)
+        return self._function.compiled(self.adapter.views.arrays(), batch, rng, 1.0)
+
+    def destroy(self) -> None:
+        """Let go of buffers and connections. `params` taken before keep their values."""
+        self.zero.params.fence()
+        if isinstance(self._function, ShardedFunction):
+            self._function.close()
+        self.adapter.release()
+        self.zero.close()
+
+    def _settle_params(self) -> None:
+        """The updated parameters have been written, whatever streams of the accelerator, unknown to JAX, do that."""
+        self.zero.params.fence()
+        self.accelerator.synchronize()
