@@ -73,17 +73,19 @@ int32_t find_missing(const pa_shm_group* group, uint32_t target, const ShmPatien
                      bool is_step, bool is_late) {
     bool late[PA_SHM_MOST_RANKS], dead[PA_SHM_MOST_RANKS], left[PA_SHM_MOST_RANKS];
     bool any_dead = false, any_left = false;
+    const auto is_awaited = [&](int32_t i) {
+        return i != group->rank && (is_step ? !has_reached(group->block.seats[i].arrived, target) : i == peer);
+    };
     for (int32_t i = 0; i < group->world; i++) {
-        ShmSeat& seat = group->block.seats[i];
-        const auto is_awaited = [&] {
-            return i != group->rank && (is_step ? !has_reached(seat.arrived, target) : i == peer);
-        };
-        late[i] = is_awaited();
+        late[i] = is_awaited(i);
         // A rank counts first and leaves or ends afterwards: once it has gone, its count is final.
-        left[i] = late[i] && seat.has_left.load(std::memory_order_acquire) && is_awaited();
-        dead[i] = late[i] && !pa_shm_is_alive(group->peers[i].pid, group->peers[i].start) && is_awaited();
-        any_dead |= dead[i];
+        left[i] = late[i] && group->block.seats[i].has_left.load(std::memory_order_acquire) && is_awaited(i);
         any_left |= left[i];
+    }
+    // Only now: whoever left because another one had ended must not be seen without that one.
+    for (int32_t i = 0; i < group->world; i++) {
+        dead[i] = late[i] && !pa_shm_is_alive(group->peers[i].pid, group->peers[i].start) && is_awaited(i);
+        any_dead |= dead[i];
     }
     const bool* const found = any_dead ? dead : any_left ? left : late;
     if (!any_dead && !any_left && !is_late) return PA_SHM_OK;

@@ -22,7 +22,7 @@ from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 20
 _RETRY_S = 0.01
-_GRACE_S = 2.0  # the others wait longer than rank 0, which then tells them who is missing
+_GRACE_S = 10.0  # the others wait longer than rank 0, which then tells them who is missing
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 

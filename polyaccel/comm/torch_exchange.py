@@ -46,7 +46,9 @@ class TorchExchange(Exchange):
     def finish(self, messages: list[Message]) -> None:
         """Wait for `messages`. Raises CommError for what failed, naming every peer that is missing."""
         for error in self._failed.values():
-            raise self._owner.failure(self, error, list(self._failed)) from error
+            # The rank that ended first may have been written to just before that was noticed.
+            ended = {message.peer for message in messages if _is_gone(message.work, in_time=True)}
+            raise self._owner.failure(self, error, [*ended.union(self._failed)]) from error
         for index, message in enumerate(messages):
             try:
                 message.work.wait()

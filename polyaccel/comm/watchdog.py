@@ -61,7 +61,8 @@ class Watchdog:
         posted: dict[str, Any] | None = None
         beats = 0
         while True:
-            calls = {_key(group): (one.seq, str(one.call), one.started_s) for group, one in list(self._last.items())}
+            last = dict(self._last)  # at once, as `list(items())` is not: another thread adds groups
+            calls = {_key(group): (one.seq, str(one.call), one.started_s) for group, one in last.items()}
             if calls != posted or beats >= _HEARTBEAT_EVERY:
                 stale_s = self._interval_s * _HEARTBEAT_EVERY * _STALE_BEATS
                 self._board.post(self._rank, json.dumps({"at": time(), "stale_after_s": stale_s, "calls": calls}))

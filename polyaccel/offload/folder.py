@@ -78,7 +78,7 @@ class RankFolder:
 
 def remove_stale(root: Path) -> None:
     """Delete the folders below `root` whose owners are dead. Other people's, and other files, are left alone."""
-    for lock_path in sorted(root.glob(f"{_RUN}*/rank*.lock")):
+    for lock_path in _lock_paths(root):
         if not _LOCK.fullmatch(lock_path.name) or not _owner(lock_path):
             continue
         try:
@@ -89,6 +89,16 @@ def remove_stale(root: Path) -> None:
             _log.info("removing states that a dead process (%s) left in %s", _owner(lock_path), lock_path.parent)
             _clear(lock_path.with_suffix(""), lock_path)
             os.close(lock)
+
+
+def _lock_paths(root: Path) -> list[Path]:
+    """The lock files of all runs below `root`. A run's folder may go while this looks, which the pathlib of Python 3.11
+    takes for an error."""
+    found: list[Path] = []
+    for run in sorted(root.glob(f"{_RUN}*")):
+        with suppress(OSError):
+            found += sorted(run.glob("rank*.lock"))
+    return found
 
 
 def _lock(path: Path, flags: int) -> int | None:
