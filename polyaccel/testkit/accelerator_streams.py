@@ -52,7 +52,7 @@ class StreamsContract(ABC):
         for last in range(1, 4):
             other.wait(present.record())
             with other.use():
-                keep_busy(source, 4 * _WORK)
+                keep_busy(source, _WORK << 2 * last)  # more each time: a busy host may stop a stream for a while
                 source.fill(last)
             filled = other.record()
             present.wait(filled)

@@ -6,12 +6,16 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator, DoneWork, Work
 from polyaccel.types import DType
+
+T = TypeVar("T")
 
 _LARGE = 20_000  # beyond what backends call small
 _ROUNDS = 20
@@ -42,10 +46,10 @@ def finished_calls_leave_nothing_behind(comm: Communicator) -> int:
     requests, which own their buffers; no thread or open file is added."""
     for _ in range(2):  # what is made once
         _call_everything(comm)
-    before = _held_by_process(comm)
+    before = _in_turn(comm, _held_by_process)
     refs = [ref for _ in range(_ROUNDS) for ref in _call_everything(comm)]
-    after = _held_by_process(comm)
-    gc.collect()
+    after = _in_turn(comm, _held_by_process)
+    _in_turn(comm, gc.collect)
     of_last_round = len(refs) // _ROUNDS
     left = [type(one).__name__ for ref in refs[:-of_last_round] if (one := ref()) is not None]
     if left:
@@ -83,13 +87,18 @@ def _call_everything(comm: Communicator) -> list[weakref.ref[Work | Buffer]]:
     return [weakref.ref(one) for one in made]
 
 
-def _held_by_process(comm: Communicator) -> tuple[int, int]:
-    """Threads, and open files where the system tells. One rank after another: ranks may be threads, and counting opens
-    a file."""
+def _in_turn(comm: Communicator, act: Callable[[], T]) -> T:
+    """What `act` gives. One rank after another: ranks may be threads, counting open files opens one, and a collection
+    of garbage does nothing while another thread is at it."""
     comm.barrier()
-    held = (0, 0)
+    found: list[T] = []
     for rank in range(comm.world_size):
         if rank == comm.rank:
-            held = threading.active_count(), len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.is_dir() else 0
+            found.append(act())
         comm.barrier()
-    return held
+    return found[0]
+
+
+def _held_by_process() -> tuple[int, int]:
+    """Threads, and open files where the system tells."""
+    return threading.active_count(), len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.is_dir() else 0

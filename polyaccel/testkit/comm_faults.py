@@ -26,7 +26,7 @@ from polyaccel.testkit.procs import RankPool
 from polyaccel.types import DType, ReduceOp
 
 FAULTY = 1
-COMM_TIMEOUT_S = 4.0
+COMM_TIMEOUT_S = 10.0  # a rank that does its part may stand still for seconds on a busy machine
 GRACE_S = 30.0
 CALL = "all_reduce sum 300 x float32 bucket 7 'grads'"
 

@@ -34,6 +34,7 @@ from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0
+_END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server tells its exit code
 _PRELOAD = ("polyaccel.comm.torch_exchange", "polyaccel.accelerators.torch_memory", "polyaccel.ops.torch_kernels")
 Task = Callable[..., Any] | str
 Memory = Literal["torch", "numpy"]
@@ -171,7 +172,7 @@ class RankPool:
         return answer
 
     def _death(self, rank: int) -> LaunchError:
-        self._workers[rank].join(_GRACE_S)
+        self._workers[rank].join(_END_TIMEOUT_S)
         code = self._workers[rank].exitcode
         return LaunchError(
             f"worker rank {rank} died with exit code {code}",

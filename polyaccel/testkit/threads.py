@@ -14,7 +14,8 @@ from polyaccel.comm.local import LocalCommunicator, LocalWorld
 from polyaccel.errors import CommTimeout
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
-_GRACE_S = 1.0  # how long aborted ranks may take to notice
+_GRACE_S = 20.0  # how long aborted ranks may take to end: one may be in the middle of a write to a slow disk
+_HUNG_GRACE_S = 1.0  # the same of ranks that were given up
 
 
 def run_threads(
@@ -26,9 +27,9 @@ def run_threads(
 ) -> list[Any]:
     """`[fn(communicator_of_rank_0, *args), ...]`, every rank in a thread whose default communicator is its own.
 
-    The first exception of any rank is raised again with attribute `rank`, after the others were aborted. Ranks that
-    are not done after `timeout_s` raise CommTimeout with the place where each of them stands. `accelerator` is shared
-    by all ranks; None means the CPU's.
+    The first exception of any rank is raised again with attribute `rank`, after the others were aborted and have ended.
+    Ranks that are not done after `timeout_s` raise CommTimeout with the place where each of them stands. `accelerator`
+    is shared by all ranks; None means the CPU's.
     """
     world = LocalWorld(world_size, accelerator or _cpu(), timeout_s=timeout_s)
     results: list[Any] = [None] * world_size
@@ -57,10 +58,15 @@ def run_threads(
         thread.start()
     with changed:
         changed.wait_for(lambda: failures or not running, timeout_s)
+        grace_s = _GRACE_S
         if not failures and running:
             failures.append(_hung(threads, sorted(running), timeout_s))
             world.abort(f"ranks {sorted(running)} were not done after {timeout_s:g} s")
-        changed.wait_for(lambda: not running, _GRACE_S)
+            grace_s = _HUNG_GRACE_S
+        changed.wait_for(lambda: not running, grace_s)
+        ended = [thread for rank, thread in enumerate(threads) if rank not in running]
+    for thread in ended:
+        thread.join(_GRACE_S)  # until then its last frame holds what `fn` was called with
     if failures:
         raise failures[0]
     return results
