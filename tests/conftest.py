@@ -1,9 +1,10 @@
-"""Fixtures for every test: ranks as processes, started once a session."""
+"""What holds for every test: how examples are drawn, and fixtures of ranks as processes, started once a session."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,12 +14,20 @@ from polyaccel.testkit.procs import Memory, RankPool
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # An example that takes long has met a busy machine. The rest stays what it is here, or in CI.
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unhurried")
+
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     """`rank_pool(world_size)`: worker processes joined by gloo, shared by the session and started on first use."""
     pools: dict[int, RankPool] = {}
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
+    # A rank may wait while another one compiles a program, on a busy machine; one that fails is found out at once.
+    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size, comm_timeout_s=120.0))
     for pool in pools.values():
         pool.close()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 _PREAMBLE = """
 import os, signal, subprocess, sys
@@ -44,6 +44,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         stdout: int = subprocess.PIPE,
         ignored: tuple[signal.Signals, ...] = (),
+        launcher: tuple[str, ...] = ("-m", "polyaccel"),
     ) -> None:
         path = directory / "script.py"
         path.write_text(_PREAMBLE + script)
@@ -54,7 +55,7 @@ class Job:
 
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyaccel", "run", "--nproc", str(nproc), *options, str(path), *arguments],
+            [sys.executable, *launcher, "run", "--nproc", str(nproc), *options, str(path), *arguments],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=subprocess.PIPE,

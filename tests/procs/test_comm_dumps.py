@@ -15,10 +15,25 @@ from polyaccel.cli.main import main
 from polyaccel.comm.dump import read_dump
 
 PRELUDE = """
-import os, signal, sys
+import os, signal, sys, threading, time
+import torch
 from polyaccel import comm
 from polyaccel.accelerators.detect import get_accelerator
 from polyaccel.types import DType
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+def say_when_in(op):  # once this rank makes such a call, in a file beside the script and on standard output
+    def look():
+        while comm.default_communicator().recorder.entries[-1].call.op != op:
+            time.sleep(0.01)
+        open(f"{{__file__}}.{{op}}", "w").close()
+        print("in", op, flush=True)
+    threading.Thread(target=look, daemon=True).start()
+# The time limit is not that of importing torch.
+open(f"{{__file__}}.{{os.environ['RANK']}}", "w").close()
+for each in range(2):
+    wait_for(f"{{__file__}}.{{each}}")
 comm.init_distributed(timeout={timeout})
 rank = comm.get_rank()
 buffer = get_accelerator().allocate(8, DType.FLOAT32)
@@ -29,7 +44,7 @@ comm.all_reduce(buffer)
 class Job:
     """A script on two ranks under `polyaccel run`, and the folder that its dumps go to."""
 
-    def __init__(self, folder: Path, body: str, *, timeout_s: float, backend: str, grace_s: float = 5) -> None:
+    def __init__(self, folder: Path, body: str, *, timeout_s: float, backend: str) -> None:
         self.dumps = folder / "dumps"
         script = folder / "train.py"
         script.write_text(PRELUDE.format(timeout=timeout_s) + body)
@@ -40,7 +55,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", str(grace_s), str(script)],
+            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "60", str(script)],
             env={name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,7 +74,7 @@ class Job:
         raise AssertionError(f"{missing} never came: {output}")
 
     def end(self) -> str:
-        output, _ = self.process.communicate(timeout=60)
+        output, _ = self.process.communicate(timeout=100)
         return output
 
 
@@ -107,19 +122,22 @@ def test_sigusr1_is_served_while_a_collective_hangs(
     body = """
 print("pid", rank, os.getpid(), flush=True)
 if rank == 0:
+    say_when_in("barrier")
     comm.barrier()
 while True:
     signal.pause()
 """
-    jobs.append(Job(tmp_path, body, timeout_s=60, backend=backend))
+    jobs.append(Job(tmp_path, body, timeout_s=100, backend=backend))
     output = jobs[0].read_until("pid 0 ", "pid 1 ")
     pids = {int(words[-2]): int(words[-1]) for words in map(str.split, output.splitlines()) if "pid" in words}
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR1)
-    jobs[0].read_until("rank-0.json", "rank-1.json")
+    output += jobs[0].read_until("rank-0.json", "rank-1.json")
     assert jobs[0].process.poll() is None, "asking ends nobody"
     assert {read_dump(jobs[0].dumps / f"rank-{rank}.json").reason for rank in range(2)} == {"SIGUSR1"}
-    for pid in pids.values():  # a second time, and by then rank 0 surely is in its barrier
+    if "in barrier" not in output:
+        jobs[0].read_until("in barrier")
+    for pid in pids.values():  # a second time
         os.kill(pid, signal.SIGUSR1)
     jobs[0].read_until("rank-0.json", "rank-1.json")
     code, text = diff(jobs[0].dumps, capsys)
@@ -132,8 +150,10 @@ def test_an_uncaught_exception_leaves_dumps_of_all_ranks(
 ) -> None:
     body = """
 if rank == 1:
+    wait_for(f"{__file__}.barrier")
     raise ValueError("bad batch")
-comm.all_reduce(buffer)
+say_when_in("barrier")
+comm.barrier()
 """
     jobs.append(Job(tmp_path, body, timeout_s=30, backend=backend))
     output = jobs[0].end()
@@ -178,15 +198,11 @@ def test_a_scripts_own_handler_stays(jobs: list[Job], tmp_path: Path) -> None:
 
 
 DYING = """
-import time
 from polyaccel.errors import CommError
 def path(name):
     return os.path.join(os.environ["POLYACCEL_DUMP_DIR"], name)
-def wait_for(name):
-    while not os.path.exists(path(name)):
-        time.sleep(0.01)
 if rank == 1:
-    wait_for("prepared")
+    wait_for(path("prepared"))
     os.kill(os.getpid(), signal.SIGKILL)
 """
 CAUGHT = """
@@ -199,7 +215,7 @@ except CommError:
 """
 HANDLED = """
 def end(*_):
-    wait_for("rank-0.json")
+    wait_for(path("rank-0.json"))
     print("ended by its own handler", flush=True)
     sys.exit(3)
 signal.signal(signal.SIGTERM, end)  # in place of the recorder's
@@ -223,7 +239,7 @@ def test_a_killed_rank_leaves_none_and_is_the_one_that_is_missing(
     (tmp_path / "dumps").mkdir()
     for rank in range(2):
         (tmp_path / "dumps" / f"rank-{rank}.json").write_text("of an earlier job")
-    jobs.append(Job(tmp_path, DYING + body, timeout_s=30, backend=backend, grace_s=60))
+    jobs.append(Job(tmp_path, DYING + body, timeout_s=30, backend=backend))
     output = jobs[0].end()
     assert jobs[0].process.returncode in (1, 128 + signal.SIGKILL), output
     assert said in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from polyaccel.comm.hierarchical import HierarchicalCommunicator
 from polyaccel.comm.hosts import share_hosts
 from polyaccel.comm.shm import ShmBackend
 from polyaccel.errors import CommError
+from polyaccel.port import free_port
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.procs import RankPool
 
@@ -111,12 +111,9 @@ def run_script(
     """What every rank printed; `ranks_of[h]` ranks on host h, whose commands begin with `prefixes[h]`."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     world = str(sum(ranks_of))
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), **environ}
+    shared |= {"MASTER_PORT": str(free_port()), **environ}
     processes = []
     for host, count in enumerate(ranks_of):
         for local_rank in range(count):

@@ -21,6 +21,7 @@ from polyaccel.comm.discovery_request import VARIABLES
 from polyaccel.comm.record import RecordingCommunicator
 from polyaccel.comm.shm import ShmBackend
 from polyaccel.errors import CommError, PluginNotFound
+from polyaccel.port import free_port
 from polyaccel.testkit.procs import RankPool
 
 
@@ -91,7 +92,7 @@ warnings.simplefilter("error")
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 from polyaccel import comm
-comm.init_distributed(timeout=20)
+comm.init_distributed(timeout=90)
 assert dist.is_initialized() and dist.get_rank() == comm.get_rank() and dist.get_world_size() == 2
 tensor = torch.full((3,), 1.0 + comm.get_rank())
 comm.all_reduce(tensor)
@@ -108,11 +109,8 @@ print(comm.is_initialized(), everything.tolist(), objects)
 def test_two_scripts_meet_under_torchruns_variables(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -124,7 +122,7 @@ def test_two_scripts_meet_under_torchruns_variables(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -138,7 +136,7 @@ def adopt(inner: Communicator, world_size: int, wanted: str = "") -> tuple[str, 
     os.environ.update(RANK=str(inner.rank), WORLD_SIZE=str(world_size), MASTER_ADDR="nowhere.invalid")
     os.environ.update(POLYACCEL_COMM=wanted)
     try:
-        comm.init_distributed(dist_init_required=False, timeout=20)
+        comm.init_distributed(dist_init_required=False, timeout=60)
         group = comm.new_group([0, 1])
         values = [None, None]
         comm.all_gather_object(values, inner.rank)
@@ -150,6 +148,7 @@ def adopt(inner: Communicator, world_size: int, wanted: str = "") -> tuple[str, 
         assert ours.tolist() == [3.0] * 3
         return comm.default_communicator().backend, values
     finally:
+        comm.destroy_process_group()  # what looks on at this one must not do so beside later tests
         comm.set_default_communicator(inner)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "POLYACCEL_COMM"):
             del os.environ[name]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel.port import free_port
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "gpt" / "train.py")
 BY_LAUNCHER = [sys.executable, "-m", "polyaccel", "run", "--nproc", "2"]
@@ -22,12 +24,21 @@ SMALL = ["--size", "tiny", "--steps", "6", "--precision", "fp32", "--eval-window
 STEPS = range(1, 7)
 
 
-def start(launcher: list[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in `folder`, with a cache of its own for all of the session's runs."""
+def environment(cache: Path) -> dict[str, str]:
+    """Nobody's rank, with a cache of its own for all of the session's runs."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+
+
+def start(launcher: list[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in `folder`."""
     return subprocess.run(
-        [*launcher, SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        [*launcher, SCRIPT, *arguments],
+        cwd=folder,
+        env=environment(folder.parent / "cache"),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
 
 
@@ -132,11 +143,10 @@ def test_resumed_alone_it_continues_with_the_same_data(whole: Path, half: Path, 
 
 
 def test_ctrl_c_ends_it_with_a_checkpoint_and_one_line(whole: Path, tmp_path: Path) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     job = subprocess.Popen(
         [*BY_LAUNCHER, SCRIPT, *SMALL, "--steps", "1000000"],
         cwd=tmp_path,
-        env={**inherited, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(whole.parent / "cache")},
+        env=environment(whole.parent / "cache"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,10 +174,26 @@ def test_ctrl_c_ends_it_with_a_checkpoint_and_one_line(whole: Path, tmp_path: Pa
 
 
 def test_what_cannot_be_resumed_is_an_error_on_every_rank(half: Path, tmp_path: Path) -> None:
+    """Without a launcher: one would end the other rank as soon as the first has ended, before it can say so too."""
     folder = copied(half, tmp_path)
-    done = start(BY_LAUNCHER, folder, "--resume", "--steps", "9")
-    assert done.returncode == 1
-    for rank in (0, 1):
-        assert f"[rank {rank}] error: a resumed run continues exactly and cannot change --steps 9" in done.stderr
-    assert "Traceback" not in done.stderr
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [*ALONE, SCRIPT, "--resume", "--steps", "9"],
+            cwd=folder,
+            env={**environment(half.parent / "cache"), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1], errors
+    for said in errors:
+        assert "error: a resumed run continues exactly and cannot change --steps 9" in said
+        assert "Traceback" not in said
     assert losses(folder) == losses(half)

@@ -25,11 +25,12 @@ def train_here(communicator, config):
     return train(communicator, case.build(), config, STEPS, case.loss).losses
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_train_as_torch_does(rank_pool, stage):
     config = make_config(stage, gradient_clipping=0.5, zero=SHARDED)
     wanted = train_on_threads(2, config, STEPS, build=TORCH.build, loss_fn=TORCH.loss).losses
-    np.testing.assert_allclose(rank_pool(2).run(train_here, config)[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(rank_pool(2).run(train_here, config, timeout_s=240.0)[0], wanted, rtol=1e-5)
 
 
 @pytest.mark.timeout(500)

@@ -25,7 +25,7 @@ def programs(tmp_path_factory):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", folder)
     for stage in (0, 3):
-        run_threads(1, train_jax, jax_gpt(), make_config(stage), 1)
+        run_threads(1, train_jax, jax_gpt(), make_config(stage), 1, timeout_s=150)
     jax.config.update("jax_compilation_cache_dir", before)
     return folder
 
@@ -51,6 +51,8 @@ def torch_here(communicator, config):
 
 def jax_here(communicator, config, programs):
     jax.config.update("jax_compilation_cache_dir", programs)
+    # JAX writes a program in place, so a rank that added one could be read by another when half of it is there.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     return train_jax(communicator, jax_gpt(), config, STEPS)
 
 

@@ -53,7 +53,7 @@ if rank == 1:
 while True:
     signal.pause()
 """
-    with Job(tmp_path, script) as job:
+    with Job(tmp_path, script, "--grace", "60") as job:
         ranks, _ = job.pids()
         let_go(ranks[1])
         code, stdout, stderr = job.finish()

@@ -105,10 +105,19 @@ def test_bound_ranks_share_the_cores(tmp_path: Path) -> None:
     assert len(os.sched_getaffinity(0)) < 2 or not cores["0"] & cores["1"]
 
 
+# Its lines are longer than pipes, and a rank may be late with the rest of one.
+PATIENT = """
+from polyaccel.cli.main import main
+from polyaccel.launch import output
+output._UNFINISHED_S = 1000.0
+raise SystemExit(main())
+"""
+
+
 def test_concurrent_long_lines_stay_whole(tmp_path: Path) -> None:
     lines, width = 60, 100_000
     script = f"for i in range({lines}): print(i, str(rank) * {width}, file=[sys.stdout, sys.stderr][i % 2])"
-    with Job(tmp_path, script) as job:
+    with Job(tmp_path, script, launcher=("-c", PATIENT)) as job:
         errors: list[str] = []
         reader = threading.Thread(target=lambda: errors.extend(job.lines("stderr")))
         reader.start()

@@ -151,6 +151,7 @@ def has_no_memory(ranks: list[Found]) -> bool:
     return any(said) and not any(rank.losses for rank in ranks)
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's on private memory")
 def test_what_does_not_fit_is_trained_when_it_is_sharded_and_what_then_does_not_fit_from_files(tmp_path: Path) -> None:
     plain, sharded, sharded_in_less, files = play(

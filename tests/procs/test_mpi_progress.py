@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from threading import Thread
 
 import pytest
+from failing_ranks import LIMIT_S, PATIENCE_S, WATCH_S
 from mpi_ranks import needs_mpi
 
 from polyaccel.buffer import Buffer
@@ -18,12 +19,11 @@ from polyaccel.testkit.mpi import MpiRankPool
 from polyaccel.types import DType
 
 pytestmark = needs_mpi
-LIMIT_S = 4.0
 
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[MpiRankPool]:
-    with MpiRankPool(3, comm_timeout_s=LIMIT_S, memory="numpy") as pool:
+    with MpiRankPool(3, comm_timeout_s=PATIENCE_S, memory="numpy") as pool:
         yield pool
 
 
@@ -58,8 +58,9 @@ def a_late_rank_is_named_and_may_still_come(comm: Communicator) -> tuple[int, ..
     return missing
 
 
-def test_a_late_rank_is_named_and_may_still_come(trio: MpiRankPool) -> None:
-    assert trio.run(a_late_rank_is_named_and_may_still_come, timeout_s=40) == [(1,), (), (1,)]
+def test_a_late_rank_is_named_and_may_still_come() -> None:
+    with MpiRankPool(3, comm_timeout_s=LIMIT_S, memory="numpy") as trio:
+        assert trio.run(a_late_rank_is_named_and_may_still_come) == [(1,), (), (1,)]
 
 
 def work_owns_its_buffers(comm: Communicator) -> bool:
@@ -130,7 +131,7 @@ def test_two_threads_may_wait_at_a_time(trio: MpiRankPool) -> None:
 
 
 def takes_another_way(comm: Communicator) -> str:
-    recorded = RecordingCommunicator(comm, watch_s=0.05)
+    recorded = RecordingCommunicator(comm, watch_s=WATCH_S)
     buffer = filled(comm, 1.0, 60)
     recorded.barrier()
     ways = (
@@ -144,7 +145,7 @@ def takes_another_way(comm: Communicator) -> str:
 
 def test_a_rank_in_another_call_is_named_with_that_call() -> None:
     with MpiRankPool(2, comm_timeout_s=LIMIT_S, memory="numpy") as pair:
-        first, second = pair.run(takes_another_way, timeout_s=30)
+        first, second = pair.run(takes_another_way)
     assert "ranks [1] did not take part" in first
     assert "rank 1 called #1 all_gather 60 x float32 instead" in first
     assert "rank 0 called #1 all_reduce sum 60 x float32 'norm' instead" in second

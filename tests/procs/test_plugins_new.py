@@ -14,7 +14,12 @@ from polyaccel.cli.plugins_new import KINDS
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-SETTINGS = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "OMP_NUM_THREADS": "1"}
+SETTINGS = {
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_ROOT_USER_ACTION": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "POLYACCEL_MATRIX_KERNELS": "off",
+}
 TRAIN = """
 import torch, polyaccel
 
@@ -88,8 +93,11 @@ def test_training_runs_on_what_was_written(stage: int, folder: Path) -> None:
     done = run(folder, "polyaccel", "run", "--nproc", "2", str(script), **names)
     assert done.returncode == 0, done.stderr
     plain = run(folder, "polyaccel", "run", "--nproc", "2", str(script))
+    assert plain.returncode == 0, plain.stderr
     (accelerator, backend, ours), (_, _, expected) = (one.stdout.splitlines()[-1].split()[-3:] for one in (done, plain))
-    assert (accelerator, backend, ours) == (name_of("accelerator"), name_of("comm"), expected)
+    assert (accelerator, backend) == (name_of("accelerator"), name_of("comm"))
+    # Its kernels are torch's, which round otherwise than our own on some processors.
+    assert float(ours) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_what_is_written_is_clean(folder: Path) -> None:

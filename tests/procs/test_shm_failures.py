@@ -12,7 +12,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from failing_ranks import what_is_said_of_a_stopped_rank, what_survivors_say_of_a_killed_rank
+from failing_ranks import (
+    LIMIT_S,
+    PATIENCE_S,
+    what_is_said_of_a_stopped_rank,
+    what_survivors_say_of_a_killed_rank,
+)
 
 from polyaccel.comm.base import CallInfo, Communicator
 from polyaccel.comm.shm_communicator import ShmCommunicator
@@ -21,14 +26,13 @@ from polyaccel.errors import CommError, LaunchError
 from polyaccel.testkit.procs import RankPool
 from polyaccel.types import DType, ReduceOp
 
-LIMIT_S = 2.0
 NEVER_S = 500.0
 KILLS = int(os.environ.get("POLYACCEL_SHM_KILLS", "5"))
 
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[RankPool]:
-    with RankPool(3, comm_timeout_s=LIMIT_S, backend="shm") as pool:
+    with RankPool(3, comm_timeout_s=PATIENCE_S, grace_s=PATIENCE_S, backend="shm") as pool:
         yield pool
 
 
@@ -45,8 +49,9 @@ def test_a_killed_peer_is_named_by_the_survivors(trio: RankPool) -> None:
     assert "ranks [1] did not take part (their processes have ended)" in said
 
 
-def test_a_stopped_peer_is_named_within_the_time_limit(trio: RankPool) -> None:
-    what_is_said_of_a_stopped_rank(trio)
+def test_a_stopped_peer_is_named_within_the_time_limit() -> None:
+    with RankPool(3, comm_timeout_s=LIMIT_S, backend="shm") as trio:
+        what_is_said_of_a_stopped_rank(trio)
 
 
 def other_way(comm: Communicator, kind: str) -> None:
@@ -74,7 +79,7 @@ def other_way(comm: Communicator, kind: str) -> None:
 )
 def test_another_call_is_named_at_once_on_every_rank(trio: RankPool, kind: str, called: str) -> None:
     with pytest.raises(CommError) as caught:
-        trio.run(other_way, kind, timeout_s=30)
+        trio.run(other_way, kind)
     everybody = "\n".join([str(caught.value), *caught.value.__notes__])
     assert f" all_reduce sum 60 x float32 'norm' on rank 0 failed: rank 1 called {called} instead" in everybody
     assert f" all_reduce sum 60 x float32 'norm' on rank 2 failed: rank 1 called {called} instead" in everybody
@@ -94,7 +99,7 @@ def goes_on_after_an_error(comm: Communicator) -> str:
 
 
 def test_a_rank_that_leaves_is_not_waited_for(trio: RankPool) -> None:
-    answers = trio.run(goes_on_after_an_error, timeout_s=30)
+    answers = trio.run(goes_on_after_an_error)
     assert [bool(answer) for answer in answers] == [True, False, True]
     trio.close()
 
@@ -112,21 +117,21 @@ def work_without_end(comm: Communicator) -> None:
         work.wait()
 
 
-@pytest.mark.timeout(20 + 10 * KILLS)
+@pytest.mark.timeout(80 + 10 * KILLS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_kills_at_random_moments_never_hang_the_others(world_size: int) -> None:
     rng = Random(world_size)
-    limits = {"comm_timeout_s": NEVER_S, "grace_s": 20.0}
+    limits = {"comm_timeout_s": NEVER_S, "grace_s": PATIENCE_S}
     with RankPool(world_size, backend="shm", **limits) as pool, ThreadPoolExecutor(1) as runner:
         for _ in range(-(-KILLS // 2)):
             pool.run(nothing)
             pids = pool.pids
-            running = runner.submit(pool.run, work_without_end, timeout_s=30)
+            running = runner.submit(pool.run, work_without_end)
             time.sleep(rng.uniform(0.0, 0.1))  # the random moment, not a wait for anything
             victim = rng.randrange(world_size)
             os.kill(pids[victim], signal.SIGKILL)
             with pytest.raises(LaunchError, match=f"worker rank {victim} died with exit code -9") as caught:
-                running.result(timeout=40)
+                running.result(timeout=100)
             notes = "\n".join(caught.value.__notes__)
             assert "did not answer" not in notes
             assert notes.count("raised CommError") == world_size - 1
@@ -142,7 +147,7 @@ def test_a_rank_that_died_before_its_task_is_named(trio: RankPool) -> None:
     os.kill(trio.pids[1], signal.SIGKILL)
     trio._workers[1].join(20.0)
     with pytest.raises(LaunchError, match="worker rank 1 died with exit code -9"):
-        trio.run(nothing, timeout_s=30)
+        trio.run(nothing)
 
 
 def test_a_stranger_s_memory_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from stage3_models import CASES, token_loss
 
 import polyaccel
 from polyaccel import zero
+from polyaccel.testkit.procs import RankPool
 
 STEPS = 2
+PATIENCE_S = 240.0
 ZERO = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 10}
 
 
@@ -69,9 +71,10 @@ def train_compiled(communicator, how, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("how", ["method", "wrapper", "whole"])
 def test_compiled_blocks_and_models(rank_pool, how):
-    two, three = (rank_pool(2).run(train_compiled, how, stage)[1] for stage in (2, 3))
+    two, three = (rank_pool(2).run(train_compiled, how, stage, timeout_s=PATIENCE_S)[1] for stage in (2, 3))
     assert_bitwise(three.params, two.params)
     assert three.losses == two.losses
 
@@ -108,11 +111,15 @@ def soak(communicator, steps, places):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("device", ["none", "nvme"])
-def test_300_steps_leave_nothing_behind(rank_pool, tmp_path, device):
+def test_300_steps_leave_nothing_behind(tmp_path, device):
+    """In processes of their own: of what other tests leave in theirs, some goes only while this one counts."""
     place = {"device": device, "nvme_path": str(tmp_path)}
     places = {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
-    for (rss, *counts), (later_rss, *later_counts) in rank_pool(2).run(soak, 300, places):
+    with RankPool(2, comm_timeout_s=PATIENCE_S) as pool:
+        found = pool.run(soak, 300, places, timeout_s=PATIENCE_S)
+    for (rss, *counts), (later_rss, *later_counts) in found:
         assert later_counts == counts
         assert later_rss - rss < 4 << 20
     assert list(tmp_path.iterdir()) == []

@@ -64,7 +64,7 @@ def python(code: str, *sites: Path, cache: Path, check: bool = True) -> subproce
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, sites)), "XDG_CACHE_HOME": str(cache)}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110, check=False
     )
     if check and done.returncode != 0:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import sleep
 from typing import Any
 
 import pytest
@@ -129,9 +130,13 @@ def test_a_known_missing_rank_is_told_even_if_it_seems_to_be_there() -> None:
 
 def test_a_time_limit_tells_what_the_watchdog_posted() -> None:
     world = LocalWorld(2, CpuAccelerator(), timeout_s=0.5)
-    recorded = [RecordingCommunicator(comm, watch_s=0.01) for comm in world.communicators]
+    recorded = [RecordingCommunicator(comm, watch_s=1.0) for comm in world.communicators]
+    board = recorded[0].board()
+    assert board is not None
     try:
         work = recorded[1].all_reduce(recorded[1].allocate(3, DType.FLOAT32), async_op=True)
+        while "all_reduce" not in board.read(2).get(1, ""):
+            sleep(0.01)
         recorded[0].all_reduce(recorded[0].allocate(3, DType.FLOAT32), async_op=True).wait()
         with pytest.raises(CommTimeout, match="rank 1 last entered #0 all_reduce sum 3 x float32, ") as caught:
             recorded[0].barrier(info=CallInfo("end of step"))

@@ -113,7 +113,7 @@ def test_many_ranks_may_make_the_same_folders_at_once(storage: FileStorage, monk
     def all_together(path: Path) -> bool:
         found = is_dir(path)
         if path.name == "folder":
-            barrier.wait(10)  # every rank has seen that it is missing, as with a stale NFS cache
+            barrier.wait(60)  # every rank has seen that it is missing, as with a stale NFS cache
         return found
 
     monkeypatch.setattr(Path, "is_dir", all_together)
@@ -121,7 +121,7 @@ def test_many_ranks_may_make_the_same_folders_at_once(storage: FileStorage, monk
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert storage.names("folder") == tuple(str(rank) for rank in range(ranks))
 
 

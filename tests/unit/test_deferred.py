@@ -250,7 +250,7 @@ def test_nothing_of_the_log_lives_longer_than_the_deferred_tensors():
     for parameter in model.parameters():
         parameter.data = value_of(parameter)
     gc.collect()
-    assert sum(type(thing) is Memory for thing in gc.get_objects()) == before
+    assert sum(type(thing) is Memory for thing in gc.get_objects()) <= before
 
 
 def test_values_are_answered_where_python_asks_for_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import signal
@@ -306,16 +307,18 @@ def metrics(step: int) -> StepMetrics:
     )
 
 
-def test_without_a_terminal_there_are_plain_lines(gpt: SimpleNamespace) -> None:
+def test_without_a_terminal_there_are_plain_lines(gpt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt.progress, "time", SimpleNamespace(monotonic=itertools.count(100.0, 4.0).__next__))
     written = io.StringIO()
     console = Console(file=written, width=80)
-    with gpt.progress.open_progress(total=3, done=0, rank=0, console=console) as progress:
-        for step in (1, 2, 3):
+    with gpt.progress.open_progress(total=5, done=0, rank=0, console=console) as progress:
+        for step in (1, 2, 3, 4, 5):
             progress.step(metrics(step))
         progress.say("[bold]as it is[/bold]")
-    first, last, said = written.getvalue().splitlines()
-    assert first.startswith("step 1/3  loss 5.000  lr 1.0e-03  norm 0.50  9,000 tokens/s  0:0")
-    assert last.startswith("step 3/3  loss 1.667")
+    first, later, last, said = written.getvalue().splitlines()
+    assert first == "step 1/5  loss 5.000  lr 1.0e-03  norm 0.50  9,000 tokens/s  0:16 left"
+    assert later.startswith("step 4/5  loss 1.250")
+    assert last.startswith("step 5/5  loss 1.000")
     assert last.endswith("0:00 left")
     assert said == "[bold]as it is[/bold]"
 

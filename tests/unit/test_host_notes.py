@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import count
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,22 @@ def place() -> str:
     return f"{os.getpid()}:{next(_places)}"
 
 
+class Clock:
+    """Time that goes on when the test says so: a rank that is late on a busy machine is not late here."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(host_notes, "monotonic", clock)
+    return clock
+
+
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
@@ -43,8 +61,20 @@ def test_every_rank_gets_every_note_again_and_again(threads: ThreadPoolExecutor,
         assert [one.result() for one in found] == [[f"note {rank}" for rank in range(world)]] * world
 
 
-def test_who_does_not_come_is_named_by_everybody(threads: ThreadPoolExecutor, place: str) -> None:
+def test_who_does_not_come_is_named_by_everybody(
+    threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_there, take = Event(), host_notes._take
+
+    def noted(*arguments: Any) -> str:
+        problem = take(*arguments)
+        is_there.set()
+        return problem
+
+    monkeypatch.setattr(host_notes, "_take", noted)
     found = [enter(threads, place, rank, 4, limit_s=0.5) for rank in (0, 2)]
+    assert is_there.wait(30)
+    clock.now_s = 1.0
     for one in found:
         with pytest.raises(CommTimeout, match=r"ranks \[1, 3\] did not come to .* within 0.5 s") as caught:
             one.result()
@@ -73,11 +103,12 @@ def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str)
 
 
 def test_processes_of_another_user_are_neither_heard_nor_told(
-    threads: ThreadPoolExecutor, place: str, monkeypatch: pytest.MonkeyPatch
+    threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_notes, "_user_of", lambda peer: os.geteuid() + 1)
     listening = enter(threads, place, 0, 2, limit_s=0.5)
     with pytest.raises(CommError, match=rf"a process of user {os.geteuid() + 1} waits at"):
         exchange_on_host(place, 1, 2, "note", 30.0)
+    clock.now_s = 1.0
     with pytest.raises(CommTimeout, match=r"ranks \[1\] did not come"):
         listening.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -112,8 +113,9 @@ def test_a_missing_program_is_said_with_the_cure(target: str, module: bool, mess
 
 
 def test_a_program_that_cannot_be_executed_leaves_nothing(tmp_path: Path) -> None:
+    gc.collect()
     before = set(os.listdir("/dev/fd"))
     plan = plan_local([str(tmp_path / "absent")], nproc=2, environment={})
     with pytest.raises(LaunchError, match=r"rank 0 could not be started: .*absent"):
         LocalLauncher().run(plan)
-    assert set(os.listdir("/dev/fd")) == before
+    assert set(os.listdir("/dev/fd")) <= before  # what another test left may be closed meanwhile

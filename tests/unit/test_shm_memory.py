@@ -80,6 +80,7 @@ def test_a_forked_child_gives_back_nothing() -> None:
     memory = heap.allocate(1 << 20)
     memory[:] = 7
     read, write = os.pipe()
+    gc.collect()  # the child shall not clear away after other tests, whose threads it has not
     child = os.fork()
     if child == 0:
         del memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,13 +187,14 @@ def test_a_group_is_written_before_the_next_is_lent_unless_asked(tier: NvmeTier)
 def test_many_walks_take_no_more_file_handles_threads_or_buffers(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_read=True, pipeline_write=True)
     groups = three_groups(tier)
-    handles, threads = set(), len(os.listdir("/proc/self/task"))
+    gc.collect()
+    handles, threads = [], len(os.listdir("/proc/self/task"))
     for _ in range(30):
         assert len(list(tier.lend(groups))) == 3
-        handles.add(len(os.listdir("/proc/self/fd")))
+        handles.append(len(os.listdir("/proc/self/fd")))
         assert len(os.listdir("/proc/self/task")) <= threads + 4
         assert sum(map(len, tier._free.values())) <= 6
-    assert len(handles) == 1
+    assert handles == sorted(handles, reverse=True)  # what another test left may be closed meanwhile
     tier.close()
 
 
