@@ -43,7 +43,7 @@ def train(world: int, settings: dict[str, Any], device: str = "simdev") -> dict[
         env={**os.environ, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     lines = [line for line in job.stdout.splitlines() if "RESULT" in line]
     assert (job.returncode, len(lines)) == (0, 1), job.stdout + job.stderr
@@ -86,6 +86,6 @@ dist.destroy_process_group()
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert job.returncode == 0, job.stdout + job.stderr

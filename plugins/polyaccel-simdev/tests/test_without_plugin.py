@@ -59,7 +59,7 @@ def test_it_trains(comm: str | None, tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     lines = [line for line in job.stdout.splitlines() if "RESULT" in line]
     assert (job.returncode, len(lines)) == (0, 1), job.stdout + job.stderr
