@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -13,6 +14,11 @@ from polyaccel.testkit.procs import Memory, RankPool
 
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
+
+# A folder for the programs of JAX, one for all workers and ranks: see tests/threads/jax_models.py.
+if "TESTS_XLA_PROGRAMS" not in os.environ:
+    _programs = TemporaryDirectory(prefix="polyaccel-xla-")
+    os.environ["TESTS_XLA_PROGRAMS"] = _programs.name
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

@@ -7,27 +7,13 @@ import pytest
 
 pytest.importorskip("jax")
 
-import jax
 from jax_models import jax_gpt, make_config, torch_gpt, train_jax, train_torch
 
 from polyaccel.comm.shm import ShmBackend
 from polyaccel.testkit.procs import RankPool
-from polyaccel.testkit.threads import run_threads
 
 STEPS = 20
 STAGES = (0, 1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """A folder of programs, compiled once for the ranks of all tests."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", folder)
-    for stage in (0, 3):
-        run_threads(1, train_jax, jax_gpt(), make_config(stage), 1, timeout_s=150)
-    jax.config.update("jax_compilation_cache_dir", before)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +24,7 @@ def pools(rank_pool):
     def pool(backend, world):
         if backend == "gloo":
             return rank_pool(world)
-        return own.setdefault(world, RankPool(world, backend=backend))
+        return own.setdefault(world, RankPool(world, backend=backend, comm_timeout_s=120.0))
 
     yield pool
     for one in own.values():
@@ -49,10 +35,7 @@ def torch_here(communicator, config):
     return train_torch(communicator, torch_gpt(), config, STEPS)
 
 
-def jax_here(communicator, config, programs):
-    jax.config.update("jax_compilation_cache_dir", programs)
-    # JAX writes a program in place, so a rank that added one could be read by another when half of it is there.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+def jax_here(communicator, config):
     return train_jax(communicator, jax_gpt(), config, STEPS)
 
 
@@ -62,12 +45,12 @@ def jax_here(communicator, config, programs):
     "backend",
     ["gloo", pytest.param("shm", marks=pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux"))],
 )
-def test_torch_and_jax_agree(pools, programs, backend, world, accumulation):
+def test_torch_and_jax_agree(pools, backend, world, accumulation):
     ranks = pools(backend, world)
     for stage in STAGES:
         config = make_config(stage, accumulation=accumulation)
         of_torch = ranks.run(torch_here, config, timeout_s=150)[0]
-        of_jax = ranks.run(jax_here, config, programs, timeout_s=150)
+        of_jax = ranks.run(jax_here, config, timeout_s=150)
         assert of_jax[0].losses == pytest.approx(of_torch.losses, rel=1e-5)
         assert of_jax[0].norms == pytest.approx(of_torch.norms, rel=1e-4)
         for run in of_jax[1:]:
@@ -77,9 +60,9 @@ def test_torch_and_jax_agree(pools, programs, backend, world, accumulation):
 
 
 @pytest.mark.timeout(500)
-def test_torch_and_jax_agree_in_bf16(pools, programs):
+def test_torch_and_jax_agree_in_bf16(pools):
     config = make_config(STAGES[-1], accumulation=3, bf16={"enabled": True})
     ranks = pools("gloo", 2)
     of_torch = ranks.run(torch_here, config, timeout_s=150)[0]
-    of_jax = ranks.run(jax_here, config, programs, timeout_s=150)[0]
+    of_jax = ranks.run(jax_here, config, timeout_s=150)[0]
     assert of_jax.losses == pytest.approx(of_torch.losses, rel=1e-2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from atexit import register
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +18,10 @@ import torch
 import polyaccel
 from polyaccel.jax.pytree import named_leaves
 
-# Most of a test's time is XLA's, which need not compile the same program again for each engine and each rank. A limit
-# to the size, which is never reached, makes JAX lock the folder: a rank could read what another has written half.
-_programs = TemporaryDirectory(prefix="polyaccel-xla-")
-register(_programs.cleanup)
-jax.config.update("jax_compilation_cache_dir", _programs.name)
+# Most of a test's time is XLA's, which need not compile the same program again for each engine, each rank and each
+# file of tests. A limit to the size, which is never reached, makes JAX lock the folder: a rank could read what another
+# has written half.
+jax.config.update("jax_compilation_cache_dir", os.environ["TESTS_XLA_PROGRAMS"])
 jax.config.update("jax_compilation_cache_max_size", 1 << 40)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -126,10 +124,19 @@ def train_torch(communicator: Any, model: torch.nn.Module, config: Any, steps: i
     return Run(losses, norms, {fqn: p.detach().double().numpy().copy() for fqn, p in model.named_parameters()})
 
 
+def compile_once(communicator: Any, engine: Any, batch: Any) -> None:
+    """Have rank 0 compile the program of a micro-batch like `batch`: the others read it. Each for itself, all at a
+    time, takes as many times as long as there are more ranks than cores."""
+    if communicator.rank == 0:
+        engine.program(batch)
+    communicator.barrier()
+
+
 def train_jax(communicator: Any, model: tuple[Any, Any], config: Any, steps: int) -> Run:
     """`model` is what `jax_gpt` gave, made before there were threads: torch's random state is one."""
     fn, params = model
     engine = polyaccel.initialize(model=fn, params=params, config=config)
+    compile_once(communicator, engine, tokens(0, 0, communicator.rank))
     losses, norms = [], []
     for step in range(steps):
         count = engine.gradient_accumulation_steps()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_models import HEADS, Run, example, jax_gpt, leaves, tokens
+from jax_models import HEADS, Run, compile_once, example, jax_gpt, leaves, tokens
 
 import polyaccel
 from polyaccel.jax import scan_units, unit
@@ -63,6 +63,7 @@ def build(communicator: Any, model: str, config: Any) -> Any:
 def train_sharded(communicator: Any, model: str, config: Any, steps: int) -> Run:
     """One rank's run, with the loss of an evaluation behind those of the steps."""
     engine = build(communicator, model, config)
+    compile_once(communicator, engine, tokens(0, 0, communicator.rank))
     losses, norms = [], []
     for step in range(steps):
         count = engine.gradient_accumulation_steps()
