@@ -5,16 +5,21 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
+# A third worker computes while others wait for ranks that stay away.
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BUILDS := tests/builds
+PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/threads tests/procs)
 LOCK := requirements-dev.lock
 EXTRAS := torch,examples,docs,dev
 PACKAGES :=
 TORCH := 2.13.0
 INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS)]' $(PACKAGES)
 # Another lock, another pyproject.toml or other C++ is another environment.
-SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(wildcard csrc/*.h csrc/*.cpp csrc/ccl/*))
+SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-ccl test-mpi test-triton test-ipex environment lint docs bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ccl test-mpi test-triton test-ipex mutants environment lint docs bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,30 +29,41 @@ help: ## show this list
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
 	$(BIN)/polyaccel run --nproc 2 examples/gpt/train.py $(ARGS)
 
-test: $(STAMP) ## run the tests, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## run the tests, WORKERS=3 files at a time
+	$(PYTEST) --ignore $(BUILDS) $(ARGS)
+
+test-builds: $(STAMP) ## run the tests that build, install or make environments: compilers, pip, documentation
+	$(PYTEST) $(BUILDS) $(ARGS)
+
+test-parity: $(STAMP) ## run every combination of the parity tests; `make test` has every pair of settings
+	TESTS_PARITY=full $(PYTEST) $(PARITY) $(ARGS)
 
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
-	$(VENV)-ccl/bin/python -m pytest tests/unit/test_ccl_build.py tests/procs/test_ccl_*.py tests/procs/test_comm_faults.py tests/procs/test_parity_backends.py $(ARGS)
+	$(VENV)-ccl/bin/python -m pytest tests/unit/comm/test_ccl_build.py tests/procs/ccl tests/procs/comm/test_comm_faults.py tests/procs/torch/test_parity_backends.py $(ARGS)
 
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
 	for mpi in mpich impi-rt; do \
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
-			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/test_mpi_*.py tests/procs/test_comm_faults.py tests/procs/test_discovery_launchers.py tests/procs/test_parity_backends.py $(ARGS) || exit 1; \
+			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/mpi tests/procs/comm/test_comm_faults.py tests/procs/comm/test_discovery_launchers.py tests/procs/torch/test_parity_backends.py $(ARGS) || exit 1; \
 	done
 
 test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in an environment of its own (Triton: 700 MB)
 	$(MAKE) environment VENV=$(VENV)-triton EXTRAS=torch PACKAGES='pytest pytest-timeout triton'
-	TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest tests/unit/test_triton_kernels.py $(ARGS)
-	$(VENV)-triton/bin/python -m pytest tests/unit/test_triton_compiled.py $(ARGS)
+	TRITON_INTERPRET=1 $(VENV)-triton/bin/python -m pytest tests/unit/ops/test_triton_kernels.py tests/unit/ops/test_optimizers.py $(ARGS)
+	$(VENV)-triton/bin/python -m pytest tests/unit/ops/test_triton_compiled.py $(ARGS)
 
 test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its own: torch 2.8 with the Intel extension (7 GB)
 	$(PYTHON) -m venv $(VENV)-ipex
 	$(VENV)-ipex/bin/python -m pip --disable-pip-version-check install -qq --editable . --editable plugins/polyaccel-ipex \
 		pytest pytest-timeout
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
+
+mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
+	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
+	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
+	nice -n 19 $(VENV)-mutants/bin/python tests/mutants $(ARGS)
 
 environment: $(STAMP)
 
@@ -83,8 +99,8 @@ test-neon: ## build csrc/ for 64-bit ARM and run its kernel tests in an emulator
 	ctest --test-dir build/neon --output-on-failure --timeout 300 --tests-regex 'kernels|files'
 
 soak-shm: $(STAMP) ## run 10,000 random collectives and 100 random kills over shared memory
-	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/test_shm_random.py \
-		tests/procs/test_shm_failures.py $(ARGS)
+	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/shm/test_shm_random.py \
+		tests/procs/shm/test_shm_failures.py $(ARGS)
 
 lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	$(PYTHON) -m venv --clear $(VENV)-lock
@@ -95,7 +111,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from bench import backends, comm, imports, jax, kernels, memory, steps
+from bench import imports, kernels
+from bench.collectives import backends, sizes
+from bench.jax import models
+from bench.steps import memory, times
 
 _COMMANDS = {
     "backends": backends.main,
-    "comm": comm.main,
+    "comm": sizes.main,
     "imports": imports.main,
-    "jax": jax.main,
+    "jax": models.main,
     "kernels": kernels.main,
     "memory": memory.main,
 }
@@ -18,7 +21,7 @@ _COMMANDS = {
 
 def main(argv: list[str]) -> int:
     command = _COMMANDS.get(argv[0]) if argv else None
-    return steps.main(argv) if command is None else command(argv[1:])
+    return times.main(argv) if command is None else command(argv[1:])
 
 
 if __name__ == "__main__":

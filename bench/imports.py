@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.machine import describe_machine
-from bench.sitting import positive
+from bench.steps.sitting import positive
 from bench.table import make_console, make_table
 
 LIMIT = 0.1

@@ -22,32 +22,26 @@ from time import perf_counter
 import torch
 
 from bench.machine import describe_machine
-from bench.sitting import positive
+from bench.steps.sitting import positive
 from bench.table import make_console, make_table
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import (
-    ADAGRAD,
-    ADAM,
     CAST,
     COMBINE,
     DEQUANTIZE,
-    LAMB_APPLY,
-    LAMB_DIRECTION,
-    LION,
     QUANTIZE,
-    SGD,
     SQUARE_SUMS,
-    AdagradHyper,
-    AdamHyper,
+    UPDATE,
     KernelTable,
-    LionHyper,
-    SgdHyper,
+    Rule,
     StochasticRounding,
 )
-from polyaccel.ops.native_library import describe_native
+from polyaccel.ops.native.library import describe_native
+from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 from polyaccel.types import DType, ReduceOp
 
-_ADAM = AdamHyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, step=3)
+_ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+_STEP = 3
 _BLOCK_NUMEL = 256
 Case = tuple[int, Callable[[], object]]
 """Bytes that must move for an element, and what moves them."""
@@ -139,12 +133,12 @@ def make_cases(numel: int) -> dict[str, Case]:
 
 def _torchs_adamw(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
     torch._fused_adamw_(
-        *([p], [g], [m], [v], [], [torch.tensor(float(_ADAM.step))]),
-        lr=_ADAM.lr,
-        beta1=_ADAM.beta1,
-        beta2=_ADAM.beta2,
-        weight_decay=_ADAM.weight_decay,
-        eps=_ADAM.eps,
+        *([p], [g], [m], [v], [], [torch.tensor(float(_STEP))]),
+        lr=3e-4,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.01,
+        eps=1e-8,
         amsgrad=False,
         maximize=False,
     )
@@ -153,9 +147,9 @@ def _torchs_adamw(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Te
 def _deepspeeds_adamw() -> Callable[..., object]:
     """Its kernel, compiled at the first use on a machine (minutes)."""
     library = import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
-    settings = (_ADAM.lr, _ADAM.beta1, _ADAM.beta2, _ADAM.eps, _ADAM.weight_decay, True)
+    settings = (3e-4, 0.9, 0.95, 1e-8, 0.01, True)
     library.create_adam(0, *settings, False)
-    update: Callable[..., object] = partial(library.adam_update, 0, _ADAM.step, *settings)
+    update: Callable[..., object] = partial(library.adam_update, 0, _STEP, *settings)
     return update
 
 
@@ -171,21 +165,21 @@ def _ours(
     sums, codes = cpu.allocate(1, DType.FLOAT64), cpu.allocate(numel, DType.INT8)
     scales = cpu.allocate(-(-numel // _BLOCK_NUMEL), DType.FLOAT32)
     four_bits = cpu.allocate(-(-numel // 2), DType.UINT8)
-    sgd = SgdHyper(lr=1e-3, momentum=0.9, dampening=0.0, weight_decay=0.01, nesterov=False, first=False)
-    adagrad = AdagradHyper(lr=1e-3, eps=1e-10, weight_decay=0.0, lr_decay=0.0, step=3)
-    lion = LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.01)
+    sgd = _rule("SGD", momentum=0.9, lr=1e-3, weight_decay=0.01)
+    adagrad, lion = _rule("Adagrad", lr=1e-3), _rule("Lion", lr=1e-4, betas=(0.9, 0.99), weight_decay=0.01)
+    adamw, lamb = _rule("AdamW", **_ADAMW), _rule("Lamb", **_ADAMW)
     chance = StochasticRounding(key=1)
     return {
-        "AdamW": (28, lambda: table[ADAM](p, g, m, v, None, _ADAM, 1.0)),
-        "AdamW, bf16 weights and gradients": (22, lambda: table[ADAM](p16, g16, m, v, None, _ADAM, 1.0)),
-        "AdamW, all bf16": (14, lambda: table[ADAM](p16, g16, m16, v16, None, _ADAM, 1.0)),
-        "AdamW, bf16 gradient and out": (28, lambda: table[ADAM](p, g16, m, v, p16, _ADAM, 0.5)),
-        "the same, rounded stochastically": (28, lambda: table[ADAM](p, g16, m, v, p16, _ADAM, 0.5, chance)),
-        "SGD with momentum": (20, lambda: table[SGD](p, g, m, None, sgd, 1.0)),
-        "Adagrad": (20, lambda: table[ADAGRAD](p, g, v, None, adagrad, 1.0)),
-        "Lion": (20, lambda: table[LION](p, g, m, None, lion, 1.0)),
-        "LAMB, direction": (28, lambda: table[LAMB_DIRECTION](p, g, m, v, to, _ADAM, 1.0)),
-        "LAMB, apply": (12, lambda: table[LAMB_APPLY](p, to, None, 1e-3)),
+        "AdamW": (28, lambda: table[UPDATE](adamw, p, g, (m, v), None, 1.0)),
+        "AdamW, bf16 weights and gradients": (22, lambda: table[UPDATE](adamw, p16, g16, (m, v), None, 1.0)),
+        "AdamW, all bf16": (14, lambda: table[UPDATE](adamw, p16, g16, (m16, v16), None, 1.0)),
+        "AdamW, bf16 gradient and out": (28, lambda: table[UPDATE](adamw, p, g16, (m, v), p16, 0.5)),
+        "the same, rounded stochastically": (28, lambda: table[UPDATE](adamw, p, g16, (m, v), p16, 0.5, chance)),
+        "SGD with momentum": (20, lambda: table[UPDATE](sgd, p, g, (m,))),
+        "Adagrad": (20, lambda: table[UPDATE](adagrad, p, g, (v,))),
+        "Lion": (20, lambda: table[UPDATE](lion, p, g, (m,))),
+        "LAMB, direction": (28, lambda: table[UPDATE](lamb, p, g, (m, v, to))),
+        "LAMB, apply": (12, lambda: table[UPDATE](apply_direction(1e-3), p, to, ())),
         "sum of squares": (4, lambda: table[SQUARE_SUMS](sums, [(0, g)])),
         "cast fp32 to bf16": (6, lambda: table[CAST](g, p16)),
         "cast bf16 to fp32": (6, lambda: table[CAST](g16, to)),
@@ -196,3 +190,7 @@ def _ours(
         "int8 back": (5, lambda: table[DEQUANTIZE](to, codes, scales, _BLOCK_NUMEL)),
         f"4-bit blocks of {_BLOCK_NUMEL}": (5, lambda: table[QUANTIZE](g, four_bits, scales, _BLOCK_NUMEL)),
     }
+
+
+def _rule(name: str, **group: object) -> Rule:
+    return OPTIMIZERS[name].rule(group, _STEP)

@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.cases import Case
-from bench.summary import MemoryRow, Row
+from bench.steps.cases import Case
+from bench.steps.summary import MemoryRow, Row
 
 _MIB = 1 << 20
 _NONE = "-"

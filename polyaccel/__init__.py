@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from polyaccel import zero as zero
     from polyaccel.accelerators import get_accelerator as get_accelerator
     from polyaccel.accelerators import set_accelerator as set_accelerator
-    from polyaccel.arguments import add_config_arguments as add_config_arguments
     from polyaccel.comm import init_distributed as init_distributed
     from polyaccel.config import Config as Config
     from polyaccel.config import load_config as load_config
     from polyaccel.errors import ConfigError as ConfigError
     from polyaccel.errors import PolyaccelError as PolyaccelError
+    from polyaccel.frontend import add_config_arguments as add_config_arguments
     from polyaccel.frontend import initialize as initialize
     from polyaccel.torch.engine import TorchEngine as TorchEngine
 
@@ -31,7 +31,7 @@ _HOMES = {
     "ConfigError": "polyaccel.errors",
     "PolyaccelError": "polyaccel.errors",
     "TorchEngine": "polyaccel.torch.engine",
-    "add_config_arguments": "polyaccel.arguments",
+    "add_config_arguments": "polyaccel.frontend",
     "get_accelerator": "polyaccel.accelerators",
     "init_distributed": "polyaccel.comm",
     "initialize": "polyaccel.frontend",

@@ -8,15 +8,19 @@ buffers and the second hands out both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from polyaccel.errors import ShardingError
 from polyaccel.types import DeviceId, DType
 
 
 class Buffer(ABC):
     """`numel` elements of `dtype` on `device`.
 
-    Whoever writes through `raw` calls `mark_written`, so that frontends which hand out views know when those changed.
+    Code that writes through `raw` calls `mark_written`, so that frontends know when views that they handed out have
+    changed.
     """
 
     numel: int
@@ -67,7 +71,7 @@ class Buffer(ABC):
 
     def references(self) -> int:
         """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
-        since the memory was lent, the borrower's views are still in somebody's hands."""
+        since the memory was lent, the borrower still has views of it."""
         return 0
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -81,3 +85,65 @@ class Buffer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.numel} x {self.dtype.value} on {self.device})"
+
+
+class WriteCount:
+    """How often a piece of memory was written; shared by a buffer and every view cut from it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class CountedBuffer(Buffer):
+    """A buffer whose `generation` is a `WriteCount` that its views share. Subclasses bring the memory."""
+
+    def __init__(self, writes: WriteCount | None = None) -> None:
+        self._writes = writes if writes is not None else WriteCount()
+
+    @property
+    def generation(self) -> int:
+        return self._writes.value
+
+    def mark_written(self) -> None:
+        self._writes.value += 1
+
+    def _check_range(self, offset: int, numel: int) -> None:
+        if offset < 0 or numel < 0 or offset + numel > self.numel:
+            raise ShardingError(
+                f"elements [{offset}, {offset + numel}) are outside {self!r}",
+                cure=f"a view lies inside [0, {self.numel})",
+                value=(offset, numel),
+            )
+
+    def _check_source(self, source: Buffer) -> None:
+        if source.numel != self.numel:
+            raise ShardingError(
+                f"cannot copy {source!r} to {self!r}", cure="cut views of equal numel", value=source.numel
+            )
+
+    def _check_nbytes(self, data: bytes | bytearray | memoryview) -> int:
+        nbytes = memoryview(data).nbytes
+        if nbytes != self.nbytes:
+            raise ShardingError(f"{nbytes} bytes cannot fill {self!r} of {self.nbytes} bytes", value=nbytes)
+        return nbytes
+
+
+class Cuts:
+    """The views of buffers at `windows`, each an offset and a length in elements, cut once and used in every step.
+
+    They are forgotten with the `Buffer` that they were cut from, so that they keep no memory alive that its owner let
+    go.
+    """
+
+    def __init__(self, windows: Iterable[tuple[int, int]]) -> None:
+        self._windows = tuple(windows)
+        self._known: WeakKeyDictionary[Buffer, tuple[Buffer, ...]] = WeakKeyDictionary()
+
+    def of(self, buffer: Buffer) -> tuple[Buffer, ...]:
+        """The views of `buffer`, one for each window."""
+        views = self._known.get(buffer)
+        if views is None:
+            views = self._known[buffer] = tuple(buffer.view(*window) for window in self._windows)
+        return views

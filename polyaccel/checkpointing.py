@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyaccel.torch.activations import checkpoint as checkpoint
-    from polyaccel.torch.activations import configure as configure
-    from polyaccel.torch.activations import is_configured as is_configured
-    from polyaccel.torch.activations import reset as reset
+    from polyaccel.torch.api.activations import checkpoint as checkpoint
+    from polyaccel.torch.api.activations import configure as configure
+    from polyaccel.torch.api.activations import is_configured as is_configured
+    from polyaccel.torch.api.activations import reset as reset
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("polyaccel.torch.activations"), name)
+        return getattr(import_module("polyaccel.torch.api.activations"), name)
     raise AttributeError(f"module 'polyaccel.checkpointing' has no attribute {name!r}")
 
 

@@ -1,38 +1,198 @@
-"""`polyaccel.initialize`: torch modules go to the torch frontend, functions with their parameters to that of JAX."""
+"""`polyaccel.initialize`, and the command-line arguments that it reads.
+
+Torch modules go to the torch frontend, functions with their parameters to that of JAX.
+"""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from polyaccel.config import Config
     from polyaccel.jax.engine import JaxEngine
+    from polyaccel.torch.api.data import ShardedDataLoader
     from polyaccel.torch.engine import TorchEngine
 
+    ConfigSource = str | Path | Mapping[str, Any] | Config
+    OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
 _JAX_HOMES = frozenset({"equinox", "flax"})
+_ABSENT = {
+    "mpu": ("model-parallel groups (tensor, sequence and pipeline parallelism)", "all ranks are data-parallel"),
+    "mesh_param": ("device meshes with a sequence-parallel axis", "all ranks are one data-parallel axis"),
+}
+"""Arguments of DeepSpeed's whose feature does not exist yet: the feature, and how it is without."""
 
 
 @overload
-def initialize(*positional: Any, params: None = None, **named: Any) -> tuple[TorchEngine, Any, Any, Any]: ...
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: None = None,
+    config_params: ConfigSource | None = None,
+    *,
+    params: None = None,
+) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]: ...
 
 
 @overload
-def initialize(*, params: Any, **named: Any) -> JaxEngine: ...
+def initialize(
+    args: Any = None,
+    model: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    *,
+    params: Any,
+    seed: int | None = None,
+    stacked: Sequence[str] = (),
+    distributed_port: int | None = None,
+    dist_init_required: bool | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+) -> JaxEngine: ...
 
 
-def initialize(*positional: Any, **named: Any) -> Any:
-    """Build an engine around a model; loads torch or JAX, whichever the model is of.
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+    *,
+    params: Any = None,
+    seed: int | None = None,
+    stacked: Sequence[str] = (),
+) -> Any:
+    """Build an engine around `model`. The positional arguments are DeepSpeed's, in DeepSpeed's order.
 
-    A torch module is taken as by `polyaccel.torch.initialize.initialize`, whose arguments stand in DeepSpeed's order;
-    gives `(engine, optimizer, training_dataloader, lr_scheduler)`. With `params`, or a model of flax or equinox, as by
-    `polyaccel.jax.initialize.initialize`; gives the engine. Both say what they raise. Raises PolyaccelError where the
-    framework is not installed, or too old.
+    A torch module gives `(engine, optimizer, training_dataloader, lr_scheduler)`, where None stands for those that were
+    not asked for. A JAX function with `params`, or a module of flax or equinox, gives the engine alone.
+
+    Joins the other ranks if nobody has yet, unless `dist_init_required` is False. Rank 0's parameters are everybody's.
+
+    - `args`: parsed command-line arguments; `args.deepspeed_config` is the config if no other is given.
+    - `model`: a `torch.nn.Module`; or for JAX a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
+      auxiliary output); or a module of flax or equinox.
+    - `optimizer`: goes before the config's. For torch an instance, or a callable that makes one from parameters; for
+      JAX an elementwise optax transformation.
+    - `model_parameters`: parameters to train, or dicts of optimizer groups; by default all of a torch module's.
+    - `training_data`: a torch Dataset; a loader of it is made that deals micro-batches to the ranks.
+    - `lr_scheduler`: an instance, or a callable that makes one from the optimizer. Goes before the config's.
+    - `distributed_port`: where ranks meet unless MASTER_PORT says where; None as in `init_distributed`.
+    - `mpu`: None, for model-parallel groups do not exist yet.
+    - `dist_init_required`: False where the default process group exists already.
+    - `collate_fn`: makes a batch of a list of samples of `training_data`.
+    - `config`: DeepSpeed's JSON as a path, a dict or url-safe base64.
+    - `mesh_param`: None, for sequence-parallel meshes do not exist yet.
+    - `config_params`: DeepSpeed's older name of `config`.
+    - `params`: for JAX, the pytree of the function's parameters, whose floating leaves are trained.
+    - `seed`: for JAX, of the random keys that the function gets; None is 0.
+    - `stacked`: for JAX, names of subtrees of `params` whose arrays have a leading axis over layers, for
+      `polyaccel.jax.scan_units`.
+
+    Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
+    cut as asked, CommError when the ranks cannot meet, and PolyaccelError for arguments of the other framework, for a
+    feature that does not exist yet, and where the framework is not installed, or too old.
     """
-    home = "jax" if "params" in named or _is_of(named.get("model"), _JAX_HOMES) else "torch"
+    home: Literal["torch", "jax"] = "jax" if params is not None or _is_of(model, _JAX_HOMES) else "torch"
+    of_torch = {
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "collate_fn": collate_fn,
+    }
+    of_jax = {"params": params, "seed": seed, "stacked": stacked or None}
+    _refuse_absent(mpu=mpu, mesh_param=mesh_param)
+    _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
+    frontend = _frontend_of(home)
+    if model is None:
+        swapped = args is not None and callable(args)
+        cure = "pass it as model=; the first argument is args" if swapped else "pass model=, a torch.nn.Module"
+        raise PolyaccelError("initialize was called without a model", cure=cure)
+    both = {
+        "optimizer": optimizer,
+        "distributed_port": distributed_port,
+        "dist_init_required": dist_init_required,
+        "config": _the_config(args, config, config_params),
+    }
+    if home == "torch":
+        return frontend.initialize(model, **both, **of_torch)
+    return frontend.initialize(model, params, seed=seed or 0, stacked=stacked, **both)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config`, which `initialize(args=...)` reads, and return `parser`."""
+    group = parser.add_argument_group("polyaccel")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="accepted for scripts that pass it; the engine is always on"
+    )
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the JSON config")
+    return parser
+
+
+def _refuse_absent(**given: Any) -> None:
+    """Raise PolyaccelError for an argument whose feature does not exist yet."""
+    for name, value in given.items():
+        if value is not None:
+            feature, instead = _ABSENT[name]
+            raise PolyaccelError(
+                f"{name} is not available in this version: there are no {feature} yet",
+                cure=f"leave {name} out: {instead}",
+            )
+
+
+def _refuse_foreign(mine: str, foreign: Mapping[str, Any]) -> None:
+    """Raise PolyaccelError for an argument of the other framework."""
+    given = [name for name, value in foreign.items() if value is not None]
+    if given:
+        raise PolyaccelError(
+            f"initialize was given {', '.join(given)}, which {mine} has no use for", cure=f"leave {given[0]} out"
+        )
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one config among the places where callers put it."""
+    from_args = getattr(args, "deepspeed_config", None)
+    sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
+    present = {name: source for name, source in sources.items() if source is not None}
+    if len(present) != 1:
+        what = "no config was given" if not present else "several configs were given"
+        raise ConfigError(
+            [Problem("config", ", ".join(present) or None, what, f"pass exactly one of {', '.join(sources)}")],
+            source="initialize",
+        )
+    return next(iter(present.values()))
+
+
+def _frontend_of(home: Literal["torch", "jax"]) -> Any:
+    """The module whose `initialize` makes engines for a framework."""
     try:
-        module = import_module(f"polyaccel.{home}.initialize")
+        return import_module(f"polyaccel.{home}.initialize")
     except ImportError as error:
         if (error.name or "").partition(".")[0] != home:
             raise
@@ -46,7 +206,6 @@ def initialize(*positional: Any, **named: Any) -> Any:
         raise PolyaccelError(
             f"{home} is not installed", cure=f"pip install 'polyaccel[{home}]'{other}", value=home
         ) from error
-    return module.initialize(*positional, **named)
 
 
 def _is_of(model: object, packages: frozenset[str]) -> bool:

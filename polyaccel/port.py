@@ -1,10 +1,11 @@
 """A port for the ranks to meet on.
 
 [Note: A free port]
-Whoever starts the job picks the port and rank 0 binds it later, so somebody else may take it in between. Ports that the
-kernel hands out by itself, to outgoing connections and to whoever binds port 0, are taken all the time on a busy
-machine; the others only by who asks for that very number. So the pick is a random one of the others that can be bound
-just now, on every address family. Random, because two jobs that start together must not try the same numbers in order.
+The launcher picks the port and rank 0 binds it later, so that another process may take it in between. Ports that the
+kernel hands out by itself, to outgoing connections and to a process that binds port 0, are taken all the time on a busy
+machine; the others only by a process that asks for that very number. So the pick is a random one of the others that can
+be bound just now, on every address family. Random, because two jobs that start together must not try the same numbers
+in order.
 """
 
 from __future__ import annotations

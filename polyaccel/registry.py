@@ -4,7 +4,7 @@ A plugin is an entry point in one of six groups; its name is the string that con
 its value names a class that implements the group's ABC. Listing reads the metadata of installed distributions and
 imports nothing. Loading imports one class and checks what it promises. Every error names the package and its version.
 
-This is the only module that imports stevedore. It knows no ABC: whoever loads passes the one to check against.
+This is the only module that imports stevedore. It knows no ABC: the caller passes the one to check against.
 
 [Note: Fresh entry points]
 Stevedore answers from a cache on disk whose key packs modification times as 32-bit floats, which step by 128 s
@@ -34,7 +34,7 @@ _OURS = __name__.partition(".")[0]
 
 
 class PluginGroup(Enum):
-    """What a plugin is for. The value is the entry-point group."""
+    """The kinds of plugins. The value is the entry-point group."""
 
     ACCELERATORS = "polyaccel.accelerators"
     COMM = "polyaccel.comm"
@@ -45,7 +45,7 @@ class PluginGroup(Enum):
 
     @property
     def noun(self) -> str:
-        """What one plugin of the group is called in messages."""
+        """The word for one plugin of the group in messages."""
         return _NOUNS[self]
 
 
@@ -80,9 +80,9 @@ class PluginInfo:
 
 @dataclass(frozen=True, slots=True)
 class PluginStatus:
-    """What became of loading and probing one plugin.
+    """The result of loading and probing one plugin.
 
-    `usable`, `reason` and `priority` are what its `probe()` said. When the plugin is broken `error` says how, `reason`
+    `usable`, `reason` and `priority` are those of its `probe()`. When the plugin is broken `error` says how, `reason`
     is its message, and `traceback` that of what the plugin raised ("" when it raised nothing).
     """
 

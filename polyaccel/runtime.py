@@ -1,7 +1,7 @@
 """The composition root: a config goes in, live parts come out, and somebody closes them.
 
 Nothing else knows both the config and the implementations. What a part needs of the config is handed to it as a value
-of its own kind (`StepPolicy`, `LossScalePolicy`, ...), so no part reads JSON keys.
+of its own kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so no part reads JSON keys.
 """
 
 from __future__ import annotations
@@ -10,53 +10,50 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
-from polyaccel.accelerators.host_heap import keep_freed_memory
+from polyaccel.accelerators.memory.host import keep_freed_memory
+from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
-from polyaccel.comm.quantized import QuantizedCommunicator
-from polyaccel.comm.summary import start_log
+from polyaccel.comm.watch.summary import start_log
+from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
-from polyaccel.config.offload import OffloadDevice
-from polyaccel.engine.base import ModelAdapter
+from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.engine.base import EngineParts, ModelAdapter
+from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.metrics import Monitor
 from polyaccel.engine.timing import PhaseTimer
-from polyaccel.errors import ConfigError, Problem
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.policies import (
+    engine_settings_of,
+    param_dtype_of,
+    place_of,
+    plan_for,
+    state_tier_options,
+    step_plan_for,
+    step_policy_of,
+)
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.gathering import GatherPolicy
-from polyaccel.zero.gradients import ReductionPolicy
-from polyaccel.zero.layout import ShardLayout, plan_layout
-from polyaccel.zero.optimizers import Adagrad, Adam, Group, Lamb, Lion, Sgd, SliceOptimizer
-from polyaccel.zero.placement import StatePlacement, first_shards, offloaded_buckets
-from polyaccel.zero.policy import Placement, ZeroPolicy
-from polyaccel.zero.routes import Routes
+from polyaccel.zero.parts import Communicators, StepParts, Tiers
+from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.plan.placement import Offload
+from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
 from polyaccel.zero.step import ZeroStep
-from polyaccel.zero.travel import AS_THEY_ARE, BLOCK_NUMEL, Bits, TravelPolicy
-from polyaccel.zero.update import StepPolicy
+from polyaccel.zero.update.optimizers import Group, SliceOptimizer, slice_optimizer
 
 log = getLogger(__name__)
 
-NATIVE_OPTIMIZERS: dict[str, type[SliceOptimizer]] = {
-    "Adam": Adam,
-    "AdamW": Adam,
-    "SGD": Sgd,
-    "Adagrad": Adagrad,
-    "Lion": Lion,
-    "Lamb": Lamb,
-}
-"""What runs on slices through the kernel table, by the name that a resolved config uses."""
-
-_TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host", "nvme": "nvme"}
-"""Plugins by the names that configs have for them."""
-
-_LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
-_BUCKETS_AT_LEAST = 16
+_TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host"}
+"""Tiers whose name in configs is not that of their plugin."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,30 @@ class Runtime:
     policy: ZeroPolicy
     step_policy: StepPolicy
     param_dtype: DType | None
-    """What floating parameters are held in; None: as the model has them."""
+    """The element type in which floating parameters are held; None: as the model has them."""
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether floating inputs of the model become float16, as its parameters are."""
+        return self.config.fp16.enabled and self.config.fp16.auto_cast
+
+    def engine_parts(self) -> EngineParts:
+        """The parts of every frontend's engine. Collective where the config has monitors; see `open_monitors`."""
+        return EngineParts(
+            config=self.config,
+            settings=engine_settings_of(self.config),
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            loss_scaler=self.loss_scaler(),
+            monitors=self.open_monitors(),
+        )
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: memory kept between steps, and what the config asks, level of the log,
-        garbage collection, the config shown."""
+        """Do what concerns the whole process: keep freed memory for the next step, show the log, and as the config asks
+        switch garbage collection off and show the config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
-        if self.config.log_level is not None:
-            getLogger("polyaccel").setLevel(self.config.log_level.upper())
+        show_log(self.communicator.rank, self.config.log_level)
         if self.config.disable_python_gc:
             gc.disable()
         if self.config.dump_state and self.communicator.rank == 0:
@@ -92,101 +104,112 @@ class Runtime:
         *,
         resident: bool = False,
     ) -> ZeroStep:
-        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `place_states`, whose errors it raises."""
+        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises."""
         layout = self.plan(tuple(adapter.param_specs()), adapter.unit_names)
-        return ZeroStep(
-            layout,
-            self.policy,
-            self.step_policy_for(layout),
-            self.place_states(layout, resident=resident),
-            optimizer,
-            groups,
-            self.communicator,
-            self.accelerator,
-            adapter.read_param,
-            adapter,
-            timer,
-            self.routes(),
-        )
+        names = () if optimizer is None else optimizer.state_names
+        is_remote = host_accelerator(self.accelerator) is not self.accelerator
+        plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
+        tiers = self.open_tiers(plan.offload, resident=resident)
+        parts = StepParts(self.accelerator, self.communicators(plan.traffic), tiers)
+        return ZeroStep(plan, parts, adapter, optimizer, groups, timer)
 
-    def plan(self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]]) -> ShardLayout:
-        """Lay out `specs` as the config says; see `plan_for`."""
-        return plan_for(self.config, specs, units, self.communicator.world_size)
+    def plan(
+        self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]], *, world_size: int | None = None
+    ) -> ShardLayout:
+        """Lay out `specs` as the config says over `world_size` shards, one a rank by default; see `plan_for`."""
+        return plan_for(self.config, specs, units, world_size or self.communicator.world_size)
 
-    def step_policy_for(self, layout: ShardLayout) -> StepPolicy:
-        """The step's policy, with the bounds on gathered parameters that suit a layout; see `gather_policy_for`."""
-        return replace(self.step_policy, gathering=gather_policy_for(self.config, layout))
-
-    def routes(self) -> Routes:
-        """How parameters and gradients travel (`travel_of`). Collective where near ranks keep second copies."""
-        travel, communicator = travel_of(self.config), self.communicator
+    def communicators(self, traffic: TrafficPolicy) -> Communicators:
+        """The communicators that carry parameters and gradients as `traffic` says. Collective where near ranks keep
+        second copies."""
+        communicator = self.communicator
         near = None
-        if travel.near_ranks > 1:
-            for first in range(0, communicator.world_size, travel.near_ranks):
-                near = communicator.split(range(first, first + travel.near_ranks)) or near
+        if traffic.near_ranks > 1:
+            for first in range(0, communicator.world_size, traffic.near_ranks):
+                near = communicator.split(range(first, first + traffic.near_ranks)) or near
             if near is not None:
                 near.barrier()  # every rank has joined before any may leave
 
-        def route(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
+        def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
             if gather_bits is None and reduce_bits is None:
                 return communicator
             return QuantizedCommunicator(
                 communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
             )
 
-        return Routes(
+        return Communicators(
             exact=communicator,
-            trained=route(travel.trained_bits, None),
-            frozen=route(travel.frozen_bits, None),
-            gradients=route(None, travel.gradient_bits),
+            trained=quantised(traffic.trained_bits, None),
+            frozen=quantised(traffic.frozen_bits, None),
+            gradients=quantised(None, traffic.gradient_bits),
             near=near,
         )
 
-    def place_states(self, layout: ShardLayout, *, resident: bool) -> StatePlacement:
-        """Open the tiers of `zero_optimization.offload_optimizer` and `offload_param`, and choose the buckets whose
-        states or parameters leave the device.
+    def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
+        """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
 
         Collective. `resident`: the optimizer needs all states in memory. Raises ConfigError when they would not be, and
-        OffloadError when the place cannot be used.
+        OffloadError when a place cannot be used.
         """
-        offload = self.config.zero_optimization.offload_optimizer
-        device, tier = _new_tier("device"), _new_tier(_TIERS[offload.device])
+        states, params = self.config.zero_optimization.offload_optimizer, self.config.zero_optimization.offload_param
+        device = _new_tier("none")
+        tier = device if states.device == "none" else _new_tier(states.device)
         if resident and not tier.is_resident:
             expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
-            cure = f'use "cpu", or one of {", ".join(NATIVE_OPTIMIZERS)} in the config'
-            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", offload.device, expected, cure)])
+            cure = f'use "cpu", or one of {", ".join(OPTIMIZERS)} in the config'
+            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", states.device, expected, cure)])
         run_id = self.communicator.broadcast_object(uuid4().hex)
-        options = TierOptions(
-            run_id=run_id,
-            rank=self.communicator.rank,
-            path=offload.nvme_path,
-            pin_memory=offload.pin_memory,
-            buffer_count=offload.buffer_count,
-            pipeline_read=offload.pipeline_read,
-            pipeline_write=offload.pipeline_write,
-            piece_numel=self.config.zero_optimization.offload_param.buffer_size,
-        )
-        host = host_accelerator(self.accelerator)
-        for each in (device, tier):
+        host, rank = host_accelerator(self.accelerator), self.communicator.rank
+        options = replace(state_tier_options(states), run_id=run_id, rank=rank, piece_numel=params.buffer_size)
+        for each in dict.fromkeys((device, tier)):
             each.open(self.accelerator, host, options)
-        return StatePlacement(device, tier, offloaded_by(self.config, layout), self._place_params(layout, run_id))
-
-    def _place_params(self, layout: ShardLayout, run_id: str) -> dict[int, Tier]:
-        """Open the tiers of `zero_optimization.offload_param`, for the buckets that rest in them."""
-        offload = self.config.zero_optimization.offload_param
         options = TierOptions(
             run_id=f"{run_id}-params",
-            rank=self.communicator.rank,
-            path=offload.nvme_path,
-            pin_memory=offload.pin_memory,
-            buffer_count=offload.buffer_count,
-            piece_numel=offload.buffer_size,
+            rank=rank,
+            path=params.nvme_path,
+            pin_memory=params.pin_memory,
+            buffer_count=params.buffer_count,
+            piece_numel=params.buffer_size,
+            own=params.tier_options,
         )
-        places = params_offloaded_by(self.config, layout)
-        tiers = {place: _new_tier(_TIERS[place]) for place in dict.fromkeys(places.values())}
-        for tier in tiers.values():
-            tier.open(self.accelerator, host_accelerator(self.accelerator), options)
-        return {index: tiers[place] for index, place in places.items()}
+        names = {place_of(name): name for name in ("cpu", params.device)}
+        of_params = {place: _new_tier(names[place]) for place in dict.fromkeys(offload.params.values())}
+        for each in of_params.values():
+            each.open(self.accelerator, host, options)
+        return Tiers.around(device, {place_of(states.device): tier}, of_params)
+
+    def storage(self, location: str) -> Storage:
+        """The storage that `checkpoint.storage` names, at `location`."""
+        name, options = self.config.checkpoint.storage_plugin
+        plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
+        storage = plugin(location, options) if options else plugin(location)
+        assert isinstance(storage, Storage)  # what loading checked
+        return storage
+
+    def open_monitors(self) -> list[Monitor]:
+        """The monitors of the config, open on rank 0; none elsewhere.
+
+        Collective where the config has monitors. Raises ConfigError on every rank when one cannot be opened.
+        """
+        problems: list[Problem] = []
+        opened: list[Monitor] = []
+        if self.communicator.rank == 0:
+            for name, options in self.config.monitors.items():
+                try:
+                    monitor = load_plugin(PluginGroup.MONITORS, name, Monitor, Monitor.API_VERSION)()
+                    monitor.open(Path(self.config.run_folder or "."), options)
+                    opened.append(monitor)
+                except ConfigError as error:
+                    problems += (replace(problem, key=f"monitors.{problem.key}") for problem in error.problems)
+                except PolyaccelError as error:
+                    problems.append(Problem(f"monitors.{name}", dict(options), error.message, error.cure))
+        if self.config.monitors:
+            problems = self.communicator.broadcast_object(problems)
+        if problems:
+            for monitor in opened:
+                monitor.close()
+            raise ConfigError(problems)
+        return opened
 
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
@@ -207,14 +230,14 @@ class Runtime:
         """The config's optimizer with its group defaults, if it is one that runs on slices; None if it is another or
         none."""
         section = self.config.optimizer
-        if section is None or section.type not in NATIVE_OPTIMIZERS:
+        if section is None or section.type not in OPTIMIZERS:
             return None
         defaults = dict(section.params)
         if "adam_w_mode" in defaults:
             defaults["decoupled"] = defaults.pop("adam_w_mode")
         for switch in ("amsgrad", "torch_adam", "fp32_optimizer_states"):  # checked by the config, without other values
             defaults.pop(switch, None)
-        return NATIVE_OPTIMIZERS[section.type](), defaults
+        return slice_optimizer(section.type), defaults
 
 
 def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> Runtime:
@@ -232,6 +255,7 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_siz
         known = ", ".join(sorted(dtype.value for dtype in accelerator.supported_dtypes() if dtype.is_floating))
         expected = f"accelerator {accelerator.name!r} does not compute in {param_dtype.value}"
         raise ConfigError([Problem(key, True, expected, f"use one of its types: {known}")])
+    _check_storage(config)
     logger = config.comms_logger
     if logger.enabled:
         ops = () if logger.prof_all else logger.prof_ops
@@ -246,124 +270,18 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_siz
     )
 
 
-# What follows from a config alone, without live parts: the planner asks the same functions.
+def _check_storage(config: ResolvedConfig) -> None:
+    """Raise what is wrong with the options of `checkpoint.storage` now, not after hours of training."""
+    name, options = config.checkpoint.storage_plugin
+    plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
+    try:
+        plugin.check_options(options)
+    except ConfigError as error:
+        problems = [replace(problem, key=f"checkpoint.storage.{problem.key}") for problem in error.problems]
+        raise ConfigError(problems) from None
 
 
-def plan_for(
-    config: ResolvedConfig, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]], world_size: int
-) -> ShardLayout:
-    """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded.
-
-    Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
-    enough of them to overlap and to keep few under way.
-    """
-    zero = config.zero_optimization
-    total = sum(spec.numel for spec in specs)
-    wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
-    cap = min(zero.reduce_bucket_size, wanted)
-    if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return plan_layout(specs, world_size=world_size, max_bucket_numel=cap)
-    persistent = set[str]()
-    left = zero.model_persistence_threshold
-    for spec in sorted(specs, key=lambda spec: spec.numel):
-        if spec.numel <= zero.param_persistence_threshold and spec.numel <= left:
-            persistent.add(spec.fqn)
-            left -= spec.numel
-    return plan_layout(specs, world_size=world_size, max_bucket_numel=cap, units=units(), persistent=persistent)
-
-
-def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPolicy:
-    """The bounds on gathered parameters.
-
-    Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made for
-    billions of parameters and would never free anything: three units may be live.
-    """
-    zero = config.zero_optimization
-    stated = zero.model_fields_set
-    units: dict[str, int] = {}
-    for bucket in layout.buckets:
-        if not bucket.kind.persistent:
-            units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
-    unit = max(units.values(), default=0)
-
-    def bound(name: str, value: int, tight: int) -> int:
-        return value if name in stated else min(value, tight)
-
-    return GatherPolicy(
-        max_live_numel=bound("max_live_parameters", zero.max_live_parameters, 3 * unit),
-        prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
-        max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
-        warn_of_deviations=zero.log_trace_cache_warnings,
-    )
-
-
-def travel_of(config: ResolvedConfig) -> TravelPolicy:
-    """How parameters and gradients travel: ZeRO++ where `zero_optimization` asks for it and parameters are sharded."""
-    zero = config.zero_optimization
-    if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return AS_THEY_ARE
-    return TravelPolicy(
-        trained_bits=8 if zero.zero_quantized_weights else None,
-        frozen_bits=8 if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights else None,
-        gradient_bits=4 if zero.zero_quantized_gradients else None,
-        near_ranks=zero.zero_hpz_partition_size,
-    )
-
-
-def offloaded_by(config: ResolvedConfig, layout: ShardLayout) -> frozenset[int]:
-    """The buckets whose states leave the device."""
-    offload = config.zero_optimization.offload_optimizer
-    return offloaded_buckets(layout, offload.ratio if offload.device != "none" else 0.0)
-
-
-def params_offloaded_by(config: ResolvedConfig, layout: ShardLayout) -> dict[int, OffloadDevice]:
-    """Where the shards of the sharded buckets rest that leave the device, by bucket."""
-    zero = config.zero_optimization
-    device = zero.offload_param.device
-    if device == "none" or ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return {}
-    in_host = first_shards(layout, zero.offload_param.max_in_cpu)
-    return {
-        bucket.index: "cpu" if bucket.index in in_host else device
-        for bucket in layout.buckets
-        if not bucket.kind.persistent
-    }
-
-
-def param_dtype_of(config: ResolvedConfig) -> DType | None:
-    """What floating parameters are held in; None: as the model has them."""
-    if config.fp16.enabled:
-        return DType.FLOAT16
-    return DType.BFLOAT16 if config.bf16.enabled else None
-
-
-def step_policy_of(config: ResolvedConfig) -> StepPolicy:
-    """The step's policy, but for the bounds on gathered parameters."""
-    zero = config.zero_optimization
-    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"
-    reduce_dtype = config.communication_data_type
-    accumulate_dtype = config.data_types.grad_accum_dtype
-    return StepPolicy(
-        clip_norm=config.gradient_clipping,
-        skip_overflow=config.fp16.enabled or autocast_fp16 or (config.bf16.enabled and config.bf16.check_grad_overflow),
-        defer_publish=zero.overlap_param_gather,
-        measure_norm=zero.compute_grad_norm,
-        require_all=not zero.ignore_unused_parameters,
-        stochastic_rounding=(config.bf16.enabled and config.bf16.stochastic_rounding)
-        or (config.fp16.enabled and config.fp16.stochastic_rounding),
-        reduction=ReductionPolicy(
-            average=config.gradient_allreduce_op == "mean",
-            prescale=config.prescale_gradients,
-            predivide_factor=config.gradient_predivide_factor,
-            reduce_dtype=DType.parse(reduce_dtype) if reduce_dtype else None,
-            accumulate_dtype=DType.parse(accumulate_dtype) if accumulate_dtype else None,
-            accumulates=config.gradient_accumulation_steps > 1,
-            overlap=zero.overlap_comm is not False,
-        ),
-    )
-
-
-def _new_tier(name: str) -> Tier:
-    tier = load_plugin(PluginGroup.TIERS, name, Tier, Tier.API_VERSION)()
+def _new_tier(device: OffloadDevice) -> Tier:
+    tier = load_plugin(PluginGroup.TIERS, _TIERS.get(device, device), Tier, Tier.API_VERSION)()
     assert isinstance(tier, Tier)  # what loading checked
     return tier

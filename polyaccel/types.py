@@ -23,6 +23,9 @@ class DType(Enum):
     UINT8 = "uint8"
     BOOL = "bool"
 
+    # Members are what they are by identity; Enum's own hash takes several times as long, in keys of every call.
+    __hash__ = object.__hash__
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
@@ -53,6 +56,8 @@ class ReduceOp(Enum):
     MAX = "max"
     MIN = "min"
     PROD = "prod"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class DeviceId:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the engine knows of a parameter.
+    """A parameter without its values.
 
     `fqn` is its fully qualified name (tied parameters: the first one), `dtype` the type it has on the device,
     `group` the index of its optimizer group, `trainable` whether it receives gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -9,13 +10,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from polyaccel.testkit.mpi import MpiRankPool
-from polyaccel.testkit.procs import Memory, RankPool
+from polyaccel.accelerators.memory.host import HostArrays
+from polyaccel.testkit.ranks.mpi import MpiRankPool
+from polyaccel.testkit.ranks.procs import RankPool
 
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
-# A folder for the programs of JAX, one for all workers and ranks: see tests/threads/jax_models.py.
+# A folder for the programs of JAX, one for all workers and ranks: see tests/support/models/jax_models.py.
 if "TESTS_XLA_PROGRAMS" not in os.environ:
     _programs = TemporaryDirectory(prefix="polyaccel-xla-")
     os.environ["TESTS_XLA_PROGRAMS"] = _programs.name
@@ -28,22 +30,35 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("unhurried")
 
 
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays to the end: no collection of garbage need walk through it again, of which
+    some tests ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """`rank_pool(world_size)`: worker processes joined by gloo, shared by the session and started on first use."""
-    pools: dict[int, RankPool] = {}
-    # A rank may wait while another one compiles a program, on a busy machine; one that fails is found out at once.
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size, comm_timeout_s=120.0))
-    for pool in pools.values():
-        pool.close()
+def rank_pool() -> Iterator[Callable[..., RankPool]]:
+    """`rank_pool(world_size, backend="gloo", memory=None)`: worker processes joined by a backend, shared by the session
+    and started on first use."""
+    pools: dict[tuple[int, str, HostArrays | None], RankPool] = {}
+
+    def pool(world_size: int, backend: str = "gloo", memory: HostArrays | None = None) -> RankPool:
+        # A rank may wait while another one compiles a program, on a busy machine; one that fails is found out at once.
+        new = RankPool(world_size, comm_timeout_s=120.0, backend=backend, memory=memory)
+        return pools.setdefault((world_size, backend, memory), new)
+
+    yield pool
+    for one in pools.values():
+        one.close()
 
 
 @pytest.fixture(scope="session")
 def mpi_pool() -> Iterator[Callable[..., MpiRankPool]]:
     """`mpi_pool(world_size, memory="torch")`: ranks of an mpirun, shared by the session and started on first use."""
-    pools: dict[tuple[int, Memory], MpiRankPool] = {}
+    pools: dict[tuple[int, HostArrays], MpiRankPool] = {}
 
-    def pool(world_size: int, memory: Memory = "torch") -> MpiRankPool:
+    def pool(world_size: int, memory: HostArrays = "torch") -> MpiRankPool:
         return pools.setdefault((world_size, memory), MpiRankPool(world_size, memory=memory))
 
     yield pool

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "../files.h"
+#include "../files/files.h"
 
 static void check(bool holds, const char* what) {
     if (holds) return;

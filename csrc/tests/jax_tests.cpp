@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "../jax_ffi.h"
+#include "../jax/ffi.h"
 
 struct xla_ffi_error { // XLA's own: what it was told
     std::string message;

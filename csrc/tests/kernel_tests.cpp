@@ -1,6 +1,6 @@
 // What sanitizers watch: every exported function over sizes, element types, odd addresses, threads and instruction sets.
 // Buffers are of their exact size, so that a read or write beyond is seen. The values are held against those of the
-// portable kernels on one thread, bit by bit; what they should be is the matter of tests/unit/test_native_kernels.py.
+// portable kernels on one thread, bit by bit; what they should be is the matter of tests/unit/ops/test_native_kernels.py.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "../kernels.h"
+#include "../kernels/kernels.h"
 
 namespace {
 
@@ -69,18 +69,6 @@ struct Memory {
     }
 };
 
-struct Update {
-    int32_t kind, arrays, constants;
-};
-
-const Update UPDATES[] = {
-    {PA_ADAM_DECOUPLED, 4, 10}, {PA_ADAM_L2, 4, 10},  {PA_SGD_PLAIN, 2, 5}, {PA_SGD_FIRST, 3, 5},
-    {PA_SGD_MOMENTUM, 3, 5},    {PA_SGD_FIRST_NESTEROV, 3, 5}, {PA_SGD_NESTEROV, 3, 5}, {PA_ADAGRAD, 3, 4},
-    {PA_LION, 3, 7},            {PA_LAMB_DIRECTION, 5, 10}, {PA_LAMB_APPLY, 2, 1}, {PA_SCALE, 1, 1}, {PA_CAST, 1, 0},
-    {PA_SUM, 2, 0},             {PA_MAX, 2, 0},       {PA_MIN, 2, 0},       {PA_PROD, 2, 0},
-};
-static_assert(sizeof UPDATES / sizeof *UPDATES == PA_UPDATE_COUNT, "a new update needs a row");
-
 const double CONSTANTS[PA_MOST_CONSTANTS] = {0.9, 0.1, 0.95, 0.05, 1.5, 1.25, 1e-3, 0.01, 0.75, 0.5};
 const int32_t FLOATS[] = {PA_FLOAT32, PA_BFLOAT16, PA_FLOAT16};
 const int64_t SIZES[] = {0, 1, 7, 16, 33, 1023, 1024, 1025, 5000};
@@ -88,8 +76,9 @@ const int64_t MANY_PARTS = 140001;
 
 // The contents of all buffers after one update whose element types and data are those of `start`; each third is over
 // bfloat16 alone.
-std::vector<uint8_t> after_update(const Update& update, int64_t numel, uint64_t start, int32_t threads) {
+std::vector<uint8_t> after_update(int32_t kind, int64_t numel, uint64_t start, int32_t threads) {
     seed = start;
+    const pa_shape update = pa_update_shape(kind);
     std::vector<Memory> buffers;
     std::vector<pa_array> arrays;
     const bool is_narrow = start % 3 == 0;
@@ -101,9 +90,9 @@ std::vector<uint8_t> after_update(const Update& update, int64_t numel, uint64_t 
     if (is_narrow || draw() % 2) out.data = nullptr;
     // The index of an element passes 2^32 on the way.
     const pa_rounding rounding = {{draw(), draw()}, 0xfffffff0};
-    const int32_t code = pa_update(update.kind, numel, arrays.data(), update.arrays, out, CONSTANTS, update.constants,
+    const int32_t code = pa_update(kind, numel, arrays.data(), update.arrays, out, CONSTANTS, update.constants,
                                    !is_narrow && draw() % 2 ? &rounding : nullptr, threads);
-    expect(code == 0, "pa_update refused kind " + std::to_string(update.kind));
+    expect(code == 0, std::string("pa_update refused ") + update.name);
     std::vector<uint8_t> contents;
     for (Memory& buffer : buffers) contents.insert(contents.end(), buffer.room.begin(), buffer.room.end());
     return contents;
@@ -146,14 +135,14 @@ void every_function_agrees(const std::string& isa) {
     sizes.push_back(MANY_PARTS);
     for (int64_t numel : sizes) {
         const int32_t threads = numel == MANY_PARTS ? 3 : 1;
-        for (const Update& update : UPDATES)
+        for (int32_t kind = 0; pa_update_shape(kind).name; kind++)
             for (uint64_t start = 1; start <= (numel == MANY_PARTS ? 1 : 3); start++) {
                 expect(pa_choose_isa(isa.c_str()) == 0, isa);
-                const auto ours = after_update(update, numel, start, threads);
+                const auto ours = after_update(kind, numel, start, threads);
                 pa_choose_isa("portable");
                 pa_choose_isa("neon");
-                expect(ours == after_update(update, numel, start, 1),
-                       isa + ": update " + std::to_string(update.kind) + " of " + std::to_string(numel));
+                expect(ours == after_update(kind, numel, start, 1),
+                       isa + ": " + pa_update_shape(kind).name + " of " + std::to_string(numel));
             }
         expect(pa_choose_isa(isa.c_str()) == 0, isa);
         const auto ours = after_others(numel, 7, threads);
@@ -167,7 +156,10 @@ void wrong_arguments_are_refused() {
     Memory buffer(4, PA_FLOAT32), wide(4, PA_FLOAT64);
     pa_array arrays[] = {buffer.array(), wide.array()};
     const pa_array none = {nullptr, 0};
-    expect(pa_update(PA_UPDATE_COUNT, 4, arrays, 1, none, CONSTANTS, 1, nullptr, 1) == PA_BAD_KIND, "kind");
+    int32_t kinds = 0;
+    while (pa_update_shape(kinds).name) kinds++;
+    expect(kinds > PA_FIRST_OPTIMIZER && !pa_update_shape(-1).name, "the list of updates");
+    expect(pa_update(kinds, 4, arrays, 1, none, CONSTANTS, 1, nullptr, 1) == PA_BAD_KIND, "kind");
     expect(pa_update(PA_SCALE, 4, arrays, 2, none, CONSTANTS, 1, nullptr, 1) == PA_BAD_COUNT, "arrays");
     expect(pa_update(PA_SCALE, 4, arrays, 1, none, CONSTANTS, 2, nullptr, 1) == PA_BAD_COUNT, "constants");
     expect(pa_update(PA_SUM, 4, arrays, 2, none, nullptr, 0, nullptr, 1) == PA_BAD_TYPE, "type");
@@ -205,11 +197,11 @@ void callers_do_not_disturb_each_other() {
 }
 
 void a_forked_child_has_threads_of_its_own() {
-    const auto ours = after_update(UPDATES[0], MANY_PARTS, 3, 3);
+    const auto ours = after_update(PA_FIRST_OPTIMIZER, MANY_PARTS, 3, 3);
     const pid_t child = fork();
     if (child == 0) {
         alarm(60);
-        _exit(after_update(UPDATES[0], MANY_PARTS, 3, 3) == ours ? 0 : 1);
+        _exit(after_update(PA_FIRST_OPTIMIZER, MANY_PARTS, 3, 3) == ours ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);

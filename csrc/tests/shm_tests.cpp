@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../shm.h"
+#include "../shm/shm.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""The reference of the config, from the models that check it: each key with type, default, meaning, what is refused.
+"""The reference of the config, from the models that check it: each key with type, default and meaning.
 
 `python docs/generate/config_reference.py` prints it.
 """
@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polyaccel.config import Config, json_schema
+from polyaccel.config.absent import ABSENT, BELOW, Absent
 from polyaccel.config.keys import Key, json_name, nested_models, walk_keys
-from polyaccel.config.legacy import REMOVED
-from polyaccel.config.optimizer import OPTIMIZER_PARAMS
-from polyaccel.config.scheduler import SCHEDULER_PARAMS
 from polyaccel.config.section import Section
-from polyaccel.config.unsupported import GAPS, Gap
-from polyaccel.config.zero import UNBOUNDED
+from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
+from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
+from polyaccel.config.sections.zero import UNBOUNDED
 
 Schema = Mapping[str, Any]
 
@@ -29,9 +28,8 @@ _INTRODUCTION = """\
 Every key that polyaccel knows, made from the models that check a config. Names and meanings are DeepSpeed's; what is
 polyaccel's own says so. [The guide](../guide/config.md) explains how a config is read.
 
-A key that is not on this page is an error. One that is marked **not in this version** may stand in a config as long as
-its value is the default, which asks for nothing; any other value is an error. `polyaccel config schema` prints the same
-as JSON Schema, for editors.
+A key that is not on this page is an error. `polyaccel config schema` prints the same as JSON Schema, for editors. Keys
+of DeepSpeed whose feature does not exist yet [stand at the end](#absent).
 """
 
 
@@ -40,7 +38,7 @@ def config_reference() -> str:
     lines = [_INTRODUCTION, *_top_level(), *_sections()]
     lines += _named("optimizer", OPTIMIZER_PARAMS)
     lines += _named("scheduler", SCHEDULER_PARAMS)
-    lines += _removed()
+    lines += [*_absent(), *_removed()]
     return "\n".join(lines)
 
 
@@ -59,7 +57,7 @@ def _sections() -> Iterator[str]:
     for section in (key for key in keys if key.is_section):
         (model,) = nested_models(section.field.annotation)
         yield f"{'###' if '.' in section.dotted else '##'} `{section.dotted}` {{ #{section.dotted} }}\n"
-        yield f"{_one_line(section.field.description)} {_refusal(section.dotted)}\n"
+        yield f"{_one_line(section.field.description)}\n"
         if (about := _one_line(model.__doc__)) != _one_line(section.field.description):
             yield f"{about}\n"
         for key in keys:
@@ -85,15 +83,32 @@ def _named(section: str, models: Mapping[str, type[Section]]) -> Iterator[str]:
 def _removed() -> Iterator[str]:
     yield "## Keys that DeepSpeed has removed { #removed }\n"
     yield "They are errors that say so. Keys that are only deprecated are read under their new name, with a warning.\n"
-    for key, (feature, cure) in REMOVED.items():
-        yield f"- `{key}`: {feature}. Cure: {cure}."
+    for entry in ABSENT:
+        if entry.is_removed:
+            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
+
+
+def _absent() -> Iterator[str]:
+    yield "## Keys whose feature does not exist yet { #absent }\n"
+    yield (
+        "They may stand in a config as long as they ask for nothing, which DeepSpeed's defaults do, and so does every "
+        "option of a feature that is not enabled. Any other value is an error that names the feature.\n"
+    )
+    for entry in ABSENT:
+        if not entry.is_removed:
+            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
+    yield ""
+
+
+def _patterns(entry: Absent) -> str:
+    return ", ".join(f"`{pattern.removesuffix(BELOW)}`" for pattern in entry.keys)
 
 
 def _entry(anchor: str, key: Key, written: Schema) -> Iterator[str]:
     """A key as an item of a definition list."""
     facts = [_type(written), "required" if key.field.is_required() else f"default {_default(key)}"]
     yield f'<span id="{anchor}"></span>`{key.dotted.rpartition(".")[2]}`{{ .key }} {" · ".join(facts)}'
-    yield f":   {_one_line(key.field.description)} {_refusal(key.dotted)}"
+    yield f":   {_one_line(key.field.description)}"
     if facts[1] == "default below":
         yield "".join(f"\n    - `{item}`" for item in key.field.default)
     yield ""
@@ -130,16 +145,6 @@ def _type(written: Schema) -> str:
         stated = [f"{sign}{written[word]:g}" for word, sign in bounds.items() if word in written]
         return " ".join([kind, ", ".join(stated)]).strip()
     return {"null": "null", "boolean": "boolean", "string": "string", "object": "object"}.get(str(kind), "any")
-
-
-def _refusal(dotted: str) -> str:
-    """What is refused of a key, by the list that refuses it."""
-    gap = next((gap for gap in GAPS if gap.key == dotted), None)
-    return "" if gap is None else f"**{_extent(gap)} not in this version:** {gap.feature}. Cure: {gap.cure}."
-
-
-def _extent(gap: Gap) -> str:
-    return "Other values" if gap.asks is None else "Some values"
 
 
 def _one_line(text: str | None) -> str:

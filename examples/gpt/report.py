@@ -164,7 +164,6 @@ def _phases(history: History) -> str:
     for record in history.steps:
         for phase, spent_s in record["phase_s"].items():
             seconds[phase] = seconds.get(phase, 0.0) + spent_s
-    seconds["other"] = max(0.0, total_s - sum(seconds.values()))
     rows = [
         f'<tr><td>{escape(phase)}</td><td class="n">{spent_s:.1f} s</td><td class="n">{spent_s / total_s:.0%}</td>'
         f'<td style="width:20rem"><div class="bar" style="width:{100 * spent_s / total_s:.1f}%"></div></td></tr>'

@@ -13,7 +13,6 @@ import argparse
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,23 +163,16 @@ def agreed_corpus() -> Corpus:
 
 
 def train_step(engine: TorchEngine, context: int, wish: StopWish) -> tuple[StepMetrics, int]:
-    """One optimizer step; its metrics with the loss of all ranks and the time of this step alone, and the signal that
-    stops the run, 0 for none: all ranks agree on it."""
-    began_s = time.perf_counter()
+    """One optimizer step; its metrics with the loss of all ranks, and the signal that stops the run, 0 for none: all
+    ranks agree on it."""
     loss = engine.train_batch()
     # The wish travels with the loss: a collective of its own would cost each step one.
     figures = torch.stack([loss.float(), torch.tensor(float(wish.signum), device=loss.device)])
     comm.all_reduce(figures, op=comm.ReduceOp.AVG)
-    elapsed_s = time.perf_counter() - began_s
-    assert engine.metrics is not None  # after an optimizer step
-    samples_per_s = engine.train_batch_size() / elapsed_s
-    metrics = replace(
-        engine.metrics,
-        loss=float(figures[0]),
-        step_time_s=elapsed_s,
-        samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * context,
-    )
+    metrics = engine.metrics
+    assert metrics is not None  # after an optimizer step
+    assert metrics.samples_per_s is not None
+    metrics = replace(metrics, loss=float(figures[0]), tokens_per_s=metrics.samples_per_s * context)
     return metrics, agreed_wish(wish) if figures[1] > 0 else 0
 
 

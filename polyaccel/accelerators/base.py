@@ -1,8 +1,8 @@
 """The contract of an accelerator plugin: `Accelerator`, and the small values that it hands out.
 
 An accelerator is one kind of device as seen by one process. It has few abstract methods; everything else has a default
-here, so a method added later breaks no plugin. What a device can or cannot do is a field of `Capabilities`, asked when
-the engine is composed and never inside a step.
+here, so a method added later breaks no plugin. The abilities of a device are the fields of `Capabilities`, which are
+asked when the engine is composed and never inside a step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from polyaccel.ops.matrix_choice import MatrixChoice
 from polyaccel.types import DeviceId, DType
 from polyaccel.types import Probe as Probe  # every kind of plugin answers a probe
 
-API_VERSION = (1, 0)
-"""Version of this contract. Plugins state the one they were written for; majors must agree."""
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do. `default_comm` names the comm backend to use when nobody chose one.
+    """The abilities of a device. `default_comm` names the comm backend to use when neither config nor environment does.
 
     `streams`: work queued on different streams overlaps. `mutable_buffers`: kernels write in place (False for PJRT
     devices). `host_pinning`: `allocate(pinned=True)` gives memory that copies asynchronously. `symmetric_memory`: every
-    rank's buffers can be mapped by its peers. `dtypes`: element types it computes with.
+    rank's buffers can be mapped by its peers. `dtypes`: element types it computes with. `notes`: sentences for people
+    about abilities that the device lacks.
     """
 
     dtypes: frozenset[DType]
@@ -92,7 +90,8 @@ class Stream(ABC):
 class Accelerator(ABC):
     """One kind of device. Constructing it must be cheap and must not initialise the device."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name, which is also the value of `DS_ACCELERATOR`."""
     torch_device_type: ClassVar[str | None] = None
@@ -113,7 +112,8 @@ class Accelerator(ABC):
     def capabilities(self) -> Capabilities: ...
 
     @abstractmethod
-    def kernels(self) -> KernelTable: ...
+    def kernels(self) -> KernelTable:
+        """A kernel for every op of `ALL_OPS`."""
 
     @abstractmethod
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
@@ -121,7 +121,8 @@ class Accelerator(ABC):
         the device copies from and to asynchronously (plain host memory where there is no such thing)."""
 
     @abstractmethod
-    def device_count(self) -> int: ...
+    def device_count(self) -> int:
+        """How many devices of this kind the process sees."""
 
     @abstractmethod
     def current_device(self) -> DeviceId: ...
@@ -144,10 +145,12 @@ class Accelerator(ABC):
         """Seed the generators of every device of this process."""
 
     @abstractmethod
-    def rng_state(self) -> bytes: ...
+    def rng_state(self) -> bytes:
+        """The present state of the generators that `manual_seed` seeds, for `set_rng_state`."""
 
     @abstractmethod
-    def set_rng_state(self, state: bytes) -> None: ...
+    def set_rng_state(self, state: bytes) -> None:
+        """Let the generators go on from `state`. Raises ShardingError for bytes that this accelerator did not give."""
 
     @abstractmethod
     def new_stream(self) -> Stream: ...
@@ -184,10 +187,10 @@ class Accelerator(ABC):
         return type(self).over_host_memory is not Accelerator.over_host_memory
 
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
-        """Those of `MATRIX_OPS` that are to be used for float32 in place of the framework's own; often none.
+        """Kernels of `MATRIX_OPS` to use for float32 in place of the framework's own matrix products; often none.
 
-        "on": all there are. "auto": what is at least `LEAST_SPEEDUP` times as fast on this machine, which may be
-        measured first, in less than half a second. "off": none.
+        "on": every such kernel. "auto": those that are at least `LEAST_SPEEDUP` times as fast on this machine, which
+        may be measured first, in less than half a second. "off": none.
         """
         return KernelTable(self.name, {})
 
@@ -195,12 +198,13 @@ class Accelerator(ABC):
         return self.capabilities().dtypes
 
     def close(self) -> None:  # noqa: B027 - most accelerators hold nothing
-        """Give back what the accelerator holds. The process may go on."""
+        """Release the resources of the accelerator. The process may go on without it."""
 
     # The names that DeepSpeed's users call on `get_accelerator()`.
 
     def device_name(self, index: int | None = None) -> str:
-        """What torch calls the device, so that `tensor.to(...)` takes it; else the accelerator's name."""
+        """The device's name for `tensor.to(...)`, such as `cuda:1`; begins with the accelerator's own name where torch
+        does not know the device."""
         return str(DeviceId(self.torch_device_type or self.name, index))
 
     def is_available(self) -> bool:
@@ -261,7 +265,7 @@ class NullStream(Stream):
 
 
 class DeviceQueue(Stream):
-    """The one queue of a device without streams: whoever waits for something in it waits for all."""
+    """The only queue of a device without streams: waiting for a part of its work is waiting for all of it."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize

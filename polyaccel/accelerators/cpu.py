@@ -9,46 +9,45 @@ import json
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
-from polyaccel.accelerators import host_memory
 from polyaccel.accelerators.base import Accelerator, Capabilities, MemoryStats, NullStream, Probe, Stream
+from polyaccel.accelerators.memory import host
+from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice
-from polyaccel.ops.native import native_kernels
-from polyaccel.ops.native_library import host_threads
+from polyaccel.ops.native.kernels import native_kernels
+from polyaccel.ops.native.library import host_threads
 from polyaccel.types import DeviceId, DType
-
-Memory = Literal["torch", "numpy"]
 
 
 @cache
-def _kernels(memory: Memory, native: bool) -> KernelTable:
+def _kernels(memory: HostArrays, native: bool) -> KernelTable:
     if memory == "torch":
         import torch
 
-        from polyaccel.ops.torch_kernels import torch_kernels
+        from polyaccel.ops.torch.kernels import torch_kernels
 
         table, threads = torch_kernels(), torch.get_num_threads
     else:
-        from polyaccel.ops.numpy_kernels import numpy_kernels
+        from polyaccel.ops.numpy.kernels import numpy_kernels
 
         table, threads = numpy_kernels(), host_threads
     return native_kernels(table, threads) if native else table
 
 
 @cache
-def _wrap(memory: Memory) -> Callable[[Any], Buffer]:
-    """Looked up once: every gradient passes here."""
+def _wrap(memory: HostArrays) -> Callable[[Any], Buffer]:
+    """The function that makes a buffer of an array. Looked up once, because every gradient passes through it."""
     if memory == "torch":
-        from polyaccel.accelerators.torch_memory import wrap_torch
+        from polyaccel.accelerators.memory.torch import wrap_torch
 
         return wrap_torch
-    from polyaccel.accelerators.numpy_memory import wrap_numpy
+    from polyaccel.accelerators.memory.numpy import wrap_numpy
 
     return wrap_numpy
 
@@ -56,20 +55,20 @@ def _wrap(memory: Memory) -> Callable[[Any], Buffer]:
 class CpuAccelerator(Accelerator):
     """The host.
 
-    `memory` says what buffers are made of; by default torch tensors when torch is installed. With `native` off the
-    compiled kernels are not used even where they are installed.
+    `memory` names the library whose arrays buffers are made of: by default torch where it is installed, else numpy.
+    With `native` off the compiled kernels are not used even where they are installed.
     """
 
     name: ClassVar[str] = "cpu"
     torch_device_type: ClassVar[str | None] = "cpu"
     exported_variables: ClassVar[tuple[str, ...]] = ("OMP_", "MKL_", "KMP_", "GOMP_")
 
-    def __init__(self, memory: Memory | None = None, *, native: bool = True) -> None:
+    def __init__(self, memory: HostArrays | None = None, *, native: bool = True) -> None:
         if memory not in (None, "torch", "numpy"):
             raise PluginContractError(
                 f"cpu memory {memory!r} is unknown", cure='use "torch", "numpy" or None', value=memory
             )
-        self.memory: Memory = memory or ("torch" if find_spec("torch") else "numpy")
+        self.memory: HostArrays = memory or ("torch" if find_spec("torch") else "numpy")
         self._native = native
 
     @classmethod
@@ -90,10 +89,11 @@ class CpuAccelerator(Accelerator):
         return _kernels(self.memory, self._native)
 
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
-        """oneDNN's, which come with torch. torch itself asks MKL for float32, which is slow on some processors."""
+        """oneDNN's matrix products, which come with torch: torch itself calls MKL for float32, which is slow on some
+        processors."""
         if choice == "off" or self.memory != "torch":
             return KernelTable(self.name, {})
-        from polyaccel.ops.torch_linear import faster_kernels, onednn_kernels
+        from polyaccel.ops.torch.linear import faster_kernels, onednn_kernels
 
         return onednn_kernels() if choice == "on" else faster_kernels()
 
@@ -101,10 +101,10 @@ class CpuAccelerator(Accelerator):
         if self.memory == "torch":
             import torch
 
-            from polyaccel.accelerators.torch_memory import allocate_torch
+            from polyaccel.accelerators.memory.torch import allocate_torch
 
             return allocate_torch(numel, dtype, torch.device("cpu"))
-        from polyaccel.accelerators.numpy_memory import allocate_numpy
+        from polyaccel.accelerators.memory.numpy import allocate_numpy
 
         return allocate_numpy(numel, dtype)
 
@@ -113,19 +113,19 @@ class CpuAccelerator(Accelerator):
 
     def import_array(self, array: Any) -> Buffer:
         if self.memory == "torch":
-            from polyaccel.accelerators.torch_memory import import_torch
+            from polyaccel.accelerators.memory.torch import import_torch
 
             return import_torch(array)
-        from polyaccel.accelerators.numpy_memory import import_numpy
+        from polyaccel.accelerators.memory.numpy import import_numpy
 
         return import_numpy(array)
 
     def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
         if self.memory == "torch":
-            from polyaccel.accelerators.torch_memory import torch_over
+            from polyaccel.accelerators.memory.torch import torch_over
 
             return torch_over(memory, dtype)
-        from polyaccel.accelerators.numpy_memory import numpy_over
+        from polyaccel.accelerators.memory.numpy import numpy_over
 
         return numpy_over(memory, dtype)
 
@@ -142,10 +142,10 @@ class CpuAccelerator(Accelerator):
         return None
 
     def memory_stats(self) -> MemoryStats:
-        return host_memory.memory_stats()
+        return host.memory_stats()
 
     def reset_peak_memory(self) -> None:
-        host_memory.reset_peak()
+        host.reset_peak()
 
     def manual_seed(self, seed: int) -> None:
         if self.memory == "torch":

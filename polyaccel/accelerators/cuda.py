@@ -18,12 +18,12 @@ _AMD = ("/dev/kfd",)
 
 @cache
 def _kernels() -> KernelTable:
-    from polyaccel.ops.torch_kernels import torch_kernels
+    from polyaccel.ops.torch.kernels import torch_kernels
 
     table = torch_kernels()
     if find_spec("triton") is None:  # it comes with torch's builds for GPUs, but not on every system
         return table
-    from polyaccel.ops.torch_triton import triton_kernels
+    from polyaccel.ops.triton.torch_table import triton_kernels
 
     return triton_kernels(table, "cuda")
 

@@ -1,9 +1,9 @@
 """Which accelerator this process uses: the one named, else the best of those that are present.
 
-The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. "Present"
-is what a plugin's `probe()` says of the machine, never what can be imported. A name that no plugin has may be that of a
-device which torch knows (`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_generic`).
-The decision is logged once, with the package it came from and its version.
+The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. A device
+is present when its plugin's `probe()` says so; that its package can be imported proves nothing. A name that no plugin
+has may be that of a device which torch knows (`polyaccel.accelerators.torch_generic`), or else JAX
+(`polyaccel.accelerators.jax_generic`). The decision is logged once, with the package it came from and its version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from importlib.util import find_spec
 from typing import Any
 
-from polyaccel.accelerators.base import API_VERSION, Accelerator
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.errors import InvariantError, PluginConflict, PluginContractError, PluginNotFound
 from polyaccel.registry import PluginGroup, PluginInfo, PluginStatus, find_plugin, load_plugin, probe_all
 
@@ -70,7 +70,7 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
             cure += "; one of JAX's is named as its platform"
             raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, cure) from None
         return found
-    plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, API_VERSION)
+    plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, Accelerator.API_VERSION)
     try:
         probe = plugin.probe()
     except Exception as error:
@@ -86,7 +86,7 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
 
 
 def host_accelerator(accelerator: Accelerator) -> Accelerator:
-    """Whose kernels run in host memory: `accelerator` itself where that is the host, else a new one for it."""
+    """The accelerator whose kernels run in host memory: `accelerator` itself where that is the host, else a new one."""
     return accelerator if accelerator.name == _HOST else choose_accelerator(_HOST)
 
 
@@ -100,8 +100,10 @@ def _from_environment() -> tuple[str | None, str]:
 
 
 def _torch_device(name: str, origin: str) -> Accelerator | None:
-    """The accelerator for devices that torch calls `name`; None where it knows none. Raises PluginNotFound where there
-    is none of them."""
+    """The accelerator for devices of the type that torch calls `name`; None where torch knows no such type.
+
+    Raises PluginNotFound where torch knows the type but sees no device of it.
+    """
     if find_spec("torch") is None:
         return None
     from polyaccel.accelerators.torch_generic import device_plugin
@@ -118,7 +120,7 @@ def _torch_device(name: str, origin: str) -> Accelerator | None:
 
 
 def _jax_device(name: str, origin: str) -> Accelerator | None:
-    """The accelerator for the platform that JAX calls `name`; None where it has none."""
+    """The accelerator for the platform that JAX calls `name`; None where JAX has no such platform."""
     if find_spec("jax") is None:
         return None
     from polyaccel.accelerators.jax_generic import device_plugin
@@ -157,7 +159,7 @@ def _build(info: PluginInfo, plugin: type[Any], why: str) -> Accelerator:
 
 
 def _statuses() -> tuple[PluginStatus, ...]:
-    return probe_all(PluginGroup.ACCELERATORS, Accelerator, API_VERSION)
+    return probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERSION)
 
 
 def _refusal(message: str, value: str | None, cure: str) -> PluginNotFound:

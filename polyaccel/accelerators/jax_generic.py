@@ -1,13 +1,13 @@
 """Any device that JAX knows and torch does not, without a plugin of ours: `device_plugin("name")`.
 
 Packages teach JAX a platform by the namespace package or the entry-point group `jax_plugins`. Such a device's memory is
-JAX's own, and buffers are handles to its arrays (`polyaccel.accelerators.jax_memory`). Functions of JAX train on it in
-native mode; modules of torch cannot. What else it cannot do is in its notes, as far as it can be tried.
+JAX's own, and buffers are handles to its arrays (`polyaccel.accelerators.memory.jax`). Functions of JAX train on it in
+native mode; modules of torch cannot. Other abilities that it lacks are listed in its notes, as far as trying them
+tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -17,12 +17,12 @@ import numpy as np
 
 from polyaccel.accelerators import presence
 from polyaccel.accelerators.base import Accelerator, Capabilities, DeviceQueue, MemoryStats, Probe, Stream
-from polyaccel.accelerators.jax_memory import JaxBuffer, allocate_jax, import_jax, wait_for
-from polyaccel.accelerators.numpy_memory import allocate_numpy
+from polyaccel.accelerators.memory.jax import JaxBuffer, allocate_jax, import_jax, wait_for
+from polyaccel.accelerators.memory.numpy import allocate_numpy
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.jax_kernels import jax_kernels
+from polyaccel.ops.jax.kernels import jax_kernels
 from polyaccel.types import DeviceId, DType
 
 _STATE = b"polyaccel jax seed "
@@ -40,7 +40,7 @@ def device_plugin(platform: str) -> type[JaxAccelerator] | None:
 class JaxAccelerator(Accelerator):
     """A platform of JAX that no plugin is for. `device_plugin` makes the classes."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     torch_device_type: ClassVar[str | None] = None
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class JaxAccelerator(Accelerator):
             total = ones.raw if dtype is DType.BOOL else ones.raw + ones.raw
             return bool((np.asarray(total) == (1 if dtype is DType.BOOL else 2)).all())
 
-        return jax.dtypes.canonicalize_dtype(dtype.value).name == dtype.value and _works(add)
+        return jax.dtypes.canonicalize_dtype(dtype.value).name == dtype.value and presence.works(add)
 
     def kernels(self) -> KernelTable:
         return jax_kernels()
@@ -133,7 +133,7 @@ class JaxAccelerator(Accelerator):
         """Does nothing: JAX counts from the start of the process."""
 
     def manual_seed(self, seed: int) -> None:
-        """Kept for `rng_state`: functions of JAX are given their keys."""
+        """Keep the seed for `rng_state`. It seeds no generator, because functions of JAX are given their keys."""
         self._seed = seed
 
     def rng_state(self) -> bytes:
@@ -154,11 +154,3 @@ class JaxAccelerator(Accelerator):
 
     def current_stream(self) -> Stream:
         return DeviceQueue(self.synchronize)
-
-
-def _works(attempt: Callable[[], object]) -> bool:
-    """Whether it neither raises nor says no. Devices refuse in their own ways."""
-    try:
-        return attempt() is not False
-    except Exception:
-        return False

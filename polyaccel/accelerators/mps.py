@@ -1,6 +1,7 @@
 """The GPU of Apple silicon, by torch's mps device. Written against torch's documentation; not run on hardware.
 
-There is one device and one queue, and no count of peak memory: the peak is the largest number that was asked for.
+There is one device and one queue. torch counts no peak memory there: the peak is the largest use that `memory_stats`
+has seen.
 """
 
 from __future__ import annotations

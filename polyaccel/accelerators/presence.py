@@ -1,6 +1,7 @@
-"""What is on this machine, found out without importing torch: device files, and what the installed torch was built for.
+"""The devices of this machine, found without importing torch: by their files, and by what torch was built for.
 
-Every accelerator's `probe()` is made of these. A package that can be imported proves nothing about a device.
+The `probe()` of every built-in accelerator is made of these functions. That a package can be imported proves nothing
+about a device.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,7 @@ def loaded_torch() -> Any:
 
 
 def ask_torch(device_type: str) -> Probe | None:
-    """What the loaded torch says of its devices of this type; None when torch is not loaded."""
+    """The answer of a probe that asks the loaded torch for devices of this type; None when torch is not loaded."""
     torch = loaded_torch()
     if torch is None:
         return None
@@ -49,9 +50,9 @@ def ask_torch(device_type: str) -> Probe | None:
 
 
 def torch_build() -> dict[str, str] | None:
-    """What the installed torch was built for: {"version": "2.13.0+cpu", "cuda": "12.8", "hip": ..., "xpu": ...}.
+    """Version and toolkits of the installed torch: {"version": "2.13.0+cpu", "cuda": "12.8", "hip": ..., "xpu": ...}.
 
-    Toolkits it was built without are missing. None without torch. Reads the file `torch/version.py`.
+    Toolkits that it was built without are missing. None without torch. Reads the file `torch/version.py`.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -83,6 +84,14 @@ def hidden_by(variable: str) -> str | None:
 def first_existing(patterns: Iterable[str]) -> str | None:
     """The first path that matches one of the glob `patterns`."""
     return next((path for pattern in patterns for path in sorted(glob(pattern))), None)
+
+
+def works(attempt: Callable[[], object]) -> bool:
+    """Whether `attempt` neither raises nor returns False. Devices refuse by exceptions of every kind."""
+    try:
+        return attempt() is not False
+    except Exception:
+        return False
 
 
 def intel_render_node() -> str | None:

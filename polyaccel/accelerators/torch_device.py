@@ -1,11 +1,14 @@
-"""What devices share whose memory torch manages: `TorchAccelerator`, over torch's device module (`torch.cuda`, ...).
+"""`TorchAccelerator`: all that devices with memory of torch's have in common.
+
+It works through torch's module of the device (`torch.cuda`, ...).
 
 torch is imported when a method needs it, never by importing this module, so that plugins can be listed and probed in a
 process without torch.
 
-Such a module has, by torch's documentation of accelerators: device_count, current_device, set_device, synchronize,
-Stream, Event, stream, current_stream, get_rng_state, set_rng_state, memory_allocated, max_memory_allocated,
-memory_reserved, reset_peak_memory_stats and mem_get_info. A device that lacks some overrides the method here.
+By torch's documentation of accelerators, the module of a device has: device_count, current_device, set_device,
+synchronize, Stream, Event, stream, current_stream, get_rng_state, set_rng_state, memory_allocated,
+max_memory_allocated, memory_reserved, reset_peak_memory_stats and mem_get_info. An accelerator whose module lacks one
+of them overrides the method here that calls it.
 """
 
 from __future__ import annotations
@@ -93,22 +96,22 @@ class TorchAccelerator(Accelerator):
         return device
 
     def kernels(self) -> KernelTable:
-        from polyaccel.ops.torch_kernels import torch_kernels
+        from polyaccel.ops.torch.kernels import torch_kernels
 
         return torch_kernels()
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
-        from polyaccel.accelerators.torch_memory import allocate_torch
+        from polyaccel.accelerators.memory.torch import allocate_torch
 
         return allocate_torch(numel, dtype, self._torch_device(), pinned=pinned)
 
     def wrap(self, array: Any) -> Buffer:
-        from polyaccel.accelerators.torch_memory import wrap_torch
+        from polyaccel.accelerators.memory.torch import wrap_torch
 
         return wrap_torch(array)
 
     def import_array(self, array: Any) -> Buffer:
-        from polyaccel.accelerators.torch_memory import import_torch
+        from polyaccel.accelerators.memory.torch import import_torch
 
         return import_torch(array)
 
@@ -186,3 +189,16 @@ class TorchAccelerator(Accelerator):
     def current_stream(self) -> Stream:
         module = self._module
         return TorchStream(module, module.current_stream())
+
+
+def torch_device_of(accelerator: Accelerator) -> torch.device:
+    """The torch device that modules live on. Raises PluginContractError for an accelerator that torch does not know."""
+    if accelerator.torch_device_type is None:
+        raise PluginContractError(
+            f"accelerator {accelerator.name!r} has no torch device", cure="choose one that torch knows, such as cpu"
+        )
+    import torch
+
+    index = accelerator.current_device().index
+    kind = accelerator.torch_device_type
+    return torch.device(kind) if index is None else torch.device(kind, index)

@@ -1,12 +1,11 @@
 """Any device that torch knows, without a plugin of ours: `device_plugin("name")`.
 
-Packages teach torch a device by the entry-point group `torch.backends`, or when a script imports them. What such a
-device can do is found by trying it, once, when its capabilities are asked; what it cannot do is in their notes.
+Packages teach torch a device by the entry-point group `torch.backends`, or when a script imports them. The abilities of
+such a device are tried once, when its capabilities are asked; those that it lacks are listed in their notes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,8 +14,8 @@ import torch
 
 from polyaccel.accelerators import presence
 from polyaccel.accelerators.base import Capabilities, DeviceQueue, MemoryStats, Probe, Stream
+from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.accelerators.torch_device import TorchAccelerator
-from polyaccel.accelerators.torch_memory import torch_dtype
 from polyaccel.buffer import Buffer
 from polyaccel.types import DType
 
@@ -25,7 +24,7 @@ _NAMED_OTHERWISE = {
     "set_device": "set_device_index",
     "mem_get_info": "get_memory_info",
 }
-"""Functions of a device's module whose like in `torch.accelerator` has another name."""
+"""Functions of a device's module that have another name in `torch.accelerator`, and that name."""
 
 
 def device_plugin(device_type: str) -> type[GenericAccelerator] | None:
@@ -46,7 +45,8 @@ class DeviceModule:
         self._own = torch.get_device_module(device_type)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError when neither has it."""
+        """The attribute of the device's own module, else of `torch.accelerator`. Raises AttributeError if neither has
+        it."""
         if hasattr(self._own, name):
             return getattr(self._own, name)
         return getattr(torch.accelerator, _NAMED_OTHERWISE.get(name, name))
@@ -64,7 +64,7 @@ class DeviceModule:
 class GenericAccelerator(TorchAccelerator):
     """A device of torch's that no plugin is for. `device_plugin` makes the classes."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
 
     @classmethod
     def probe(cls) -> Probe:
@@ -88,19 +88,19 @@ class GenericAccelerator(TorchAccelerator):
             super(GenericAccelerator, self).current_stream().wait(event)
             event.synchronize()
 
-        return _works(use)
+        return presence.works(use)
 
     @cached_property
     def _has_memory_stats(self) -> bool:
-        return _works(super().memory_stats)
+        return presence.works(super().memory_stats)
 
     @cached_property
     def _has_generator(self) -> bool:
-        return _works(super()._generator_state)
+        return presence.works(super()._generator_state)
 
     @cached_property
     def _pins(self) -> bool:
-        return _works(lambda: super(GenericAccelerator, self).allocate(1, DType.UINT8, pinned=True))
+        return presence.works(lambda: super(GenericAccelerator, self).allocate(1, DType.UINT8, pinned=True))
 
     def _computes(self, dtype: DType) -> bool:
         def add() -> bool:
@@ -108,7 +108,7 @@ class GenericAccelerator(TorchAccelerator):
             total = two.clone() if dtype is DType.BOOL else two + two
             return bool((total.cpu() == (1 if dtype is DType.BOOL else 2)).all())
 
-        return _works(add)
+        return presence.works(add)
 
     @cached_property
     def _capabilities(self) -> Capabilities:
@@ -133,7 +133,7 @@ class GenericAccelerator(TorchAccelerator):
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         if pinned and not self._pins:
-            from polyaccel.accelerators.torch_memory import allocate_torch
+            from polyaccel.accelerators.memory.torch import allocate_torch
 
             return allocate_torch(numel, dtype, torch.device("cpu"))
         return super().allocate(numel, dtype, pinned=pinned)
@@ -157,11 +157,3 @@ class GenericAccelerator(TorchAccelerator):
 
     def current_stream(self) -> Stream:
         return super().current_stream() if self._has_streams else DeviceQueue(self.synchronize)
-
-
-def _works(attempt: Callable[[], object]) -> bool:
-    """Whether it neither raises nor says no. Devices refuse in their own ways."""
-    try:
-        return attempt() is not False
-    except Exception:
-        return False

@@ -1,9 +1,9 @@
 """A module of torch as a function of JAX.
 
 [Note: Modules with a will of their own]
-JAX needs a function whose result its arguments decide. So before a form of arguments is compiled, the module runs once
-on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch norm in
-training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
+JAX needs a function whose result depends on its arguments alone. So before a form of arguments is compiled, the module
+runs once on zeros: its results' shapes are learnt, and a module that draws random numbers or changes a buffer (batch
+norm in training) is refused. Whether it trains or evaluates is a constant of the program like the shapes.
 
 [Note: One at a time]
 A module computes with the parameters that are in it, so JAX's are put there for the time of a call, its backward
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyaccel.bridge.exchange_torch_jax import Exchange, narrow
+from polyaccel.bridge.handover_torch_jax import Handover, narrow
 from polyaccel.bridge.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.views import CopyCount
-from polyaccel.torch.sharded import require_whole
+from polyaccel.torch.gathering.sharded import require_whole
 
 _SEEDING = Lock()  # torch's generator is one for all threads
 
@@ -40,11 +40,11 @@ def as_jax(module: nn.Module) -> TorchFunction:
     """A function `fn(params, *args, rng=None, **kwargs)` of JAX that runs `module`, which must be on the CPU.
 
     `fn.params` are copies of the parameters that want gradients, by full name; the others, and buffers, are constants.
-    Arguments are pytrees of arrays; what else is in them is a constant of the compiled program. `rng` is a random key,
+    Arguments are pytrees of arrays; anything else in them is a constant of the compiled program. `rng` is a random key,
     needed by modules that draw random numbers, and decides them. Results are the module's, with arrays for tensors.
 
-    Works under `jit`, `grad` of any order and `vmap` (one call an element), and from any thread. The backward computes
-    again what it needs. Each callback costs about 0.2 ms, and results are copied once. While a program runs, the module
+    Works under `jit`, `grad` of any order and `vmap` (one call an element), and from any thread. The backward pass runs
+    the module again. Each callback costs about 0.2 ms, and results are copied once. While a program runs, the module
     holds the program's parameters.
 
     Raises ShardingError for a module that an engine holds sharded, PolyaccelError for one that is not on the CPU.
@@ -53,7 +53,7 @@ def as_jax(module: nn.Module) -> TorchFunction:
 
 
 class TorchFunction:
-    """See `as_jax`."""
+    """The function that `as_jax` gives."""
 
     def __init__(self, module: nn.Module) -> None:
         require_whole(module)
@@ -65,7 +65,7 @@ class TorchFunction:
                     value=str(tensor.device),
                 )
         self.module = module
-        self._exchange = Exchange()
+        self._handover = Handover()
         self._names = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
         self._operations: dict[Hashable, tuple[HostOperation, Any]] = {}
 
@@ -74,12 +74,12 @@ class TorchFunction:
         """Copies of the module's parameters as they are now, by full name."""
         with _held(self.module):
             named = dict(self.module.named_parameters())
-        return {name: jnp.array(self._exchange.to_jax(named[name]), copy=True) for name in self._names}
+        return {name: jnp.array(self._handover.to_jax(named[name]), copy=True) for name in self._names}
 
     @property
     def copies(self) -> CopyCount:
         """How many arrays went to torch and tensors came back so far, copied and not."""
-        return self._exchange.count()
+        return self._handover.count()
 
     def __call__(self, params: Any, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
         """The module's result. Raises PolyaccelError for parameters of other names, and for a module that JAX cannot
@@ -137,7 +137,7 @@ class TorchFunction:
         if odd:
             raise PolyaccelError(f"the module returned a {odd[0]}", cure="return tensors only", value=odd[0])
         results = [describe(narrow(leaf)) for leaf in leaves]
-        return HostOperation(run, arguments, results, self._exchange), structure
+        return HostOperation(run, arguments, results, self._handover), structure
 
     def _function(
         self, form: Any, constants: Sequence[Any]
@@ -166,7 +166,7 @@ _turns_lock = Lock()
 
 @contextmanager
 def _held(module: nn.Module) -> Iterator[None]:
-    """Nobody else calls `module` or a part of it. See [Note: One at a time]."""
+    """Keep other threads from calling `module` or a part of it. See [Note: One at a time]."""
     with _turns_lock:
         turns = [_turns.setdefault(part, RLock()) for part in sorted(module.modules(), key=id)]  # one order for all
     with ExitStack() as held:

@@ -1,9 +1,9 @@
 """A differentiable function of torch as one of JAX, by callbacks to the host: under jit, with gradients of any order.
 
 [Note: What JAX may believe]
-JAX may call a pure function as often as it likes, and so do we: the backward computes again what it needs. Hence a
-function that changes its inputs is refused, and one that depends on anything but its inputs is refused by who made it
-(`jax_function_of_torch`).
+JAX may call a pure function as often as it likes, and the backward pass here runs it again. Hence a function that
+changes its inputs is refused here, and one that depends on anything but its inputs is refused by
+`jax_function_of_torch`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from polyaccel.bridge.exchange_torch_jax import Exchange, narrow
+from polyaccel.bridge.handover_torch_jax import Handover, narrow
 from polyaccel.errors import PolyaccelError
 
 TensorFn = Callable[..., Sequence[Tensor]]
-"""Of an ExitStack and tensors: what it enters there lasts until its results' gradients are computed."""
+"""A function of an ExitStack and tensors. Contexts that it enters there last until its results' gradients are
+computed."""
 
 
 class HostOperation:
@@ -35,12 +36,12 @@ class HostOperation:
         run: TensorFn,
         arguments: Sequence[jax.ShapeDtypeStruct],
         results: Sequence[jax.ShapeDtypeStruct],
-        exchange: Exchange,
+        handover: Handover,
     ) -> None:
         self._run = run
         self._arguments = tuple(arguments)
         self._results = tuple(results)
-        self._exchange = exchange
+        self._handover = handover
         self._function = jax.custom_vjp(self._call_host)
         self._function.defvjp(self._save, self._pull)
 
@@ -68,7 +69,7 @@ class HostOperation:
         """(arguments, gradients of the inexact results) to the gradients of the inexact arguments."""
         given = [result for result in self._results if _is_inexact(result)]
         wanted = [argument for argument in self._arguments if _is_inexact(argument)]
-        return HostOperation(self._run_gradient, [*self._arguments, *given], wanted, self._exchange)
+        return HostOperation(self._run_gradient, [*self._arguments, *given], wanted, self._handover)
 
     def _run_gradient(self, until: ExitStack, *tensors: Tensor) -> Sequence[Tensor]:
         count = len(self._arguments)
@@ -96,7 +97,7 @@ class HostOperation:
     def _on_host(self, *arrays: Any) -> tuple[np.ndarray[Any, Any], ...]:
         tensors = [from_dlpack(array) for array in arrays]
         for array, tensor in zip(arrays, tensors, strict=True):
-            self._exchange.note(tensor.numel() == 0 or array.unsafe_buffer_pointer() == tensor.data_ptr())
+            self._handover.note(tensor.numel() == 0 or array.unsafe_buffer_pointer() == tensor.data_ptr())
         with torch.no_grad(), ExitStack() as until:
             results = self._run(until, *tensors)
         require_unwritten(tensors)
@@ -114,7 +115,7 @@ class HostOperation:
                 cure="let shapes and types of results depend on those of the inputs only",
                 value=tuple(tensor.shape),
             )
-        self._exchange.note(False)
+        self._handover.note(False)
         plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         raw = plain.view(torch.uint8).numpy()  # numpy has no name for some of torch's types, but JAX's dtypes do
         return raw.view(expected.dtype).reshape(expected.shape)  # type: ignore[no-any-return]

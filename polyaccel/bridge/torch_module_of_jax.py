@@ -15,27 +15,27 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 from torch.utils.dlpack import from_dlpack
 
-from polyaccel.bridge.exchange_torch_jax import Exchange
-from polyaccel.bridge.torch_operation_of_jax import Operation
+from polyaccel.bridge.handover_torch_jax import Handover
+from polyaccel.bridge.torch_operation_of_jax import JaxOperation
 from polyaccel.errors import PolyaccelError
-from polyaccel.jax.constants import require_no_parameter
+from polyaccel.jax.program.function import require_no_parameter
 from polyaccel.jax.pytree import as_array, named_leaves
 from polyaccel.jax.views import CopyCount, address_of
-from polyaccel.torch.leaf_modules import set_z3_leaf_module
+from polyaccel.torch.params.leaf_modules import set_z3_leaf_module
 
 
 def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
     """A module that calls `fn(params, *args, **kwargs)`, a function of JAX, on tensors.
 
     `params` is a pytree of arrays. Floating leaves become trained parameters and others buffers, copies all of them,
-    named by their path: `params["blocks"][0]["w"]` is "blocks.0.w". Arguments are pytrees of tensors; what else is in
+    named by their path: `params["blocks"][0]["w"]` is "blocks.0.w". Arguments are pytrees of tensors; anything else in
     them (numbers, strings, None) is a constant of the compiled program, as is every shape, so that new ones compile
     anew; layers of one function share their programs. Results are the function's, with tensors for arrays, on the
     device of the arguments.
 
-    Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. What the backward needs is
-    computed again then (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
-    compiles what is around. Transforms of `torch.func` are refused.
+    Gradients of any order, `torch.utils.checkpoint`, threads, and every stage of ZeRO work. The backward pass runs the
+    function again (see [Note: Recomputation] in `torch_operation_of_jax`). `torch.compile` leaves it as it is and
+    compiles the model around it. Transforms of `torch.func` are refused.
 
     Raises ShardingError for leaves that are no arrays or whose names clash; a call does for a function that closed over
     parameters in place of using its first argument.
@@ -44,7 +44,7 @@ def as_torch(fn: Callable[..., Any], params: Any) -> JaxModule:
 
 
 class JaxModule(nn.Module):
-    """See `as_torch`."""
+    """The module that `as_torch` gives."""
 
     def __init__(self, fn: Callable[..., Any], params: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class JaxModule(nn.Module):
     @property
     def copies(self) -> CopyCount:
         """How many tensors went to JAX and arrays came back so far, copied and not. Prints as "zero-copy 76/76"."""
-        return self._call.exchange.count()
+        return self._call.handover.count()
 
     @torch.compiler.disable(reason="a function of JAX is compiled by JAX")  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +80,12 @@ class JaxModule(nn.Module):
 
 
 class _Call:
-    """`fn` with parameters of the given tree structure and names, and the count of what it takes and gives."""
+    """`fn` with parameters of the given tree structure and names, and the count of tensors and arrays that it takes and
+    gives."""
 
     def __init__(self, fn: Callable[..., Any], structure: Any, names: tuple[str, ...]) -> None:
         self.fn = fn
-        self.exchange = Exchange()
+        self.handover = Handover()
         self._structure = structure
         self._names = names
         self._programs = _shared_programs(fn, structure, names)
@@ -104,7 +105,7 @@ class _Call:
         odd = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, Hashable))})
         if odd:
             raise PolyaccelError(f"a {odd[0]} was passed to a function of JAX", cure="pass tensors", value=odd)
-        return self._programs.operation(form, constants)(self.exchange, *params, *tensors)
+        return self._programs.operation(form, constants)(self.handover, *params, *tensors)
 
 
 class _Programs:
@@ -115,22 +116,22 @@ class _Programs:
         self._structure = structure
         self._names = names
         self._originals: list[tuple[str, ref[Any]]] = []
-        self._operations: dict[Hashable, Operation] = {}
+        self._operations: dict[Hashable, JaxOperation] = {}
 
     def know(self, originals: Mapping[str, Any]) -> None:
         arrays = {fqn: leaf for fqn, leaf in originals.items() if isinstance(leaf, (jax.Array, np.ndarray))}
         self._originals += [(fqn, ref(array)) for fqn, array in arrays.items()]
 
-    def operation(self, form: Any, constants: tuple[Any, ...]) -> Operation:
-        """That of arguments of tree structure `form`, whose leaves are `constants`, or tensors."""
+    def operation(self, form: Any, constants: tuple[Any, ...]) -> JaxOperation:
+        """The operation for arguments of tree structure `form`, whose leaves are `constants`, or tensors."""
         found = self._operations.get((form, constants))
         if found is None:
-            found = Operation(self._function(form, constants), self._require_own_params)
+            found = JaxOperation(self._function(form, constants), self._require_own_params)
             found = self._operations.setdefault((form, constants), found)  # another thread may have been here first
         return found
 
     def _require_own_params(self, program: ClosedJaxpr, arrays: Sequence[jax.Array]) -> None:
-        """Raise ShardingError for a program that closed over parameters or what they are copies of."""
+        """Raise ShardingError for a program that closed over parameters, or over the arrays that they are copies of."""
         present = zip(self._names, arrays[: len(self._names)], strict=True)
         known = [*present, *((fqn, original()) for fqn, original in self._originals)]
         owners = {address_of(array): fqn for fqn, array in known}

@@ -1,10 +1,11 @@
 """A compiled function of JAX as an operation of torch's autograd, differentiable any number of times.
 
 [Note: Recomputation]
-The operation saves its inputs, by autograd's own means, and computes again what its backward needs. So autograd
+The operation saves its inputs, by autograd's own means, and its backward pass computes the rest again. So autograd
 notices an input that was changed in between; activation checkpointing and `save_on_cpu` work; and of a sharded
-parameter not the memory is saved, which others use by the time of the backward. Residuals that JAX would keep are
-views of the very inputs, unseen by torch: an update between forward and backward would give wrong gradients in silence.
+parameter no memory is saved, which other parameters use by the time of the backward pass. Residuals that JAX would keep
+are views of the very inputs, unseen by torch: an update between forward and backward would give wrong gradients in
+silence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from jax.extend.core import ClosedJaxpr
 from torch import Tensor
 
-from polyaccel.bridge.exchange_torch_jax import Exchange, is_differentiable
+from polyaccel.bridge.handover_torch_jax import Handover, is_differentiable
 
 ArrayFn = Callable[..., Any]
 """Arrays to a pytree of arrays."""
@@ -28,7 +29,7 @@ Check = Callable[[ClosedJaxpr, Sequence[jax.Array]], None]
 """Raises if a program must not run on these arrays."""
 
 
-class Operation:
+class JaxOperation:
     """`fn`, arrays to a pytree of arrays, on tensors. Its gradient is such an operation again.
 
     `check` is called before the first computation with arrays of new shapes; the gradients' programs hold no other
@@ -40,20 +41,20 @@ class Operation:
         self._compiled = jax.jit(fn)
         self._check = check
         self._checked: set[Any] = set()
-        self._gradients: dict[Any, Operation] = {}
+        self._gradients: dict[Any, JaxOperation] = {}
 
-    def __call__(self, exchange: Exchange, *tensors: Tensor) -> Any:
-        """The result, a pytree of tensors; `exchange` counts what is handed over, in the backward too."""
+    def __call__(self, handover: Handover, *tensors: Tensor) -> Any:
+        """The result, a pytree of tensors; `handover` counts tensors and arrays, those of the backward pass too."""
         structures: list[Any] = []
-        results = _Apply.apply(self, exchange, structures, *tensors)  # type: ignore[no-untyped-call]
+        results = _Apply.apply(self, handover, structures, *tensors)  # type: ignore[no-untyped-call]
         return jax.tree.unflatten(structures[0], results)
 
-    def compute(self, exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def compute(self, handover: Handover, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The results, without a graph, and their tree structure."""
-        arrays = [exchange.to_jax(tensor) for tensor in tensors]
+        arrays = [handover.to_jax(tensor) for tensor in tensors]
         self._require_checked(arrays)
         leaves, structure = jax.tree.flatten(jax.block_until_ready(self._compiled(*arrays)))
-        return exchange.to_torch(leaves, arrays), structure
+        return handover.to_torch(leaves, arrays), structure
 
     def _require_checked(self, arrays: Sequence[jax.Array]) -> None:
         if self._check is None:
@@ -63,11 +64,11 @@ class Operation:
             self._check(self._compiled.trace(*arrays).jaxpr, arrays)
             self._checked.add(signature)
 
-    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Operation:
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> JaxOperation:
         """(inputs, gradients of the `given` results) to a tuple of the gradients of the `wanted` inputs."""
         found = self._gradients.get((wanted, given))
         if found is None:
-            found = Operation(_gradient_of(self._fn, wanted, given))
+            found = JaxOperation(_gradient_of(self._fn, wanted, given))
             found = self._gradients.setdefault((wanted, given), found)  # another thread may have been here first
         return found
 
@@ -94,11 +95,11 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operation: Operation, exchange: Exchange, structures: list[Any], *tensors: Tensor
+        ctx: Any, operation: JaxOperation, handover: Handover, structures: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        results, structure = operation.compute(exchange, tensors)
+        results, structure = operation.compute(handover, tensors)
         structures.append(structure)
-        ctx.operation, ctx.exchange = operation, exchange
+        ctx.operation, ctx.handover = operation, handover
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(result for result in results if not is_differentiable(result)))
@@ -112,5 +113,5 @@ class _Apply(torch.autograd.Function):
             return (None,) * (len(wanted) + 3)
         operation = ctx.operation.gradient(wanted, given)
         given_gradients = (one for one in gradients if one is not None)
-        found = iter(operation(ctx.exchange, *ctx.saved_tensors, *given_gradients))
+        found = iter(operation(ctx.handover, *ctx.saved_tensors, *given_gradients))
         return None, None, None, *(next(found) if is_wanted else None for is_wanted in wanted)

@@ -6,10 +6,10 @@
     <tag>/save-0001/rank00000.bin
 
 [Note: Commit]
-Only what a commit marker names exists. The marker is written last, in one atomic replacement, after every file it
-stands for is durable, so a save that was cut short leaves a folder that nobody refers to. Saving a tag again writes
-another `save-` folder beside the first and then replaces the marker: at every instant the tag is the old checkpoint or
-the new one, whole. The old folder goes only after that, and `latest` moves only after the marker.
+A save exists only where a commit marker names it. The marker is written last, in one atomic replacement, after every
+file it stands for is durable, so a save that was cut short leaves a folder that no marker names. Saving a tag again
+writes another `save-` folder beside the first and then replaces the marker: at every instant the tag is the old
+checkpoint or the new one, whole. The old folder goes only after that, and `latest` moves only after the marker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVE_PREFIX = "save-"
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit marker: the save that `tag` is, and its manifest's length and checksum (zlib's crc32).
+    """A commit marker: the save that counts for `tag`, and the length and checksum (zlib's crc32) of its manifest.
 
     `saved_at_s` is seconds since 1970 by the clock of rank 0; it orders the tags of a directory.
     """
@@ -96,7 +96,7 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
 
 
 def write_commit(storage: Storage, commit: Commit) -> None:
-    """Make `commit` what its tag is."""
+    """Let the tag's marker name this save from now on."""
     storage.write(f"{commit.tag}/{MARKER}", [commit.to_bytes()])
 
 
@@ -122,7 +122,7 @@ def save_folders(storage: Storage, tag: str) -> tuple[str, ...]:
 
 
 def next_save(storage: Storage, tag: str) -> str:
-    """A `save-` name above every one that the tag has."""
+    """The name of a new `save-` folder, numbered above all that the tag has."""
     numbers = (name.removeprefix(SAVE_PREFIX) for name in save_folders(storage, tag))
     newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
     return f"{SAVE_PREFIX}{newest + 1:04d}"

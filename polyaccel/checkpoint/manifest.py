@@ -1,4 +1,5 @@
-"""What a checkpoint holds, in coordinates that no world size, bucket size or framework has a part in.
+"""The manifest: the contents of a checkpoint, in coordinates that no world size, bucket size or framework has a part
+in.
 
 A tensor is named by its parameter's `fqn` and a `kind` ("param", "master", or the name of an optimizer state). It is
 stored as *pieces*: runs of its flattened elements, each somewhere in some rank's file with a checksum. The pieces of a
@@ -19,7 +20,7 @@ from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.types import DType
 
 FORMAT = (1, 0)
-"""Version of what is on disk. Another major cannot be read; a newer minor only adds fields, which are ignored."""
+"""Version of the format on disk. Another major cannot be read; a newer minor only adds fields, which are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ class BlobEntry:
 class Manifest:
     """One complete checkpoint.
 
-    `files` gives the length in bytes of each file, `scalars` a tree of plain values, and `blobs[rank]` what rank `rank`
-    of the `world_size` saving ranks kept for itself.
+    `files` gives the length in bytes of each file, `scalars` a tree of plain values, and `blobs[rank]` the bytes
+    that rank `rank` of the `world_size` saving ranks saved for itself.
     """
 
     tag: str

@@ -1,4 +1,4 @@
-"""A checkpoint under other names: what one framework saved, read by the parameters of another.
+"""A checkpoint under other names: tensors that one framework saved, read by the parameters of another.
 
 Tensors are the same numbers under other names, perhaps with their axes in another order; optimizer states go along.
 Nothing is rewritten: a range is read from where it was saved, and only a tensor whose axes differ is read whole.
@@ -28,7 +28,7 @@ torch call and lay out the same layers, in both directions: kernel, embedding an
 
 
 class Part(Protocol):
-    """A parameter that is a part of another one, `fqn`, along whose first axis it is stacked with its like."""
+    """A parameter that was saved as a part of another one, `fqn`: as one index of its first axis."""
 
     @property
     def fqn(self) -> str: ...
@@ -40,7 +40,8 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a parameter stands: `start` counts elements whose axes are in the parameter's order."""
+    """Where a parameter was saved: in the tensor `name`, with its axes in another order, from element `start` on, which
+    is counted in the parameter's order of axes."""
 
     name: str
     axes: Axes | None = None
@@ -50,8 +51,8 @@ class _Source:
 class RenamedReader:
     """`reader` as seen by parameters of these `shapes` (by name); reads like a `CheckpointReader`.
 
-    `parts`, by name, take the place of those that they are parts of. Raises CheckpointError when two parameters are
-    mapped to one.
+    `parts`, by name, are listed in place of the parameters that they are parts of. Raises CheckpointError when two
+    parameters are mapped to one.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RenamedReader:
         return count
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Every tensor under the reader's names, without its pieces where the axes differ or it is a part."""
+        """Every tensor under its parameter's name; without its pieces where the axes differ or it is a part."""
         return tuple(part for entry in self._reader.tensors() for part in self._in_parts(self._renamed(entry)))
 
     def has(self, fqn: str, kind: str) -> bool:
@@ -102,7 +103,7 @@ class RenamedReader:
         *,
         cast_through: Callable[[int, DType], Buffer],
     ) -> None:
-        """As `CheckpointReader.read_into`, in the coordinates of the parameter."""
+        """Like `CheckpointReader.read_into`; `start` and `length` count elements in the parameter's order of axes."""
         source = self._source_of(fqn)
         start += source.start
         if source.axes is None:

@@ -1,4 +1,4 @@
-"""What a rank brings to a save: `TensorPiece`, and the file in which a rank's pieces and blobs are laid out."""
+"""A rank's part of a save: its `TensorPiece`s, and the file in which they and its blobs are laid out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from polyaccel.types import DType
 
 PIECE_ALIGNMENT_NBYTES = 64
 MAX_PIECE_NBYTES = 16 * 2**20
-"""Longer runs are stored as several pieces, which bounds the memory of whoever writes, reads and verifies them."""
+"""Longer runs are stored as several pieces, which bounds the memory for writing, reading and verifying them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Something to save: `buffer` holds elements [start, start + buffer.numel) of the flattened tensor.
+    """A part of a tensor to save: `buffer` holds elements [start, start + buffer.numel) of the flattened tensor.
 
     `kind` is "param", "master" or the name of an optimizer state; `shape` is that of the whole tensor; `dtype` is the
     buffer's. Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is made known by

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.agreement import agreed, meet, on_rank_0
 from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, read_latest, tag_names
 from polyaccel.checkpoint.manifest import Manifest, Piece, TensorEntry
+from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TagStatus:
-    """A tag and what is wrong with it, nothing if `problem` is empty. `saved_at_s` is 0 where no marker says it."""
+    """A tag, and the problem that keeps it from being loaded, if it is not empty.
+
+    `saved_at_s` is seconds since 1970 by the saving rank's clock, 0 where no marker says it.
+    """
 
     tag: str
     saved_at_s: float
@@ -33,7 +36,7 @@ class TagStatus:
 
 
 class CheckpointReader:
-    """A complete checkpoint, open for reading. `commit` says which; nothing is held open."""
+    """The complete checkpoint that `commit` names, for reading. Holds no file open."""
 
     def __init__(self, storage: Storage, commit: Commit, manifest: Manifest) -> None:
         self.storage = storage
@@ -106,7 +109,7 @@ class CheckpointReader:
                 target.copy_from(stored)
 
     def rank_blobs(self, rank: int) -> dict[str, bytes]:
-        """What rank `rank` of the saving ranks kept for itself, verified, by name."""
+        """The bytes that rank `rank` of the saving ranks saved for itself, by name, verified."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"{self.commit.tag!r} was saved by {self.world_size} ranks and has no blobs of rank {rank}",
@@ -198,14 +201,14 @@ def open_checkpoint(
 
 
 def list_checkpoints(source: Storage | str | os.PathLike[str]) -> tuple[TagStatus, ...]:
-    """Every tag, newest first, with what keeps it from being loaded. Manifests are read, tensors are not."""
+    """Every tag, newest first, and the problems that keep tags from being loaded. Reads manifests, but no tensors."""
     storage = as_storage(source)
     found = [_status(storage, tag) for tag in tag_names(storage)]
     return tuple(sorted(found, key=lambda status: (status.saved_at_s, status.tag), reverse=True))
 
 
 def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointReader:
-    """Open what was asked for, or explain why not and what could be."""
+    """Open the checkpoint that was asked for. Raises CheckpointError that lists those that could be opened instead."""
     try:
         wanted = read_latest(storage) if tag is None else check_tag(tag)
         if wanted is None:
@@ -271,7 +274,7 @@ def _status(storage: Storage, tag: str) -> TagStatus:
 
 
 def _inventory(storage: Storage, tags: Sequence[TagStatus]) -> str:
-    """What a directory holds, in a sentence."""
+    """A sentence that lists the checkpoints of a directory."""
     if not tags:
         return (
             f"{storage.location} holds no checkpoint" if storage.names() else f"{storage.location} is empty or missing"

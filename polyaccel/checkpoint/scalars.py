@@ -1,7 +1,7 @@
-"""Plain Python values as JSON, exactly: counters, hyperparameters, and what the user calls client state.
+"""Plain Python values as JSON, exactly: counters, hyperparameters, and the user's client state.
 
-None, bool, int, float, str, list, tuple, bytes and dict with str keys come back equal and of the same type. What
-JSON does not have is written as an object with a single key that starts with `$`: `{"$tuple": [1, 2]}`,
+None, bool, int, float, str, list, tuple, bytes and dict with str keys come back equal and of the same type. A
+value that JSON does not have is written as an object with a single key that starts with `$`: `{"$tuple": [1, 2]}`,
 `{"$float": "nan"}`, `{"$bytes": "AAE="}` (base64), `{"$int": "0x10000000000000000"}` beyond 64 bits, and
 `{"$dict": [[key, value], ...]}` for a dict in which a key starts with `$` itself.
 """
@@ -22,8 +22,8 @@ def encode_plain(value: Any, where: str) -> Any:
     """`value` as a tree that `json` writes and `decode_plain` takes back.
 
     `where` is the dotted name of `value` in messages. Raises CheckpointError, naming the dotted key and the type, for
-    anything but plain values. Subclasses (numpy's floats, enums, named tuples) count as something else: they would
-    come back as another type.
+    anything but plain values. Subclasses (numpy's floats, enums, named tuples) are refused, because they would come
+    back as another type.
     """
     return _encode(value, where, 0)
 

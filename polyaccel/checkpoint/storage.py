@@ -11,15 +11,14 @@ import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Probe
-from polyaccel.errors import CheckpointError
+from polyaccel.errors import CheckpointError, ConfigError, Problem
 
-API_VERSION = (1, 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR)
 
@@ -27,14 +26,26 @@ _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, e
 class Storage(ABC):
     """A place for files, shared by all ranks. A file has one writer at a time; many may read.
 
-    Every method raises CheckpointError, naming the file, for whatever the place answers.
+    Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
     name: ClassVar[str]
 
-    def __init__(self, location: str | os.PathLike[str]) -> None:
+    def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
+        """`options` are those of `checkpoint.storage`. Raises ConfigError for what `check_options` refuses."""
         self.location = os.fspath(location)
+        self.options = self.check_options(options or {})
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> Any:
+        """What `self.options` will be: a plugin's own model of its options. Raises ConfigError, whose keys begin with
+        `name`. Opens nothing. Without a method of its own a plugin has no options."""
+        if options:
+            raise ConfigError(
+                [Problem(f"{cls.name}.{key}", value, "is no option of this storage") for key, value in options.items()]
+            )
+        return None
 
     @classmethod
     @abstractmethod

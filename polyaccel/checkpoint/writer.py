@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polyaccel.checkpoint.agreement import agreed, meet, on_rank_0
 from polyaccel.checkpoint.commit import (
     MANIFEST,
     Commit,
@@ -27,12 +26,13 @@ from polyaccel.checkpoint.commit import (
 from polyaccel.checkpoint.manifest import Manifest, build_tensors
 from polyaccel.checkpoint.pieces import PIECE_ALIGNMENT_NBYTES, RankFile, TensorPiece
 from polyaccel.checkpoint.scalars import encode_plain
+from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
 TagValidation = Literal["Ignore", "Warn", "Fail"]
-"""What to do when ranks save under different tags. Unless it fails, all of them save under rank 0's."""
+"""The reaction to ranks that save under different tags. Except with "Fail", all of them save under rank 0's."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank saves."""
+    """One rank's part of a save."""
 
     pieces: tuple[TensorPiece, ...]
     scalars: dict[str, Any]
@@ -170,7 +170,7 @@ def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], 
 
 
 def _finish(storage: Storage, commit: Commit, save_latest: bool) -> None:
-    """Move `latest`, then drop what the tag was before."""
+    """Move `latest`, then delete the tag's earlier saves."""
     if save_latest:
         write_latest(storage, commit.tag)
     for folder in save_folders(storage, commit.tag):
@@ -189,7 +189,7 @@ def _abandon(storage: Storage, tag: str, folder: str) -> None:
 
 
 def _discard(storage: Storage, folder: str) -> None:
-    """Remove a folder that no marker names. What cannot be removed wastes room, but harms nobody."""
+    """Remove a folder that no marker names. One that cannot be removed wastes room, but does no harm."""
     try:
         storage.delete_tree(folder)
     except CheckpointError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from polyaccel.comm.ccl_build import build
-from polyaccel.comm.ccl_library import load
+from polyaccel.comm.backends.ccl.build import build
+from polyaccel.comm.backends.ccl.library import load
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from polyaccel.comm.divergence import Divergence, as_text, compare
-from polyaccel.comm.dump import Dump, read_dump
+from polyaccel.comm.watch.divergence import Divergence, as_text, compare
+from polyaccel.comm.watch.dump import Dump, read_dump
 from polyaccel.errors import CommError
 
 

@@ -30,11 +30,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "run": Verb("polyaccel.cli.run", "start the ranks of a training script on this machine"),
         "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
-        "plan": Verb("polyaccel.cli.plan", "say what training will need in memory, traffic and disk, by setting"),
+        "plan": Verb("polyaccel.cli.plan.verb", "say what training will need in memory, traffic and disk, by setting"),
         "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
-        "plugins": Verb("polyaccel.cli.plugins", "list the installed plugins, check one, or begin a new one"),
+        "plugins": Verb("polyaccel.cli.plugins.verb", "list the installed plugins, check one, or begin a new one"),
         "comm": Verb("polyaccel.cli.comm", "say where the ranks of a hanging or failed job diverged"),
-        "doctor": Verb("polyaccel.cli.doctor", "say what works on this machine and what does not"),
+        "doctor": Verb("polyaccel.cli.doctor.verb", "say what works on this machine and what does not"),
     }
 )
 

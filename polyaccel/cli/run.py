@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
-from polyaccel.launch.base import API_VERSION, DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher
-from polyaccel.launch.environment import check_not_nested
+from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher
 from polyaccel.launch.local import plan_local
-from polyaccel.launch.program import python_command
+from polyaccel.launch.program import check_not_nested, python_command
 from polyaccel.registry import PluginGroup, list_plugins, load_plugin
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 def choose_launcher(name: str) -> Launcher:
     """The launcher plugin called `name`. Raises what `load_plugin` does, and LaunchError if it cannot be used here."""
-    plugin: type[Launcher] = load_plugin(PluginGroup.LAUNCHERS, name, Launcher, API_VERSION)
+    plugin: type[Launcher] = load_plugin(PluginGroup.LAUNCHERS, name, Launcher, Launcher.API_VERSION)
     probe = plugin.probe()
     if not probe.usable:
         others = [info.name for info in list_plugins(PluginGroup.LAUNCHERS) if info.name != name]

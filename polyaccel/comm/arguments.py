@@ -1,58 +1,30 @@
-"""What every backend asks of a call before it moves anything, and how a call is named in messages and traces."""
+"""The arguments of a collective: how a whole buffer is cut into the ranks' parts, and what no backend can mean."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from zlib import crc32
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import NO_INFO, CallInfo, check_collective
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType, ReduceOp
 
-
-class Call(NamedTuple):  # made for every collective, in half the time of a frozen dataclass
-    """One collective as its caller described it: what the ranks of a group must agree on, and what it is for.
-
-    `numel` counts the buffer that is whole on this rank (the source of a reduce-scatter, the result of an all-gather).
-    `detail` is whatever else must agree: the reduction, the root, the ranks of a split.
-    """
-
-    op: str
-    numel: int = 0
-    dtype: DType | None = None
-    detail: str = ""
-    info: CallInfo = NO_INFO
-
-    def agrees_with(self, other: Call) -> bool:
-        """Whether two ranks may meet with these calls; what they are for does not matter."""
-        return (self.op, self.numel, self.dtype, self.detail) == (other.op, other.numel, other.dtype, other.detail)
-
-    def agreed(self) -> str:
-        """What ranks must agree on, in words."""
-        size = f" {self.numel} x {self.dtype.value}" if self.dtype else ""
-        return self.op + (f" {self.detail}" if self.detail else "") + size
-
-    def purpose(self) -> str:
-        """What the call is for, in words that follow `agreed`; empty if nobody said."""
-        bucket = f" bucket {self.info.bucket}" if self.info.bucket is not None else ""
-        return bucket + (f" '{self.info.label}'" if self.info.label else "")
-
-    def __str__(self) -> str:
-        return self.agreed() + self.purpose()
+MOST_SHOWN = 8
+"""Counts, or messages of a batch, that a text shows."""
+Counts = tuple[int, ...]
 
 
-def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
-    """Refuse an average of integers, which would be rounded differently by every backend."""
-    if op is ReduceOp.AVG and not dtype.is_floating:
-        raise ShardingError(
-            f"{kind}: the average of {dtype.value} is not defined", cure="use SUM and divide, or cast first", value=op
-        )
+def bounds_of(counts: Counts | None, numel: int, world_size: int) -> list[int]:
+    """Where parts of these `counts` (None: `numel` in equal parts) begin, and where the last one ends."""
+    if counts is None:
+        return [rank * (numel // world_size) for rank in range(world_size + 1)]
+    return [0, *accumulate(counts)]
 
 
-def check_reducible(kind: str, dtype: DType) -> None:
-    """Refuse to add truth values, of which every library means something else."""
-    if dtype is DType.BOOL:
-        raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
+def pieces_of(whole: Buffer, bounds: Sequence[int]) -> list[Buffer]:
+    """`whole`, cut at `bounds`."""
+    return [whole.view(start, end - start) for start, end in pairwise(bounds)]
 
 
 def check_root(kind: str, root: int, world_size: int) -> None:
@@ -73,32 +45,88 @@ def check_members(kind: str, ranks: tuple[int, ...], world_size: int) -> None:
         raise CommError(f"{kind}: {list(ranks)} is not a group", cure="name each member once", value=ranks)
 
 
-def check_equal_parts(out: Buffer, source: Buffer, world_size: int) -> None:
-    """Refuse an all-to-all whose buffers differ or do not divide into a part for every rank."""
-    check_collective("all_to_all", out, source, world_size=1, parts_of="out")
-    part = out.view(0, out.numel // world_size)
-    check_collective("all_to_all", out, part, world_size=world_size, parts_of="out")
+def check_equal_parts(kind: str, out: Buffer, source: Buffer, *, world_size: int, parts_of: str) -> None:
+    """Refuse buffers of which one is not a part for every rank of the other. `parts_of` is which one is cut: `out` or
+    `source`."""
+    whole, part = (out, source) if parts_of == "out" else (source, out)
+    check_part(kind, whole, part, None, 0, world_size)
 
 
-def closed_error(call: Call) -> CommError:
-    """The error of a call after `close`."""
-    return CommError(f"{call} on a closed communicator", cure="close it after the last call")
-
-
-def is_own_part(kind: str, whole: Buffer, part: Buffer, rank: int) -> bool:
-    """Whether `part` is the view of `whole` at `rank * part.numel`: the collective then runs in place.
+def is_own_part(kind: str, whole: Buffer, part: Buffer, start: int) -> bool:
+    """Whether `part` is the view of `whole` at element `start`: the collective then runs in place.
 
     Raises ShardingError when the two overlap in any other way, which no collective can mean.
     """
     if part.numel == 0:
         return False
     offset = part.data_ptr() - whole.data_ptr()
-    if offset == rank * part.nbytes:
+    if offset == start * part.dtype.itemsize:
         return True
     if -part.nbytes < offset < whole.nbytes:
         raise ShardingError(
-            f"{kind}: the two buffers overlap, but the part does not start at element {rank * part.numel} of the whole",
-            cure="for an in-place call pass whole.view(rank * part.numel, part.numel), else separate memory",
+            f"{kind}: the two buffers overlap, but the part does not start at element {start} of the whole",
+            cure=f"for an in-place call pass whole.view({start}, part.numel), else separate memory",
             value=offset,
         )
     return False
+
+
+def check_part(kind: str, whole: Buffer, part: Buffer, counts: Counts | None, rank: int, world_size: int) -> None:
+    if counts is None and part.numel * world_size != whole.numel:
+        raise ShardingError(
+            f"{kind}: {part.numel} elements a rank times {world_size} ranks are not {whole.numel}",
+            cure="pad the whole so that every rank has an equal part, or give counts",
+            value=(part.numel, whole.numel),
+        )
+    check_whole(kind, whole, counts, world_size)
+    if counts is not None and part.numel != counts[rank]:
+        raise ShardingError(
+            f"{kind}: a part of {part.numel} elements, but rank {rank}'s count is {counts[rank]}",
+            cure="give every rank's count in rank order",
+            value=(part.numel, counts),
+        )
+    check_dtypes(kind, part, whole)
+
+
+def check_whole(kind: str, whole: Buffer, counts: Counts | None, world_size: int) -> None:
+    if counts is None:
+        if whole.numel % world_size:
+            raise ShardingError(
+                f"{kind}: {whole.numel} elements are no equal parts for {world_size} ranks",
+                cure="pad the whole so that every rank has an equal part, or give counts",
+                value=whole.numel,
+            )
+    elif len(counts) != world_size or min(counts) < 0 or sum(counts) != whole.numel:
+        raise ShardingError(
+            f"{kind}: counts {shown_counts(counts)} do not cut {whole.numel} elements for {world_size} ranks",
+            cure="give one count a rank, which together are the whole buffer",
+            value=counts,
+        )
+
+
+def check_dtypes(kind: str, one: Buffer, other: Buffer) -> None:
+    if one.dtype is not other.dtype:
+        raise ShardingError(
+            f"{kind}: buffers of {one.dtype.value} and {other.dtype.value}",
+            cure="cast first",
+            value=(one.dtype, other.dtype),
+        )
+
+
+def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
+    """An average of integers would be rounded differently by every backend, and every library means something else by a
+    sum of truth values."""
+    if op is ReduceOp.AVG and not dtype.is_floating:
+        raise ShardingError(
+            f"{kind}: the average of {dtype.value} is not defined", cure="use SUM and divide, or cast first", value=op
+        )
+    if dtype is DType.BOOL:
+        raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
+
+
+def shown_counts(counts: Counts | None) -> str:
+    """The counts, shortened where there are many: messages and notes have little room."""
+    if counts is None or len(counts) <= MOST_SHOWN:
+        return str(list(counts or ()))
+    first = ", ".join(map(str, counts[:MOST_SHOWN]))
+    return f"[{first}, ... {len(counts)} counts, checksum {crc32(repr(counts).encode()):08x}]"

@@ -7,6 +7,7 @@ collectives in the same order. Buffers are flat and contiguous; sizes are in ele
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,28 @@ from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
-from polyaccel.errors import CommError, ShardingError
+from polyaccel.comm.arguments import check_members
+from polyaccel.comm.collective import Collective, Operation
+from polyaccel.comm.composed import ComposedCollectives
+from polyaccel.comm.work import Work
+from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-API_VERSION = (1, 0)
+API_VERSION = (2, 0)
 DEFAULT_TIMEOUT_S = 600.0
+_HEADER_NBYTES = 8
+_FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collective instead of two
+# Looking a member of an enumeration up in its class takes longer than a name of the module.
+_SUM = ReduceOp.SUM
+_ALL_REDUCE, _REDUCE_SCATTER = Operation.ALL_REDUCE, Operation.REDUCE_SCATTER
+_ALL_GATHER, _BROADCAST, _ALL_TO_ALL = Operation.ALL_GATHER, Operation.BROADCAST, Operation.ALL_TO_ALL
+_GATHER, _SCATTER, _BARRIER = Operation.GATHER, Operation.SCATTER, Operation.BARRIER
+_SEND, _RECV, _BATCH = Operation.SEND, Operation.RECV, Operation.BATCH
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Who this process is and where the ranks meet. Found by `comm.discovery`.
+    """This process's rank and the place where the ranks meet. Found by `comm.discovery`.
 
     `source` says what it was read from, for messages. `address` is None at world size 1, where nobody needs to meet.
     """
@@ -39,41 +52,6 @@ class Rendezvous:
     """A torch-style URL (`file:///...`, `tcp://...`) that replaces address and port."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallInfo:
-    """What a collective is for: read by the recorder and by error messages. A new field breaks no plugin."""
-
-    label: str = ""
-    bucket: int | None = None
-
-
-NO_INFO = CallInfo()
-
-
-class Work(ABC):
-    """A collective under way. Owns the buffers that it reads and writes until waited for."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Make the result visible: to the host on synchronous devices, to the current stream on others.
-
-        Raises CommTimeout or CommError. Waiting twice is allowed.
-        """
-
-    @abstractmethod
-    def is_done(self) -> bool: ...
-
-
-class DoneWork(Work):
-    """A collective that finished inside its call."""
-
-    def wait(self) -> None:
-        return None
-
-    def is_done(self) -> bool:
-        return True
-
-
 class Board(ABC):
     """A small shared notice board beside the collectives: still readable when one of them hangs."""
 
@@ -83,17 +61,16 @@ class Board(ABC):
 
     @abstractmethod
     def read(self, world_size: int) -> Mapping[int, str]:
-        """What each rank said last; ranks that said nothing, or cannot be read, are absent."""
+        """The last note of each rank; ranks that left none, or cannot be read, are absent."""
 
 
-class Communicator(ABC):
-    """One group of ranks. `rank` and `world_size` count inside the group; `ranks[i]` is the global rank of member i."""
+class Communicator(ComposedCollectives):
+    """One group of ranks. `rank` and `world_size` count inside the group; `ranks[i]` is the global rank of member i.
 
-    rank: int
-    world_size: int
+    A backend provides `start`, `split` and `close`. Everything else is made of these.
+    """
+
     ranks: tuple[int, ...]
-    backend: str
-    accelerator: Accelerator
     timeout_s: float
     deterministic: bool = False
     """The order in which a reduction adds depends on nothing but the ranks: not on sizes, offsets or timing."""
@@ -101,58 +78,7 @@ class Communicator(ABC):
     """Of a deterministic reduction: the ranks that are added first, in order, and whose sums, rounded to the element
     type, are then added in order; empty where all ranks are added one after another."""
     sent_numel: int = 0
-    """Elements that this rank has sent to others so far, by the formulas of `comm.record`; 0 where nobody counts."""
-
-    # Eleven methods to provide. With async_op=False the returned work is done.
-
-    @abstractmethod
-    def all_reduce(
-        self, buffer: Buffer, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False, info: CallInfo = NO_INFO
-    ) -> Work:
-        """Combine `buffer` over all ranks, in place."""
-
-    @abstractmethod
-    def reduce_scatter(
-        self,
-        out: Buffer,
-        source: Buffer,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        async_op: bool = False,
-        info: CallInfo = NO_INFO,
-    ) -> Work:
-        """Combine `source` over all ranks and keep this rank's part: `out.numel * world_size == source.numel`.
-
-        `out` may be the view of `source` at `rank * out.numel` (in place); the rest of `source` is then undefined.
-        """
-
-    @abstractmethod
-    def all_gather(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        """Put every rank's `source` side by side into `out`: `source.numel * world_size == out.numel`.
-
-        `source` may be the view of `out` at `rank * source.numel` (in place).
-        """
-
-    @abstractmethod
-    def broadcast(self, buffer: Buffer, root: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        """Overwrite `buffer` with rank `root`'s (a rank of this group)."""
-
-    @abstractmethod
-    def all_to_all(self, out: Buffer, source: Buffer, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work:
-        """Part j of `source` goes to rank j, part i of `out` comes from rank i; equal parts. Not in place."""
-
-    @abstractmethod
-    def send(self, buffer: Buffer, to: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work: ...
-
-    @abstractmethod
-    def recv(self, buffer: Buffer, source: int, *, async_op: bool = False, info: CallInfo = NO_INFO) -> Work: ...
-
-    @abstractmethod
-    def barrier(self, *, info: CallInfo = NO_INFO) -> None: ...
-
-    @abstractmethod
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which must pickle, in rank order."""
+    """Elements that this rank has sent to others so far (`Collective.sent_numel`); 0 where nobody counts."""
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -162,7 +88,163 @@ class Communicator(ABC):
     def close(self) -> None:
         """Leave the group. Waits for nobody; calling it twice is allowed."""
 
-    # What has a default.
+    # The calls, by name. With async_op=False the returned work is done. `label` and `bucket` say what a call is for.
+
+    def all_reduce(
+        self,
+        buffer: Buffer,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Combine `buffer` over all ranks, in place."""
+        return self.call(
+            Collective(_ALL_REDUCE, buffer, buffer, buffer.numel, buffer.dtype, op, 0, async_op, label, bucket)
+        )
+
+    def reduce_scatter(
+        self,
+        out: Buffer,
+        source: Buffer,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Combine `source` over all ranks and keep this rank's part: `out.numel * world_size == source.numel`, or part
+        r of `source` has `counts[r]` elements.
+
+        `out` may be the view of `source` at this rank's part (in place); the rest of `source` is then undefined.
+        """
+        collective = Collective(
+            _REDUCE_SCATTER, source, out, source.numel, source.dtype, op, 0, async_op, label, bucket
+        )
+        if counts is not None:
+            collective.counts = tuple(counts)
+        return self.call(collective)
+
+    def all_gather(
+        self,
+        out: Buffer,
+        source: Buffer,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Put every rank's `source` side by side into `out`: `source.numel * world_size == out.numel`, or rank r brings
+        `counts[r]` elements.
+
+        `source` may be the view of `out` at this rank's part (in place).
+        """
+        collective = Collective(_ALL_GATHER, source, out, out.numel, out.dtype, _SUM, 0, async_op, label, bucket)
+        if counts is not None:
+            collective.counts = tuple(counts)
+        return self.call(collective)
+
+    def broadcast(
+        self, buffer: Buffer, root: int, *, async_op: bool = False, label: str = "", bucket: int | None = None
+    ) -> Work:
+        """Overwrite `buffer` with rank `root`'s (a rank of this group)."""
+        return self.call(
+            Collective(_BROADCAST, buffer, buffer, buffer.numel, buffer.dtype, _SUM, root, async_op, label, bucket)
+        )
+
+    def all_to_all(
+        self,
+        out: Buffer,
+        source: Buffer,
+        *,
+        counts: Sequence[int] | None = None,
+        source_counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Part j of `source` goes to rank j, part i of `out` comes from rank i. Not in place.
+
+        Equal parts, or `source_counts[j]` elements go to rank j and `counts[i]` come from rank i; what a rank sends
+        another must be what that one expects.
+        """
+        collective = Collective(_ALL_TO_ALL, source, out, out.numel, out.dtype, _SUM, 0, async_op, label, bucket)
+        if counts is not None or source_counts is not None:
+            collective.counts = tuple(counts) if counts is not None else None
+            collective.source_counts = tuple(source_counts) if source_counts is not None else None
+        return self.call(collective)
+
+    def gather(
+        self,
+        out: Buffer | None,
+        source: Buffer,
+        root: int,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Put every rank's `source` side by side into `out` on rank `root`; None elsewhere. All ranks give the same
+        `counts`, or bring equally many elements. On the root `source` may be the view of `out` at its part."""
+        numel = source.numel * self.world_size if counts is None else sum(counts)
+        to = out if self.rank == root else None
+        found = None if counts is None else tuple(counts)
+        return self.call(
+            Collective(_GATHER, source, to, numel, source.dtype, _SUM, root, async_op, label, bucket, counts=found)
+        )
+
+    def scatter(
+        self,
+        out: Buffer,
+        source: Buffer | None,
+        root: int,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        label: str = "",
+        bucket: int | None = None,
+    ) -> Work:
+        """Put part r of rank `root`'s `source` into rank r's `out`; None elsewhere. All ranks give the same `counts`,
+        or get equally many elements. On the root `out` may be the view of `source` at its part."""
+        numel = out.numel * self.world_size if counts is None else sum(counts)
+        whole = source if self.rank == root else None
+        found = None if counts is None else tuple(counts)
+        return self.call(
+            Collective(_SCATTER, whole, out, numel, out.dtype, _SUM, root, async_op, label, bucket, counts=found)
+        )
+
+    def send(
+        self, buffer: Buffer, to: int, *, async_op: bool = False, label: str = "", bucket: int | None = None
+    ) -> Work:
+        """Send `buffer` to rank `to`, which receives it. Messages from one rank to another keep their order."""
+        return self.call(Collective(_SEND, buffer, None, buffer.numel, buffer.dtype, _SUM, to, async_op, label, bucket))
+
+    def recv(
+        self, buffer: Buffer, source: int, *, async_op: bool = False, label: str = "", bucket: int | None = None
+    ) -> Work:
+        """Fill `buffer` with what rank `source` sends."""
+        return self.call(
+            Collective(_RECV, None, buffer, buffer.numel, buffer.dtype, _SUM, source, async_op, label, bucket)
+        )
+
+    def batch(
+        self, messages: Sequence[Collective], *, async_op: bool = False, label: str = "", bucket: int | None = None
+    ) -> Work:
+        """Sends and receives (`message_to`, `message_from`) that are all under way at once, so that no order of them
+        can make ranks wait for each other in a circle."""
+        numel = sum(message.numel for message in messages)
+        dtype = messages[0].dtype if messages else None
+        return self.call(
+            Collective(_BATCH, None, None, numel, dtype, _SUM, 0, async_op, label, bucket, parts=tuple(messages))
+        )
+
+    def barrier(self, *, label: str = "", bucket: int | None = None) -> None:
+        """Return once all ranks have called it."""
+        self.call(Collective(_BARRIER, None, None, 0, None, _SUM, 0, False, label, bucket)).wait()
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         """Zeroed memory that this communicator moves best (registered, pinned, shared: its own business)."""
@@ -177,6 +259,24 @@ class Communicator(ABC):
         """
         return None
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, which must pickle, in rank order.
+
+        Every rank sends one frame: the length of its pickle and as much of it as fits. A second collective carries the
+        rest where the longest needs one; then all ranks know it from the lengths.
+        """
+        with self.inside(self.next_number()):
+            payload = pickle.dumps(value)
+            room = _FRAME_NBYTES - _HEADER_NBYTES
+            head = len(payload).to_bytes(_HEADER_NBYTES, "little") + payload[:room]
+            frames = self._gather_bytes(head, _FRAME_NBYTES)
+            lengths = [int.from_bytes(frame[:_HEADER_NBYTES], "little") for frame in frames]
+            bodies = [frame[_HEADER_NBYTES:] for frame in frames]
+            if max(lengths) > room:
+                tails = self._gather_bytes(payload[room:], max(lengths) - room)
+                bodies = [body + tail for body, tail in zip(bodies, tails, strict=True)]
+        return [pickle.loads(body[:length]) for body, length in zip(bodies, lengths, strict=True)]
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Rank `root`'s `value`, on every rank."""
         return self.all_gather_object(value if self.rank == root else None)[root]
@@ -190,16 +290,51 @@ class Communicator(ABC):
         """Element `rank` of rank `root`'s `values`."""
         return self.broadcast_object(values, root)[self.rank]
 
+    def agreed_members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """`ranks` of a split, on which all ranks agree. Collective. Raises CommError on every rank where they do
+        not."""
+        members = tuple(ranks)
+        check_members("split", members, self.world_size)
+        named = self.all_gather_object(members)
+        if set(named) != {members}:
+            raise CommError(
+                f"split: ranks name different groups: {[list(one) for one in named]}",
+                cure="every rank of the group must call split with the same ranks",
+                value=members,
+            )
+        return members
+
     def board(self) -> Board | None:
         """Where ranks can leave notes while a collective hangs; None if the backend has no such place."""
         return None
+
+    def _gather_bytes(self, data: bytes, nbytes: int) -> list[bytes]:
+        """Every rank's `data`, each padded to `nbytes`."""
+        whole: Buffer = self.allocate(nbytes * self.world_size, DType.UINT8)
+        own = whole.view(nbytes * self.rank, nbytes)
+        own.from_bytes(data.ljust(nbytes, b"\0"))
+        self.all_gather(whole, own, label="objects")
+        gathered = whole.to_bytes()
+        return [gathered[start : start + nbytes] for start in range(0, len(gathered), nbytes)]
+
+
+def message_to(buffer: Buffer, rank: int) -> Collective:
+    """`buffer` on its way to `rank`, for `Communicator.batch`."""
+    return Collective(_SEND, buffer, None, buffer.numel, buffer.dtype, _SUM, rank, True)
+
+
+def message_from(buffer: Buffer, rank: int) -> Collective:
+    """A message from `rank` into `buffer`, for `Communicator.batch`."""
+    return Collective(_RECV, None, buffer, buffer.numel, buffer.dtype, _SUM, rank, True)
 
 
 class CommBackend(ABC):
     """A way to connect ranks, such as gloo, nccl or MPI. The entry point names a class of this kind."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
+    most_ranks: ClassVar[int | None] = None
+    """The most ranks that a group may have; None where nothing limits them."""
 
     @classmethod
     @abstractmethod
@@ -210,6 +345,17 @@ class CommBackend(ABC):
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         """Join the group of all ranks. Raises CommTimeout when they do not come, CommError when they cannot."""
 
+    def connect_within(self, group: Communicator, board: Board | None) -> Communicator:
+        """A communicator of this backend over the ranks of `group`, which are on one host and meet through it.
+        Collective. `board` is where they already leave notes. Raises CommError where the backend cannot."""
+        raise unusable_error(self.name, f"it does not join ranks that are already joined by {group.backend}")
+
+    @classmethod
+    def named(cls, name: str) -> type[CommBackend] | None:
+        """The backend of another name that this plugin can stand for, such as one that a package registers with torch;
+        None if it knows none."""
+        return None
+
 
 def unusable_error(backend: str, reason: str) -> CommError:
     """The error of a comm backend that was asked for and cannot be used here."""
@@ -218,20 +364,3 @@ def unusable_error(backend: str, reason: str) -> CommError:
         cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
         value=backend,
     )
-
-
-def check_collective(kind: str, out: Buffer, source: Buffer, *, world_size: int, parts_of: str) -> None:
-    """Refuse sizes and types that no backend can mean. `parts_of` is which of the two holds one part for every rank."""
-    whole, part = (out, source) if parts_of == "out" else (source, out)
-    if part.numel * world_size != whole.numel:
-        raise ShardingError(
-            f"{kind}: {part.numel} elements a rank times {world_size} ranks are not {whole.numel}",
-            cure="pad the whole so that every rank has an equal part",
-            value=(part.numel, whole.numel),
-        )
-    if out.dtype is not source.dtype:
-        raise ShardingError(
-            f"{kind}: {source.dtype.value} in, {out.dtype.value} out",
-            cure="cast first",
-            value=(source.dtype, out.dtype),
-        )

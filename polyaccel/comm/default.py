@@ -39,5 +39,5 @@ def set_thread_communicator(communicator: Communicator | None) -> None:
 
 
 def own_thread_communicator() -> Communicator | None:
-    """What `set_thread_communicator` set here, None in a process whose ranks are processes."""
+    """The communicator that `set_thread_communicator` set; None in a process whose ranks are processes."""
     return _thread_default.get()

@@ -18,14 +18,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
-from polyaccel.comm import discovery_cloud, discovery_mpi, discovery_slurm, host_address
+from polyaccel.comm import host_address
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Rendezvous
-from polyaccel.comm.discovery_request import (
+from polyaccel.comm.launchers import cloud, mpi, slurm
+from polyaccel.comm.launchers.request import (
     DEFAULT_PORT,
     LOOPBACK,
+    MEETING_VARIABLES,
     RANK_VARIABLES,
     VARIABLES,
-    Place,
+    LaunchedRank,
     Request,
     Sighting,
     check_agreement,
@@ -34,7 +36,8 @@ from polyaccel.comm.discovery_request import (
     meeting_port,
     shown,
 )
-from polyaccel.comm.torch_pg import initialized_world
+from polyaccel.comm.mpi import meeting
+from polyaccel.comm.torch_group import initialized_world
 from polyaccel.errors import CommError
 
 _log = logging.getLogger(__name__)
@@ -44,8 +47,8 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _MARKS = ("TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE")
 """Set by torchrun, `polyaccel run` and DeepSpeed's launcher for each of their ranks."""
 _PASSED_ON: Mapping[str, Mapping[str, str]] = {
-    discovery_cloud.AZURE: discovery_cloud.AZURE_EXTRAS,
-    **{name: {} for name in (discovery_cloud.SAGEMAKER, *discovery_mpi.NAMES, discovery_slurm.NAME)},
+    cloud.AZURE: cloud.AZURE_EXTRAS,
+    **{name: {} for name in (cloud.SAGEMAKER, *mpi.NAMES, slurm.NAME)},
 }
 """Launchers with variables of their own, and what their processes need to be set besides."""
 
@@ -58,7 +61,7 @@ class Source(NamedTuple):
     read: Callable[[Request], Rendezvous]
 
 
-class Row(NamedTuple):
+class DiscoveryRow(NamedTuple):
     """A row of the table as `polyaccel doctor` shows it."""
 
     source: str
@@ -88,12 +91,12 @@ def discover(
         if source.look(request).applies:
             return source.read(request)
     if integer(request.environ, "SLURM_NTASKS", 1) > 1:
-        _log.warning("one process, alone: %s; start ranks with srun", discovery_slurm.look(request).text)
+        _log.warning("one process, alone: %s; start ranks with srun", slurm.look(request).text)
     return Rendezvous(0, 1, 0, 1, None, None, "no launcher")
 
 
-def look_around(environ: Mapping[str, str] | None = None) -> Iterator[Row]:
-    """What every source sees in the environment, and which one `discover()` would read, with what it would refuse.
+def look_around(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
+    """A row for each source: the variables that it sees, whether `discover()` would read it, and its error if any.
 
     Imports nothing and asks nobody.
     """
@@ -102,7 +105,7 @@ def look_around(environ: Mapping[str, str] | None = None) -> Iterator[Row]:
     for source in SOURCES[1:]:
         applies, text = source.look(request)
         problem = _problem(source, request) if applies and not matched else ""
-        yield Row(source.name, applies and not matched, f"{text}. PROBLEM: {problem}" if problem else text)
+        yield DiscoveryRow(source.name, applies and not matched, f"{text}. PROBLEM: {problem}" if problem else text)
         matched = matched or applies
 
 
@@ -124,7 +127,7 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
 
 
 def local_rank(*, default: int) -> int:
-    """What the launcher said is this rank's number on its host; `default` if it said nothing."""
+    """This rank's number on its host, as the launcher set it; `default` where it set none."""
     return integer(os.environ, "LOCAL_RANK", default)
 
 
@@ -136,8 +139,8 @@ def meeting_address() -> str:
 def _problem(source: Source, request: Request) -> str:
     """Why reading `source` would fail, as far as that is known without MPI."""
     try:
-        if source.read is discovery_mpi.read:
-            discovery_mpi.checked_place(request)
+        if source.read is _from_mpi:
+            mpi.checked_place(request)
         else:
             source.read(request)
     except CommError as error:
@@ -162,7 +165,7 @@ def _from_arguments(request: Request) -> Rendezvous:
     env = request.environ
     local_rank = integer(env, "LOCAL_RANK", request.rank)
     local_world_size = integer(env, "LOCAL_WORLD_SIZE", request.world_size)
-    place = Place("arguments", request.rank, request.world_size, local_rank, local_world_size, given)
+    place = LaunchedRank("arguments", request.rank, request.world_size, local_rank, local_world_size, given)
     port = meeting_port(env, request.port or DEFAULT_PORT)
     return place.meeting(env.get("MASTER_ADDR", LOOPBACK), port, request.init_method)
 
@@ -178,7 +181,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
     rank, world_size = integer(env, "RANK", 0), integer(env, "WORLD_SIZE", 1)
     check_rank(rank, world_size, found)
     if not any(mark in env for mark in _MARKS):  # [Note: Left over or nested]
-        for outer in (discovery_mpi.place(request), discovery_slurm.place(request)):
+        for outer in (mpi.place(request), slurm.place(request)):
             if outer is not None:
                 check_agreement(env, outer)
                 break
@@ -196,9 +199,36 @@ def _from_torchrun(request: Request) -> Rendezvous:
         )
     # torchrun's agent already listens on the port; only torch's own `env://` knows that.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = Place(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
+    place = LaunchedRank(_TORCHRUN, rank, world_size, local_rank, local_world_size, found)
     port = meeting_port(env, request.port or DEFAULT_PORT)
     return place.meeting(env.get("MASTER_ADDR"), port, request.init_method or ("env://" if by_agent else None))
+
+
+def _from_mpi(request: Request) -> Rendezvous:
+    env = request.environ
+    here = mpi.checked_place(request)
+    if here.world_size == 1:
+        return here.meeting(None, None, request.init_method)
+    meets_otherwise = request.init_method is not None or request.joined is not None
+    problem = meeting.why_not() if request.ask_mpi else "auto_mpi_discovery=False"
+    if not problem and not (meets_otherwise and here.is_complete):
+        return meeting.meet(here, request)
+    if not here.is_complete:
+        raise CommError(
+            f"{here.launcher} started this process, but does not say how many ranks there are, here and in all "
+            f"({here.shown}), and MPI cannot be asked: {problem}",
+            cure="pip install 'polyaccel[mpi]', or let torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK",
+            value=here.shown,
+        )
+    if not (meets_otherwise or request.has_meeting):
+        raise CommError(
+            f"{here.launcher} started {here.world_size} ranks, but they cannot agree on where to meet: {problem}; "
+            f"{shown(env, MEETING_VARIABLES)}",
+            cure="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
+            "or set MASTER_ADDR and MASTER_PORT for all ranks",
+            value=problem,
+        )
+    return here.meeting(env.get("MASTER_ADDR"), meeting_port(env, request.port or DEFAULT_PORT), request.init_method)
 
 
 def _look_at_process_group(request: Request) -> Sighting:
@@ -231,10 +261,10 @@ def _refuse_the_rest(request: Request) -> Rendezvous:
 SOURCES = (
     Source("arguments", _look_at_arguments, _from_arguments),
     Source(_TORCHRUN, _look_at_torchrun, _from_torchrun),
-    Source(discovery_cloud.AZURE, discovery_cloud.look_azure, discovery_cloud.read_azure),
-    Source(discovery_cloud.SAGEMAKER, discovery_cloud.look_sagemaker, discovery_cloud.read_sagemaker),
-    Source("MPI", discovery_mpi.look, discovery_mpi.read),
-    Source(discovery_slurm.NAME, discovery_slurm.look, discovery_slurm.read),
+    Source(cloud.AZURE, cloud.look_azure, cloud.read_azure),
+    Source(cloud.SAGEMAKER, cloud.look_sagemaker, cloud.read_sagemaker),
+    Source("MPI", mpi.look, _from_mpi),
+    Source(slurm.NAME, slurm.look, slurm.read),
     Source("torch.distributed", _look_at_process_group, _from_process_group),
     Source("incomplete variables", _look_at_the_rest, _refuse_the_rest),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
@@ -54,6 +56,13 @@ def interface_facing(peer: str) -> str | None:
     """The network interface on the way to `peer`; None where there is none or it is not known."""
     facing = address_facing(peer)
     return next((name for name, address in interfaces().items() if address == facing), None)
+
+
+def host_name() -> str:
+    """An identity that processes share which can open each other's files: the running system, its view of processes.
+    Linux only."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _named() -> list[str]:

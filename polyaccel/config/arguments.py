@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polyaccel.config.absent import ABSENT_OPTIMIZERS
 from polyaccel.config.auto import AUTO
-from polyaccel.config.optimizer import OPTIMIZER_PARAMS, OptimizerConfig
 from polyaccel.config.problems import validate_tree
-from polyaccel.config.scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from polyaccel.config.section import Section
+from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS, OptimizerConfig
+from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from polyaccel.errors import Problem
 
 
@@ -22,6 +23,9 @@ def check_optimizer(
     """
     if optimizer is None:
         return None, []
+    if optimizer.type.lower() in ABSENT_OPTIMIZERS:
+        expected, cure = "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb"
+        return optimizer, [Problem("optimizer.type", optimizer.type, expected, cure)]
     name = {known.lower(): known for known in OPTIMIZER_PARAMS}.get(optimizer.type.lower(), optimizer.type)
     params = dict(optimizer.params)
     problems = []

@@ -1,4 +1,4 @@
-"""What `"auto"` stands for: key by key, the caller's argument that decides it.
+"""The meaning of `"auto"`: key by key, the caller's argument that decides the value.
 
 The arguments are named as in Hugging Face's `TrainingArguments`, which is where configs with `"auto"` come from.
 """

@@ -1,15 +1,36 @@
-"""Keys that are right one by one and contradict each other."""
+"""Problems of keys that are right one by one: contradictions, and names of plugins that are not installed."""
 
 from __future__ import annotations
 
 from polyaccel.config.root import Config
-from polyaccel.config.zero import ZeroConfig
-from polyaccel.errors import Problem
+from polyaccel.config.sections.offload import BUILT_IN_DEVICES
+from polyaccel.config.sections.zero import ZeroConfig
+from polyaccel.errors import PolyaccelError, Problem
+from polyaccel.registry import PluginGroup, find_plugin
 
 
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
     return [*_precision(config), *_gradients(config), *_zero(config), *_offload(config)]
+
+
+def plugin_problems(config: Config) -> list[Problem]:
+    """A problem for every name in `config` that no installed storage, monitor or tier has."""
+    zero = config.zero_optimization
+    named = [("checkpoint.storage", PluginGroup.STORAGE, config.checkpoint.storage_plugin[0])]
+    named += [(f"monitors.{name}", PluginGroup.MONITORS, name) for name in config.monitors]
+    named += [
+        (f"zero_optimization.{key}.device", PluginGroup.TIERS, section.device)
+        for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param))
+        if section.device not in BUILT_IN_DEVICES
+    ]
+    problems = []
+    for key, group, name in named:
+        try:
+            find_plugin(group, name)
+        except PolyaccelError as error:
+            problems.append(Problem(key, name, error.message, error.cure))
+    return problems
 
 
 def _precision(config: Config) -> list[Problem]:
@@ -81,6 +102,11 @@ def _offload(config: Config) -> list[Problem]:
         if section.device == "nvme" and not section.nvme_path:
             expected, cure = f'is needed for {name}.device = "nvme"', "name a directory on a fast local disk"
             problems.append(Problem(f"zero_optimization.{name}.nvme_path", section.nvme_path, expected, cure))
+        if section.tier_options and section.device in BUILT_IN_DEVICES:
+            expected, cure = f"are for a plugin, and device is {section.device!r}", "leave them out"
+            problems.append(
+                Problem(f"zero_optimization.{name}.tier_options", dict(section.tier_options), expected, cure)
+            )
     device = zero.offload_param.device
     if device != "none" and zero.stage != 3:
         expected = f"is for sharded parameters; at stage {zero.stage} every rank computes with all of them in place"

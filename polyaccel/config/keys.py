@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -37,7 +37,7 @@ class Key:
 
 
 def json_name(name: str, field: FieldInfo) -> str:
-    """What a field is called in JSON."""
+    """The JSON key of a field."""
     return field.alias or name
 
 
@@ -75,12 +75,26 @@ def _children(model: type[Section]) -> dict[str, dict[str, Key]]:
     return sections
 
 
-def suggest_key(model: type[Section], path: Path) -> str:
-    """A cure for an unknown key: the sibling it resembles, else the place where a key of this name does exist."""
+def section_names(model: type[Section]) -> frozenset[str]:
+    """The dotted names of all sections under `model`."""
+    return frozenset(key.dotted for key in walk_keys(model) if key.is_section)
+
+
+def suggest_key(model: type[Section], path: Path, others: Iterable[str] = ()) -> str:
+    """A cure for an unknown key: the sibling it resembles, else the place where a key of this name is.
+
+    `others` are dotted names that count as keys beside those of `model`.
+    """
     *parents, unknown = path
     parent = "".join("[]" if isinstance(part, int) else f".{part}" for part in parents).removeprefix(".")
-    sections = _children(model)
-    siblings = list(sections.get(parent, {}))
+    sections = {section: list(names) for section, names in _children(model).items()}
+    for other in others:
+        parts = other.split(".")
+        for length in range(1, len(parts) + 1):
+            section = sections.setdefault(".".join(parts[: length - 1]), [])
+            if parts[length - 1] not in section:
+                section.append(parts[length - 1])
+    siblings = sections.get(parent, [])
     for cutoff in (0.8, 0.6):
         if near := difflib.get_close_matches(str(unknown), siblings, n=1, cutoff=cutoff):
             return f"did you mean {dotted([*parents, near[0]])!r}?"

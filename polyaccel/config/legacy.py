@@ -1,4 +1,4 @@
-"""Keys of older DeepSpeed versions: the deprecated are rewritten with a warning, the removed are errors."""
+"""Keys of older DeepSpeed versions: the deprecated are rewritten with a warning."""
 
 from __future__ import annotations
 
@@ -6,31 +6,14 @@ import logging
 from typing import Any
 
 from polyaccel.config.keys import json_name
-from polyaccel.config.zero import ZeroConfig
+from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.errors import Problem
 
 _logger = logging.getLogger(__name__)
 
-REMOVED = {
-    "amp": ("Apex mixed precision", "use bf16, fp16 or torch_autocast"),
-    "compression_training": ("compression", "remove it"),
-    "curriculum_learning": ("the top-level curriculum", "remove it"),
-    "eigenvalue": ("eigenvalues for quantisation", "remove it"),
-    "elasticity": ("elasticity", "remove it"),
-    "graph_harvesting": ("graph harvesting", "remove it"),
-    "nebula": ("the Nebula checkpoint writer", "remove it"),
-    "progressive_layer_drop": ("progressive layer drop", "remove it"),
-    "quantize_training": ("quantisation while training", "remove it"),
-    "sparse_attention": ("sparse attention", "remove it"),
-    "sparse_gradients": ("sparse gradients", "remove it"),
-    "zero_optimization.mics_shard_size": ("MiCS", "remove it"),
-    "zero_optimization.mics_hierarchical_params_gather": ("MiCS", "remove it"),
-    "zero_optimization.zeropp_loco_param": ("LoCo", "remove it"),
-}
-
 
 def modernise(tree: dict[str, Any]) -> list[Problem]:
-    """Rewrite the deprecated keys of `tree` in place, drop the removed ones, and return the problems.
+    """Rewrite the deprecated keys of `tree` in place, and return the problems.
 
     Every rewriting is logged as a warning that names the new key.
     """
@@ -42,11 +25,6 @@ def modernise(tree: dict[str, Any]) -> list[Problem]:
         zero = tree["zero_optimization"] = {"stage": int(zero)}
     if isinstance(zero, dict):
         _modernise_zero(zero, problems)
-    for key, (feature, cure) in REMOVED.items():
-        *parents, name = key.split(".")
-        table = tree.get(parents[0]) if parents else tree
-        if isinstance(table, dict) and name in table:
-            problems.append(Problem(key, table.pop(name), f"was removed from DeepSpeed: {feature}", cure))
     return problems
 
 

@@ -14,10 +14,9 @@ from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import take_auto
 from polyaccel.config.conflicts import conflict_problems
 from polyaccel.config.legacy import modernise
-from polyaccel.config.problems import validate_tree
+from polyaccel.config.problems import take_absent, validate_tree
 from polyaccel.config.root import Config
 from polyaccel.config.text import parse_json
-from polyaccel.config.unsupported import unsupported_problems
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
 Source = str | Path | Mapping[str, Any] | Config
@@ -55,6 +54,7 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += modernise(tree)
+    problems += take_absent(Config, tree)
     auto_keys = take_auto(tree)
     config, found = validate_tree(Config, tree)
     if config is None:
@@ -64,9 +64,8 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
 
 
 def config_problems(config: Config) -> list[Problem]:
-    """What is wrong with a typed config: features that do not exist, contradictions, arguments of named types."""
+    """The problems of a typed config: contradictions, arguments of named types."""
     return [
-        *unsupported_problems(config),
         *conflict_problems(config),
         *check_optimizer(config.optimizer, config.auto_keys)[1],
         *check_scheduler(config.scheduler, config.auto_keys)[1],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from polyaccel.config.keys import Path, dotted, suggest_key, suggest_word
+from polyaccel.config.absent import Absent, absent_keys, entry_of, is_above
+from polyaccel.config.keys import Path, dotted, section_names, suggest_key, suggest_word
 from polyaccel.config.section import Section
 from polyaccel.errors import Problem
 
@@ -40,16 +41,57 @@ def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path) 
     value = item["input"]
     kind = item["type"]
     if kind == "extra_forbidden":
-        cure = suggest_key(model, path)
-        if prefix:
-            cure = cure.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
-        return Problem(key, value, "is not a known key", cure)
+        return unknown_key(model, path, value, prefix=prefix)
     if kind == "missing":
         return Problem(key, None, "is required and missing", "give it a value")
     if kind in ("model_type", "dict_type"):
         return Problem(key, value, "should be an object", 'write {"key": value, ...}')
     message = item["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("tuple", "list")
     return Problem(key, value, message, _cure(value, kind, item.get("ctx", {})))
+
+
+def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = ()) -> Problem:
+    """The problem of a key that `model` does not have. Of the whole config, absent keys are suggested too: who spells
+    one rightly learns that its feature does not exist."""
+    cure = suggest_key(model, path, () if prefix else absent_keys())
+    if prefix:
+        cure = cure.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
+    return Problem(dotted((*prefix, *path)), value, "is not a known key", cure)
+
+
+def take_absent(model: type[Section], tree: dict[str, Any]) -> list[Problem]:
+    """Remove the absent keys from `tree`, a config of the kind `model`. Return a problem for each that asks for its
+    feature, and for each unknown key among them."""
+    return list(_take_absent(model, section_names(model), tree, ()))
+
+
+def _take_absent(
+    model: type[Section], sections: frozenset[str], table: dict[str, Any], parents: tuple[str, ...]
+) -> Iterator[Problem]:
+    for name, value in list(table.items()):
+        path = (*parents, name)
+        key = ".".join(path)
+        if (found := entry_of(key)) is not None:
+            del table[name]
+            yield from _absent_problem(key, value, *found)
+        elif is_above(key):
+            if isinstance(value, dict):
+                yield from _take_absent(model, sections, value, path)
+            elif key not in sections:
+                cure = 'write {"key": value, ...}, or leave it out'
+                yield Problem(key, value, "should be an object", cure)
+            if key not in sections:
+                del table[name]
+        elif parents and ".".join(parents) not in sections:
+            yield unknown_key(model, path, value)
+
+
+def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Iterator[Problem]:
+    is_harmless = isinstance(value, bool) == isinstance(harmless, bool) and value == harmless  # 1 is not true
+    if entry.is_removed:
+        yield Problem(key, value, f"was removed from DeepSpeed: {entry.feature}", entry.cure)
+    elif entry.switch in (None, key) and not is_harmless:
+        yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.cure)
 
 
 _CURES = {
@@ -118,7 +160,7 @@ def _merged(problems: list[Problem]) -> list[Problem]:
 
 
 def _blamed(tree: Any, item: ErrorDetails) -> Path:
-    """What to leave out to get past an error: the key itself, its parent when it is missing, a list as a whole."""
+    """The key to leave out to get past an error: the key itself, its parent when it is missing, a list as a whole."""
     path = _place(tree, item)
     if item["type"] == "missing":
         path = path[:-1]

@@ -1,39 +1,30 @@
-"""The whole config: DeepSpeed's JSON as a frozen tree, before (`Config`) and after (`ResolvedConfig`) resolution."""
+"""The whole config: DeepSpeed's JSON as a frozen tree, before (`Config`) and after (`ResolvedConfig`) resolution, and
+its JSON Schema, by which editors complete and check."""
 
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from polyaccel.config.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
-from polyaccel.config.comm import CommConfig, CommsLoggerConfig
-from polyaccel.config.data import DataEfficiencyConfig
-from polyaccel.config.jax import JaxConfig
-from polyaccel.config.monitors import (
-    AutotuningConfig,
-    CometConfig,
-    CsvMonitorConfig,
-    FlopsProfilerConfig,
-    TensorboardConfig,
-    TimersConfig,
-    WandbConfig,
-)
-from polyaccel.config.offload import AioConfig
-from polyaccel.config.optimizer import OptimizerConfig
-from polyaccel.config.parallel import (
-    CompileConfig,
-    ExpertParallelConfig,
-    HybridEngineConfig,
-    PipelineConfig,
-    TensorParallelConfig,
-    WeightQuantizationConfig,
-)
-from polyaccel.config.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
-from polyaccel.config.scheduler import SchedulerConfig
-from polyaccel.config.section import NonNegativeFloat, Params, PositiveFloat, PositiveInt, Section
-from polyaccel.config.zero import ZeroConfig
+from polyaccel.config.auto import AUTO, RULES
+from polyaccel.config.keys import walk_keys
+from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
+from polyaccel.config.sections.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
+from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
+from polyaccel.config.sections.optimizer import OptimizerConfig
+from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
+from polyaccel.config.sections.scheduler import SchedulerConfig
+from polyaccel.config.sections.zero import ZeroConfig
+
+
+class JaxConfig(Section):
+    """polyaccel's own section: how a JAX function runs. Modules of torch do not ask it."""
+
+    execution: Literal["views", "native"] = "views"
+    """The side that exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX, in one
+    program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
 
 
 class Config(Section):
@@ -45,7 +36,9 @@ class Config(Section):
     schema_ref: str | None = Field(None, alias="$schema")
     """For editors: where the JSON Schema is (`polyaccel config schema`). Nothing else reads it."""
     accelerator: str | None = None
-    """polyaccel's own: name of an installed plugin of the group `polyaccel.accelerators`; null is detected."""
+    """polyaccel's own: the device that trains, by the name of an installed plugin of the group
+    `polyaccel.accelerators`. Null takes the best one that is present. The environment variable DS_ACCELERATOR goes
+    before this key."""
     comm: CommConfig = CommConfig()
     """polyaccel's own: backend and timeout of the collectives."""
     jax: JaxConfig = JaxConfig()
@@ -56,34 +49,35 @@ class Config(Section):
     differently. The environment variable POLYACCEL_MATRIX_KERNELS (auto, on, off) goes before this key."""
 
     train_batch_size: PositiveInt | None = None
-    """Samples of one optimizer step over all ranks: micro-batch x accumulation steps x ranks."""
+    """Samples of one optimizer step over all ranks: micro-batch x accumulation steps x ranks. Two of the three batch
+    sizes determine the third; one alone means a single micro-batch a step."""
     train_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Samples of one forward pass on one rank."""
+    """Samples of one forward pass on one rank. Activations, and so most of a device's memory, grow with it."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches of one optimizer step."""
-    managed_gradient_accumulation: bool = True
-    """The engine counts micro-batches; false makes every `step` an optimizer step."""
+    """Micro-batches of one optimizer step. More of them cost time and a second set of gradients, not activations."""
 
     optimizer: OptimizerConfig | None = None
     """The optimizer to build when the caller passes none."""
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule to build when the caller passes none."""
     gradient_clipping: NonNegativeFloat = 0.0
-    """Largest L2 norm of the gradients; 0 is off, which is the default here (DeepSpeed's is 1.0)."""
+    """Gradients whose L2 norm over the whole model is larger are scaled down to this norm. 0 is off, which is the
+    default here (DeepSpeed's is 1.0). No update can begin before the last gradient is there."""
     prescale_gradients: bool = False
-    """Divide gradients by the number of ranks before they are summed instead of after."""
+    """Divide gradients by the number of ranks before they are summed instead of after: less overflow in 16 bits, more
+    underflow."""
     gradient_predivide_factor: PositiveFloat = 1.0
     """Divide gradients by this before they are summed and by the rest after. Excludes `prescale_gradients`."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    """How the ranks' gradients are combined."""
+    """How the ranks' gradients are combined: "mean" divides their sum by the number of ranks, "sum" does not."""
     communication_data_type: FloatName | None = None
-    """Element type in which gradients travel; null is their own."""
-    seq_parallel_communication_data_type: FloatName = "fp32"
-    """The same under sequence parallelism."""
+    """Element type in which gradients travel between ranks; null is their own. 16 bits halve the traffic of float32
+    and round every gradient."""
     zero_optimization: ZeroConfig = ZeroConfig()
-    """What is sharded over the ranks."""
+    """The states that are sharded over the ranks, and those that leave the device."""
     zero_allow_untested_optimizer: bool = False
-    """Accept an optimizer that is not known to be elementwise, under sharded states."""
+    """Accept an optimizer of the caller's that is not known to be elementwise, under sharded states: each rank runs it
+    on its own slices, which is wrong for one that looks at whole tensors."""
     zero_force_ds_cpu_optimizer: bool = True
     """Under offload, refuse an optimizer that is not DeepSpeed's own for the host. Every optimizer that `initialize`
     takes runs on the host here, so both values are met."""
@@ -98,70 +92,42 @@ class Config(Section):
     """Element types beside those."""
 
     steps_per_print: PositiveInt | None = None
-    """Optimizer steps between two progress lines; null prints none."""
+    """Optimizer steps between two progress lines of rank 0: loss, learning rate, gradient norm, loss scale, samples a
+    second. Null prints none (but see `wall_clock_breakdown`)."""
     wall_clock_breakdown: bool = False
-    """Print the time of each phase with the progress lines."""
-    memory_breakdown: bool = False
-    """Print memory use in each phase."""
+    """Print with each progress line how many milliseconds of the step the host spent in each phase; `steps_per_print`
+    is then 10 instead of null. It costs a clock reading a phase."""
     dump_state: bool = False
-    """Print the engine's settings at the start."""
+    """Print the complete config with all defaults, once, when the engine is made (rank 0)."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
-    """Level of polyaccel's loggers; null leaves them as they are."""
+    """The least important lines of polyaccel's log that rank 0 shows; null is "info". Other ranks show warnings and
+    errors only. In a script that configures `logging` itself this sets the logger's level and nothing else. The
+    environment variable POLYACCEL_LOG goes before this key."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     """Recording of collectives."""
-    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    """Operation counts of one step."""
-    timers: TimersConfig = TimersConfig()
-    """Timers."""
-    tensorboard: TensorboardConfig = TensorboardConfig()
-    """Metrics to TensorBoard."""
-    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
-    """Metrics to CSV files."""
-    wandb: WandbConfig = WandbConfig()
-    """Metrics to Weights & Biases."""
-    comet: CometConfig = CometConfig()
-    """Metrics to Comet."""
+
+    monitors: PluginTable = Field(default_factory=dict, validate_default=True)
+    """polyaccel's own: where the figures of each optimizer step go, as `{name: {option: value, ...}}` by the names of
+    installed plugins of the group `polyaccel.monitors`. "jsonl" appends a line a step to `metrics.jsonl` in
+    `run_folder`. Rank 0 writes. One that fails is dropped with a warning."""
+    run_folder: str | None = None
+    """polyaccel's own: the folder that `monitors` write to; null is the working directory."""
 
     dataloader_drop_last: bool = False
-    """Drop the samples at the end of an epoch that do not fill a batch."""
-    data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
-    """Curricula, dynamic batches, dropped tokens."""
+    """Leave out the samples at the end of an epoch that do not fill a batch; false makes a smaller last batch."""
     vocabulary_size: PositiveInt | None = None
     """Logs a warning when it is no multiple of 8, the width for which matrix units are built."""
     disable_python_gc: bool = False
-    """Switch Python's garbage collector off while training, for the whole process."""
-    disable_allgather: bool = False
-    """Dead in DeepSpeed; true is an error."""
+    """Switch Python's garbage collector off, for the whole process and for good: no pauses, and reference cycles are
+    never freed."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saved states."""
-    datastates_ckpt: Params | None = None
-    """DeepSpeed's third-party asynchronous writer; its presence asks for it."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
-    aio: AioConfig = AioConfig()
-    """File access of the nvme tier."""
 
-    sequence_parallel_size: PositiveInt = 1
-    """Ranks that share a sequence."""
     data_parallel_size: PositiveInt | None = None
-    """States the number of data-parallel ranks; another number of ranks is an error."""
-    use_data_before_expert_parallelism: bool = False
-    """Order of ranks under expert parallelism."""
-    pipeline: PipelineConfig = PipelineConfig()
-    """Pipeline parallelism."""
-    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
-    """Tensor parallelism."""
-    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
-    """Experts over ranks."""
-    compile: CompileConfig = CompileConfig()
-    """Communication inserted by the compiler."""
-    hybrid_engine: HybridEngineConfig = HybridEngineConfig()
-    """Training and generation with the same weights."""
-    weight_quantization: WeightQuantizationConfig = WeightQuantizationConfig()
-    """Weights as small integers for inference."""
-    autotuning: AutotuningConfig = AutotuningConfig()
-    """Search for the fastest config."""
+    """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
 
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
 
@@ -181,10 +147,29 @@ class ResolvedConfig(Config):
     train_batch_size: PositiveInt
     """Samples of one optimizer step over all ranks."""
     train_micro_batch_size_per_gpu: PositiveInt
-    """Samples of one forward pass on one rank."""
+    """Samples of one forward pass on one rank. Activations, and so most of a device's memory, grow with it."""
     gradient_accumulation_steps: PositiveInt
     """Micro-batches of one optimizer step."""
 
     def to_json(self) -> str:
         """The complete config, defaults included. Loading and resolving it for the same world size gives it back."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of `Config`, with every docstring, and `"auto"` where it is allowed."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for key in walk_keys(Config):
+        if key.dotted in RULES:
+            owner = schema if key.model is Config else schema["$defs"][key.model.__name__]
+            name = key.field.alias or key.name
+            _allow_auto(owner["properties"], name)
+    return schema
+
+
+def _allow_auto(properties: dict[str, Any], name: str) -> None:
+    written = properties[name]
+    outer = {word: written.pop(word) for word in ("description", "default", "title") if word in written}
+    options = written["anyOf"] if set(written) == {"anyOf"} else [written]
+    properties[name] = {**outer, "anyOf": [*options, {"const": AUTO}]}

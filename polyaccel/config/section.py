@@ -1,4 +1,4 @@
-"""What every config section is made of: a frozen pydantic model that takes nothing for something else."""
+"""The base of every config section: a frozen pydantic model that converts no value into one of another type."""
 
 from __future__ import annotations
 
@@ -55,3 +55,5 @@ Listed = Annotated[T, BeforeValidator(lambda value: tuple(value) if isinstance(v
 """For a tuple that stands as a list in JSON."""
 Params = Annotated[dict[str, Any], AfterValidator(FrozenTable)]
 """A free table, read-only once validated."""
+PluginTable = Annotated[dict[str, Params], AfterValidator(FrozenTable)]
+"""Plugins by the names of their entry points, each with its own options."""

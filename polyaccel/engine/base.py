@@ -5,29 +5,62 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.writer import TagValidation
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.metrics import Monitor, StepMetrics
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.types import ParamSpec
-from polyaccel.zero.optimizers import Group
-from polyaccel.zero.params import ParamObserver
-from polyaccel.zero.update import StepResult
+from polyaccel.zero.buckets.params import ParamOwner
+from polyaccel.zero.update.optimizers import Group
+from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
 
 
-class ModelAdapter(ParamObserver, ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings that an engine counts with and answers to its users.
+
+    Batch sizes count samples: of an optimizer step over all ranks, and of one rank's micro-batch. `print_every` counts
+    optimizer steps between progress lines (None: none); `print_phases` adds the time of each phase.
+    """
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    zero_stage: int
+    gradient_clipping: float
+    print_every: int | None
+    print_phases: bool
+    tag_validation: TagValidation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The parts of an engine that follow from its config alone. `monitors` are open. `config` is for users to read; no
+    part reads it."""
+
+    config: ResolvedConfig
+    settings: EngineSettings
+    accelerator: Accelerator
+    communicator: Communicator
+    loss_scaler: LossScaler
+    monitors: Sequence[Monitor]
+
+
+class ModelAdapter(ParamOwner):
     """A model as the ZeRO step sees it: named flat parameters, nothing else."""
 
     @abstractmethod
@@ -37,10 +70,6 @@ class ModelAdapter(ParamObserver, ABC):
     @abstractmethod
     def unit_names(self) -> Mapping[str, str]:
         """The unit of each parameter: those of a unit are gathered at once."""
-
-    @abstractmethod
-    def read_param(self, fqn: str) -> Buffer:
-        """The parameter's present value, flat, in the precision that the model was built with."""
 
     @abstractmethod
     def on_bound(self, fqn: str, view: Buffer) -> None:
@@ -55,13 +84,14 @@ class Engine(ABC):
     """A model in training. Frontends add what their framework's users expect, and set the parts named here."""
 
     config: ResolvedConfig
+    _settings: EngineSettings
     accelerator: Accelerator
     communicator: Communicator
     counters: StepCounters
     loss_scaler: LossScaler
     zero: TrainedState
     lr_scheduler: Any = None
-    """What moves the learning rates after each applied step."""
+    """The schedule that moves the learning rates after each applied step."""
     timer: PhaseTimer
     _recorder: StepRecorder
     _result: StepResult | None = None
@@ -96,19 +126,23 @@ class Engine(ABC):
     def destroy(self) -> None:
         """Give back memory, hooks and connections. The model stays usable."""
 
-    def _compose(
-        self, config: ResolvedConfig, accelerator: Accelerator, communicator: Communicator, loss_scaler: LossScaler
-    ) -> None:
-        """Set the parts that follow from the config alone: all of the above but `zero`."""
-        self.config = config
-        self.accelerator = accelerator
-        self.communicator = communicator
-        self.loss_scaler = loss_scaler
+    def _compose(self, parts: EngineParts) -> None:
+        """Set all of the above but `zero`."""
+        self.config = parts.config
+        self._settings = parts.settings
+        self.accelerator = parts.accelerator
+        self.communicator = parts.communicator
+        self.loss_scaler = parts.loss_scaler
         self.counters = StepCounters(
-            gradient_accumulation_steps=config.gradient_accumulation_steps, train_batch_size=config.train_batch_size
+            gradient_accumulation_steps=parts.settings.accumulation_steps,
+            train_batch_size=parts.settings.train_batch_size,
         )
         self._recorder = StepRecorder(
-            accelerator, communicator, print_every=config.steps_per_print, print_phases=config.wall_clock_breakdown
+            parts.accelerator,
+            parts.communicator,
+            print_every=parts.settings.print_every,
+            print_phases=parts.settings.print_phases,
+            monitors=parts.monitors,
         )
         self.timer = self._recorder.timer
 
@@ -158,19 +192,19 @@ class Engine(ABC):
         return self.counters.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu
+        return self._settings.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         return self.counters.gradient_accumulation_steps
 
     def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
+        return self._settings.zero_stage
 
     def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+        return self._settings.gradient_clipping
 
     def get_loss_scale(self) -> float:
-        """What losses are multiplied with now."""
+        """The factor that losses are multiplied with now."""
         return self.loss_scaler.loss_scale
 
     def get_global_grad_norm(self) -> float | None:

@@ -9,7 +9,7 @@ from polyaccel.errors import CheckpointError, ConfigError, Problem
 
 
 class StepCounters:
-    """What has been done so far, counted as DeepSpeed counts it.
+    """The progress of a run, counted as DeepSpeed counts it.
 
     `micro_steps`: finished micro-batches. `global_steps`: accumulation boundaries passed, skipped steps included.
     `global_samples`: `train_batch_size` for each of those. `skipped_steps`: those whose update was not applied.
@@ -45,12 +45,12 @@ class StepCounters:
         return (self.micro_steps + 1) % self.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether micro-batches end an accumulation, from now on; None goes back to counting."""
+        """Set by hand whether micro-batches end an accumulation, from now on; None goes back to counting."""
         self._boundary = is_boundary
 
     def advance(self, *, skipped: bool = False) -> bool:
-        """End the present micro-batch. Gives back whether it was a boundary; `skipped` says that its update was not
-        applied, and means nothing elsewhere."""
+        """End the present micro-batch. Returns whether it was a boundary. `skipped`: the update of that boundary was
+        not applied."""
         was_boundary = self.is_boundary
         if was_boundary:
             self.global_steps += 1
@@ -70,7 +70,7 @@ class StepCounters:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` was made. Raises CheckpointError for anything but what `state_dict()` gives.
+        """Go on from the counts of `state_dict`. Raises CheckpointError for anything but what `state_dict()` gives.
 
         Gradients of an unfinished accumulation are in no checkpoint, hence `micro_steps` goes back to where that one
         began; and it is counted anew in the present accumulation steps, so that the next boundary is a whole

@@ -1,7 +1,7 @@
 """Loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and divided out of the update.
 
 The dynamic scale is that of Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740), with DeepSpeed's
-hysteresis. Whether a step overflowed is agreed on by all ranks before they come here, so that their scales stay equal.
+hysteresis. All ranks agree on whether a step overflowed before they update the scale, so that their scales stay equal.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from polyaccel.errors import CheckpointError, ConfigError, LossScaleError, Problem
 
 SCALE_FACTOR = 2.0
-"""What the scale is multiplied or divided by. A power of two, so that scaling rounds nothing."""
+"""The scale grows and shrinks by this factor. A power of two, so that scaling rounds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossScalePolicy:
-    """How a loss scale begins and moves; `dynamic` False keeps `initial_scale` for ever.
+    """The rule by which a loss scale moves; `dynamic` False keeps `initial_scale` for ever.
 
     `window` good steps have to follow an overflow before the next good step doubles the scale; afterwards every
-    `window` good steps double it again. `hysteresis` - 1 overflows are tolerated before one halves the scale; what was
-    used up of it comes back when the scale grows, or with every good step if `consecutive_hysteresis`.
+    `window` good steps double it again. `hysteresis` - 1 overflows are tolerated before one halves the scale; the
+    tolerated ones are forgotten when the scale grows, or with every good step if `consecutive_hysteresis`.
     """
 
     initial_scale: float = 1.0
@@ -74,7 +74,7 @@ class LossScaler:
     ) -> LossScaler:
         """From the numbers of a config's `fp16` section. A `loss_scale` of 0 means dynamic, from 2^initial_scale_power.
 
-        Raises ConfigError for numbers that cannot be.
+        Raises ConfigError for impossible numbers.
         """
         dynamic = loss_scale == 0
         if dynamic and not -1022 <= initial_scale_power <= 1023:  # where 2.0**power is an ordinary float
@@ -137,7 +137,7 @@ class LossScaler:
         return {"loss_scale": self._scale, "good_steps": self._good_steps, "tolerance": self._tolerance}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` was made. A static scale stays that of the config.
+        """Go on from the scale of `state_dict`. A static scale stays that of the config.
 
         Raises CheckpointError for anything but what `state_dict()` gives.
         """

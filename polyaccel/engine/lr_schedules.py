@@ -43,7 +43,7 @@ PerGroup = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer: groups with an `lr`, and perhaps `betas` or `momentum`."""
+    """The part of an optimizer that a schedule needs: groups with an `lr`, and perhaps `betas` or `momentum`."""
 
     @property
     def param_groups(self) -> Sequence[MutableMapping[str, Any]]: ...
@@ -88,7 +88,8 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` was made, and set the groups. Raises CheckpointError for anything else."""
+        """Go on from `state_dict`, and set the groups. Raises CheckpointError for anything that `state_dict()` does not
+        give."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
             raise CheckpointError(

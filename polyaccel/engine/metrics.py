@@ -1,7 +1,7 @@
-"""What a step did, in figures: `StepMetrics`, and the monitors that write them down.
+"""The figures of a step: `StepMetrics`, and the monitors that write them down.
 
-A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the built-in one. Which rank
-writes is the caller's business: the engine opens monitors on rank 0 only.
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the built-in one. The caller
+decides which rank writes: the engine opens monitors on rank 0 only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any, ClassVar, TextIO
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.types import Probe
 
-API_VERSION = (1, 0)
-"""Version of the `Monitor` contract. Plugins state the one they were written for; majors must agree."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step as one rank saw it. None where a figure was not taken.
 
     `loss` is the mean over the step's micro-batches, unscaled. `lr` has one entry for each optimizer group. `grad_norm`
-    is the global norm *before* clipping, `grad_norm_clipped` the norm of what the optimizer got; both unscaled.
+    is the global norm *before* clipping, `grad_norm_clipped` the norm of the gradients that the optimizer got; both
+    unscaled.
     """
 
     step: int
@@ -41,15 +39,16 @@ class StepMetrics:
     samples: int = 0
     """Samples of all ranks since training began."""
     step_time_s: float | None = None
+    """Seconds since the step before, without evaluation and without saving and loading checkpoints."""
     samples_per_s: float | None = None
     """Of all ranks together, as `tokens_per_s`."""
     tokens_per_s: float | None = None
     peak_memory_nbytes: int | None = None
-    """Device memory of this rank at its highest."""
+    """The most device memory that this rank had in use."""
     traffic_numel: int | None = None
     """Elements that this rank sent to others in this step."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    """Host seconds by phase (`PhaseTimer`)."""
+    """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
 
     def as_record(self) -> dict[str, Any]:
         """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
@@ -87,7 +86,7 @@ class Monitor(ABC):
 
     @classmethod
     def probe(cls) -> Probe:
-        """Whether it could be used here: whether what it needs is installed, say. Opens nothing."""
+        """Whether it could be used here: whether the packages that it needs are installed, say. Opens nothing."""
         return Probe(usable=True, reason="needs nothing")
 
     @abstractmethod
@@ -104,7 +103,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write out what is left. May be called twice, and without `open`."""
+        """Write out metrics that are left. May be called twice, and without `open`."""
 
 
 class JsonlMonitor(Monitor):

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from logging import getLogger
-from time import perf_counter
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.metrics import Monitor, StepMetrics
 from polyaccel.engine.timing import PhaseTimer
-from polyaccel.zero.update import StepResult
+from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
 
 
 class StepRecorder:
-    """Makes the `StepMetrics` of each optimizer step, and prints every `print_every`-th on rank 0 (None: none).
+    """Makes the `StepMetrics` of each optimizer step, hands them to `monitors`, and prints every `print_every`-th on
+    rank 0 (None: none).
 
-    `print_phases` adds where the host's time went.
+    `print_phases` adds where the host's time went. A monitor that fails is closed and dropped with a warning.
     """
 
     def __init__(
-        self, accelerator: Accelerator, communicator: Communicator, *, print_every: int | None, print_phases: bool
+        self,
+        accelerator: Accelerator,
+        communicator: Communicator,
+        *,
+        print_every: int | None,
+        print_phases: bool,
+        monitors: Sequence[Monitor] = (),
     ) -> None:
         self.timer = PhaseTimer()
         self.last: StepMetrics | None = None
@@ -30,11 +37,12 @@ class StepRecorder:
         self._communicator = communicator
         self._print_every = print_every if communicator.rank == 0 else None
         self._print_phases = print_phases
+        self._monitors = list(monitors)
         self.begin()
 
     def begin(self) -> None:
         """Time and traffic of the next step count from here: setting a run up is no part of its first step."""
-        self._began_s = perf_counter()
+        self.timer.take()
         self._sent_before = self._communicator.sent_numel
 
     def record(
@@ -47,8 +55,9 @@ class StepRecorder:
         loss_scale: float,
     ) -> StepMetrics:
         """The figures of the step that has just ended; time and traffic count from the last call."""
-        now, sent = perf_counter(), self._communicator.sent_numel
-        elapsed = now - self._began_s
+        sent = self._communicator.sent_numel
+        phase_s = self.timer.take()
+        elapsed = sum(phase_s.values())
         self.last = StepMetrics(
             step=counters.global_steps,
             loss=loss,
@@ -62,19 +71,38 @@ class StepRecorder:
             samples_per_s=counters.train_batch_size / elapsed,
             peak_memory_nbytes=self._accelerator.memory_stats().peak_nbytes,
             traffic_numel=sent - self._sent_before,
-            phase_s=self.timer.take(),
+            phase_s=phase_s,
         )
-        self._began_s, self._sent_before = now, sent
+        self._sent_before = sent
+        for monitor in tuple(self._monitors):
+            try:
+                monitor.write(self.last)
+            except Exception as error:  # figures are worth less than training
+                log.warning("monitor %s failed and is dropped: %s", monitor.name, error)
+                self._drop(monitor)
         if self._print_every is not None and self.last.step % self._print_every == 0:
             self._print(self.last)
         return self.last
 
+    def close(self) -> None:
+        """Close the monitors."""
+        for monitor in tuple(self._monitors):
+            self._drop(monitor)
+
+    def _drop(self, monitor: Monitor) -> None:
+        self._monitors.remove(monitor)
+        try:
+            monitor.close()
+        except Exception as error:
+            log.warning("monitor %s could not be closed: %s", monitor.name, error)
+
     def _print(self, metrics: StepMetrics) -> None:
         loss = "none" if metrics.loss is None else f"{metrics.loss:.4f}"
+        norm = "none" if metrics.grad_norm is None else f"{metrics.grad_norm:.4g}"
         rates = ", ".join(f"{lr:.3g}" for lr in metrics.lr)
         log.info(
-            "step %d: loss %s, lr %s, grad norm %.4g, loss scale %g, %.1f samples/s",
-            metrics.step, loss, rates, metrics.grad_norm, metrics.loss_scale, metrics.samples_per_s,
+            "step %d: loss %s, lr %s, grad norm %s, loss scale %g, %.1f samples/s",
+            metrics.step, loss, rates, norm, metrics.loss_scale, metrics.samples_per_s,
         )  # fmt: skip
         if self._print_phases:
             log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))

@@ -1,19 +1,75 @@
-"""What every frontend's engine does to go on from a checkpoint: compare, read this rank's slices, take over counts."""
+"""Saving a run and going on with it, the same for every frontend: naming its parts, comparing, reading this rank's
+slices, taking over counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import TensorEntry
+from polyaccel.comm.base import Communicator
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.types import DType
 
 PARAM = "param"
 """The kind of the tensors that are parameters; the others are optimizer states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """The parts of an engine whose state a checkpoint holds, whatever framework computes."""
+
+    zero: TrainedState
+    accelerator: Accelerator
+    communicator: Communicator
+    counters: StepCounters
+    loss_scaler: LossScaler
+    groups: Sequence[MutableMapping[str, Any]] | None
+    """The optimizer's groups; None without an optimizer."""
+    optimizer_kind: str | None
+    """Equal for optimizers that understand each other's states; None without an optimizer."""
+    schedule: Any
+    """The learning-rate schedule; None without one."""
+
+    def scalars(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """The plain values of a checkpoint. Frontends replace those that differ between them."""
+        groups = None if self.groups is None else {"param_groups": [hyperparameters(group) for group in self.groups]}
+        return {
+            "counters": self.counters.state_dict(),
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "optimizer": groups,
+            "optimizer_kind": self.optimizer_kind,
+            "param_steps": self.zero.steps,
+            "client_optimizer": {},
+            "lr_scheduler": None,
+            "data": None,
+            "client_state": dict(client_state),
+        }
+
+    def resumes_optimizer(self, reader: StateReader, *, wanted: bool) -> bool:
+        """Whether optimizer states are taken over: they are `wanted`, they were saved, and this run has an optimizer.
+
+        Raises CheckpointError when the saved ones are of another kind than this run's.
+        """
+        if wanted:
+            check_optimizer(self.optimizer_kind, reader)
+        return wanted and self.groups is not None and reader.scalars["optimizer"] is not None
+
+    def load_progress(self, reader: StateReader) -> None:
+        """Take over how far the run is, and its loss scale."""
+        self.counters.load_state_dict(reader.scalars["counters"])
+        self.loss_scaler.load_state_dict(reader.scalars["loss_scaler"])
+
+    def load_groups(self, reader: StateReader) -> None:
+        """Take over the hyperparameters of the optimizer's groups. Raises ConfigError when their number differs."""
+        if self.groups is not None:
+            load_groups(self.groups, reader.scalars["optimizer"]["param_groups"])
 
 
 class StateReader(Protocol):
@@ -77,7 +133,7 @@ def read_state(
     counts_updates: bool,
     may_lack_states: bool = False,
 ) -> None:
-    """Read what this rank needs, forget all gradients, and make the parameters whole everywhere. Collective.
+    """Read the pieces that this rank needs, forget all gradients, and make the parameters whole everywhere. Collective.
 
     `counts_updates`: each parameter's number of updates is taken over too. `may_lack_states`: an optimizer state that
     was not saved is none.

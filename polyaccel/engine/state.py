@@ -1,4 +1,4 @@
-"""What an engine trains, whatever it rests on: parameters, gradients and optimizer states, with their update."""
+"""The state that an engine trains, in whatever memory: parameters, gradients, optimizer states, and their update."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from polyaccel.buffer import Buffer
-from polyaccel.zero.layout import ShardLayout, Slot
-from polyaccel.zero.optimizers import Group, SliceOptimizer
-from polyaccel.zero.update import StepResult
+from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.optimizers import Group, SliceOptimizer
+from polyaccel.zero.update.walk import StepResult
 
 
 class TrainedParams(Protocol):
     """The parameters of a `TrainedState`."""
 
     def fence(self) -> None:
-        """Return once every parameter is up to date."""
+        """Wait until every parameter is up to date."""
 
     def publish_masters(self) -> None:
-        """Make parameters of master weights that were written, everywhere. Collective."""
+        """Make the parameters anew from master weights that were written, on every rank. Collective."""
 
 
 class TrainedState(Protocol):
-    """What engines and checkpoints ask of a step: `ZeroStep` is one, on the engine's own buffers."""
+    """The part of a step that engines and checkpoints use. `ZeroStep` has it, for the engine's own buffers."""
 
     @property
     def layout(self) -> ShardLayout: ...
@@ -51,13 +51,13 @@ class TrainedState(Protocol):
         """Raise PolyaccelError after an update that failed in the middle."""
 
     def mend(self) -> None:
-        """All parameters and states were loaded, and belong to one step again."""
+        """Allow training again, after all parameters and states of one step were loaded."""
 
     def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """What this rank answers for, in global coordinates: (slot, kind, start, buffer)."""
+        """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer)."""
 
     def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """What this rank must read to go on, to be overwritten."""
+        """The pieces that this rank must read to go on, as buffers to overwrite."""
 
     def close(self) -> None:
         """Let go of everything."""

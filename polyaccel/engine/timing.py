@@ -1,4 +1,4 @@
-"""Where the host's time goes: `PhaseTimer`, a stopwatch with a lap for every phase of a step."""
+"""The host's time by phase: `PhaseTimer`, a stopwatch with a lap for every phase of a step."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, get_args
 
-Phase = Literal["data", "forward", "backward", "reduce", "update", "publish"]
+Phase = Literal["data", "forward", "backward", "reduce", "update", "publish", "other"]
 """`data`: waiting for the next micro-batch. `reduce`: starting and awaiting gradient reductions. `publish`: making the
-updated parameters visible to all ranks."""
+updated parameters visible to all ranks. `other`: the rest of the step, such as a script's own work between calls."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
+Charge = Phase | Literal["outside"]
+OUTSIDE: Literal["outside"] = "outside"
+"""In place of a phase: time that is no part of a training step, such as evaluation or saving a checkpoint."""
 
 
 class PhaseTimer:
-    """Adds up seconds by phase: `with timer("forward"): ...`.
+    """Divides the seconds of a step among its phases: `with timer("forward"): ...`.
 
-    Phases nest, and time counts for the innermost only, so a reduction started inside backward is not counted twice and
-    the phases never add up to more than the step. It is the host's time: the device is not synchronised, and work that
-    is still queued counts where the host waits for it. One thread at a time (autograd's threads run while the caller's
-    waits for them).
+    Every moment since the last `take` belongs to one phase or to none (`OUTSIDE`), so the phases add up to the step.
+    Phases nest, and a moment counts for the innermost only; all that is nested in `OUTSIDE` is outside too. It is the
+    host's time: the device is not synchronised, and work that is still queued counts where the host waits for it. One
+    thread at a time (autograd's threads run while the caller's waits for them).
     """
 
     def __init__(self) -> None:
-        self._laps: dict[Phase, _Lap] = {phase: _Lap(self, phase) for phase in PHASES}
-        self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._open: list[Phase] = []
-        self._since = 0.0
+        self._laps: dict[Charge, _Lap] = {phase: _Lap(self, phase) for phase in (*PHASES, OUTSIDE)}
+        self._seconds: dict[Charge, float] = dict.fromkeys((*PHASES, OUTSIDE), 0.0)
+        self._open: list[Charge] = ["other"]
+        self._since = perf_counter()
 
-    def __call__(self, phase: Phase) -> _Lap:
+    def __call__(self, phase: Charge) -> _Lap:
         """The context manager that charges a `with` block to `phase`; always the same object."""
         return self._laps[phase]
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call, in which phases still open are charged until now."""
         self._charge()
-        taken: dict[str, float] = dict(self._seconds.items())
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        taken: dict[str, float] = {phase: self._seconds[phase] for phase in PHASES}
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def _charge(self) -> None:
         now = perf_counter()
-        if self._open:
-            self._seconds[self._open[-1]] += now - self._since
+        self._seconds[self._open[-1]] += now - self._since
         self._since = now
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Charge) -> None:
         self._charge()
-        self._open.append(phase)
+        self._open.append(OUTSIDE if self._open[-1] == OUTSIDE else phase)
 
     def _leave(self) -> None:
         self._charge()
@@ -54,11 +56,11 @@ class PhaseTimer:
 
 
 class _Lap:
-    """What `with` needs of a phase. Stateless, so one object serves all its uses, nested ones too."""
+    """The context manager of a phase. Stateless, so one object serves all its uses, nested ones too."""
 
     __slots__ = ("_phase", "_timer")
 
-    def __init__(self, timer: PhaseTimer, phase: Phase) -> None:
+    def __init__(self, timer: PhaseTimer, phase: Charge) -> None:
         self._timer = timer
         self._phase = phase
 

@@ -11,18 +11,18 @@ import numpy as np
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.engine.base import ModelAdapter
+from polyaccel.jax.program.params import Leaf
+from polyaccel.jax.program.stacking import Stacking, repeated_blocks
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
-from polyaccel.jax.sharded_params import Leaf
-from polyaccel.jax.stacking import Stacking, repeated_blocks
 from polyaccel.jax.views import ParamViews, array_over
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.params import ParamStore
+from polyaccel.zero.buckets.params import ParamStore
 
 
 class JaxAdapter(ModelAdapter):
     """The parameters of `params`, the floating ones trained and held as `param_dtype` (None: as they are).
 
-    `stacked` names subtrees whose layers are to be parameters of their own (`polyaccel.jax.stacking`).
+    `stacked` names subtrees whose layers are to be parameters of their own (`polyaccel.jax.program.stacking`).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class JaxAdapter(ModelAdapter):
         self.stacking = Stacking(self._specs, stacked)
         self.views = ParamViews({fqn: spec.shape for fqn, spec in self._specs.items()})
         self._sharded: set[str] = set()
-        """What stands nowhere as a whole, but while a unit of the program needs it."""
+        """Parameters that are whole nowhere, except while a unit of the program needs them."""
 
     @property
     def is_trained(self) -> tuple[bool, ...]:
@@ -52,7 +52,7 @@ class JaxAdapter(ModelAdapter):
         return {fqn: leaf for fqn, leaf in self._leaves.items() if isinstance(leaf, (jax.Array, np.ndarray))}
 
     def let_go(self) -> None:
-        """Everything has been read: the caller's arrays are the caller's alone."""
+        """Drop the caller's arrays, after all of them have been read."""
         self._leaves.clear()
 
     def param_specs(self) -> Sequence[ParamSpec]:
@@ -91,7 +91,7 @@ class JaxAdapter(ModelAdapter):
         self._sharded.add(fqn)
 
     def release(self) -> None:
-        """Nothing is attached to a function; the arrays keep the engine's memory alive."""
+        """Does nothing: no hooks are attached to a function, and the arrays keep the engine's memory alive."""
 
     def tree(self, params: ParamStore) -> Any:
         """The parameters as the caller's kind of tree, over the engine's memory; copies of those that are sharded.

@@ -12,17 +12,18 @@ import jax.numpy as jnp
 
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
+from polyaccel.engine.resuming import TrainingRun
+from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
-from polyaccel.jax.checkpoint import load_engine, save_engine
-from polyaccel.jax.function import LossFn, LossFunction, as_inputs
-from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.checkpoint import load_run, save_run
+from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
 
 
 class OptimizerGroups:
-    """What schedules move: the hyperparameters of each optimizer group."""
+    """The hyperparameters of each optimizer group, which schedules move."""
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups = param_groups
@@ -40,30 +41,26 @@ class JaxEngine(Engine):
         self, fn: LossFn, params: Any, runtime: Runtime, hyperparameters: Mapping[str, Any], stacked: Sequence[str] = ()
     ) -> None:
         self.runtime = runtime
-        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
+        self._compose(runtime.engine_parts())
         self.aux: Any = None
         """The function's auxiliary output for the last micro-batch."""
         self.optimizer = OptimizerGroups([dict(hyperparameters)])
         self.adapter = JaxAdapter(params, self.accelerator, runtime.param_dtype, stacked)
-        is_half = self.config.fp16.enabled and self.config.fp16.auto_cast
         self._loss_function = LossFunction(
             fn,
             self.adapter.structure,
             self.adapter.is_trained,
             self.adapter.views,
             self.adapter.originals,
-            jnp.float16 if is_half else None,
+            jnp.float16 if runtime.casts_inputs else None,
         )
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
 
     @property
     def optimizer_kind(self) -> str | None:
-        """What must be equal for one optimizer's state to mean something to another; None without one."""
-        optimizer = self.zero.optimizer
-        if optimizer is None:
-            return None
-        return optimizer.kind if isinstance(optimizer, OptaxOptimizer) else type(optimizer).__name__
+        """`SliceOptimizer.kind`; None without an optimizer."""
+        return None if self.zero.optimizer is None else self.zero.optimizer.kind
 
     # Running the function.
 
@@ -99,7 +96,8 @@ class JaxEngine(Engine):
         """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
         self._require_own_process()
         loss: jax.Array
-        loss, self.aux = self._evaluate(next(data_iter) if _is_iterator(data_iter) else data_iter)
+        with self.timer(OUTSIDE):
+            loss, self.aux = self._evaluate(next(data_iter) if _is_iterator(data_iter) else data_iter)
         return loss
 
     @abstractmethod
@@ -164,7 +162,16 @@ class JaxEngine(Engine):
         """
         self._require_own_process()
         self._require_whole_step()
-        save_engine(self, save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest)
+        with self.timer(OUTSIDE):
+            save_run(
+                self._run(),
+                self.adapter.stacking,
+                self.runtime.storage(save_dir),
+                tag or f"global_step{self.global_steps}",
+                client_state=client_state or {},
+                save_latest=save_latest,
+                tag_validation=self._settings.tag_validation,
+            )
         return True
 
     def load_checkpoint(
@@ -182,13 +189,29 @@ class JaxEngine(Engine):
         """
         self._require_own_process()
         fence()
-        return load_engine(
-            self,
-            load_dir,
-            tag,
-            optimizer_states=load_optimizer_states,
-            schedule=load_lr_scheduler_states,
-            name_map=name_map,
+        with self.timer(OUTSIDE):
+            return load_run(
+                self._run(),
+                self.adapter.stacking,
+                self.runtime.storage(load_dir),
+                tag,
+                optimizer_states=load_optimizer_states,
+                schedule=load_lr_scheduler_states,
+                name_map=name_map,
+            )
+
+    def _run(self) -> TrainingRun:
+        """The parts that a checkpoint holds, as they are now."""
+        kind = self.optimizer_kind
+        return TrainingRun(
+            zero=self.zero,
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            counters=self.counters,
+            loss_scaler=self.loss_scaler,
+            groups=None if kind is None else self.optimizer.param_groups,
+            optimizer_kind=kind,
+            schedule=self.lr_scheduler,
         )
 
     # What users ask.

@@ -10,45 +10,34 @@ import jax
 
 from polyaccel import comm
 from polyaccel.comm.default import is_initialized, own_thread_communicator
-from polyaccel.config import ResolvedConfig, load_config
+from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.modules import as_function
-from polyaccel.jax.native_engine import NativeEngine, native_problems
-from polyaccel.jax.native_mesh import native_mesh
+from polyaccel.jax.native.engine import NativeEngine
+from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.views_engine import ViewsEngine
-from polyaccel.runtime import NATIVE_OPTIMIZERS, Runtime, compose
-from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.policy import Placement
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.runtime import Runtime, compose
+from polyaccel.zero.plan.policy import Placement
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 def initialize(
-    model: Any = None,
-    params: Any = None,
+    model: Any,
+    params: Any,
     *,
-    optimizer: Any = None,
-    config: str | Path | Mapping[str, Any] | None = None,
-    seed: int = 0,
-    stacked: Sequence[str] = (),
-    distributed_port: int | None = None,
-    dist_init_required: bool | None = None,
+    optimizer: Any,
+    config: str | Path | Mapping[str, Any] | Config,
+    seed: int,
+    stacked: Sequence[str],
+    distributed_port: int | None,
+    dist_init_required: bool | None,
 ) -> JaxEngine:
-    """Build an engine around `model`, a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
-    auxiliary output); `params` is the pytree of its parameters, whose floating leaves are trained. Modules of flax and
-    equinox are taken too, see `polyaccel.jax.modules`.
-
-    `optimizer` is an elementwise optax transformation and goes before the config's; `config` is a path, a dict or
-    base64. `seed` is of the random keys that the function gets. `stacked` names subtrees of `params` whose arrays have
-    a leading axis over layers, for `polyaccel.jax.scan_units`. Joins the other ranks if nobody has yet, unless
-    `dist_init_required` is False. Rank 0's parameters are everybody's.
-
-    Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
-    cut as asked, CommError when the ranks cannot meet.
-    """
-    if config is None:
-        raise ConfigError([Problem("config", None, "no config was given", "pass config=")], source="initialize")
+    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says. Modules of flax and equinox
+    are taken too, see `polyaccel.jax.modules`."""
     parsed = load_config(config)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
@@ -75,7 +64,7 @@ def initialize(
 def _check_config(runtime: Runtime, *, is_native: bool) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
-    problems = native_problems(runtime) if is_native else []
+    problems = _native_problems(runtime) if is_native else []
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
@@ -98,6 +87,24 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
         raise ConfigError(problems, source="initialize")
 
 
+def _native_problems(runtime: Runtime) -> list[Problem]:
+    """Settings of the config that native mode does not have."""
+    config, zero = runtime.config, runtime.config.zero_optimization
+    problems = []
+    if runtime.policy.params is Placement.SHARDED:
+        expected = "native mode shards no parameters: its one program would hold all of them gathered"
+        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
+    if zero.offload_optimizer.device != "none":
+        key = "zero_optimization.offload_optimizer.device"
+        expected = "native mode updates inside one program of JAX's devices, where the states rest"
+        cure = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
+        problems.append(Problem(key, zero.offload_optimizer.device, expected, cure))
+    if config.comms_logger.enabled:
+        expected = "what JAX exchanges inside a program is not seen"
+        problems.append(Problem("comms_logger.enabled", True, expected, "use jax.profiler"))
+    return problems
+
+
 def _make_optimizer(runtime: Runtime, client: Any) -> tuple[SliceOptimizer | None, dict[str, Any]]:
     """The optimizer on slices and its hyperparameters: the caller's, else the config's, else none."""
     if client is not None:
@@ -111,6 +118,6 @@ def _make_optimizer(runtime: Runtime, client: Any) -> tuple[SliceOptimizer | Non
     if native is not None:
         return native
     if section is not None:
-        cure = f"use one of {', '.join(NATIVE_OPTIMIZERS)}, or pass an optax transformation as optimizer="
+        cure = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="
         raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", cure)])
     return None, {}

@@ -1,8 +1,8 @@
 """Modules of flax and equinox as functions of their parameters, so that the engine knows functions only.
 
-A module is called as one of torch is: a mapping as named arguments, a tuple or list as positional ones, anything else
-as the one argument; it returns its loss, or (loss, auxiliary output). Its repeated blocks are units
-(`polyaccel.jax.module_units`).
+The batch is passed as to a module of torch: a mapping as named arguments, a tuple or list as positional ones, anything
+else as the one argument; it returns its loss, or (loss, auxiliary output). Its repeated blocks are units
+(`polyaccel.jax.program.module_units`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import jax
 
 from polyaccel.errors import InvariantError, PolyaccelError
-from polyaccel.jax.function import LossFn
-from polyaccel.jax.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
+from polyaccel.jax.program.function import LossFn
+from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
 def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
     """The function and the parameters that `model` and `params` mean.
 
-    flax.linen needs `params`, what `model.init` gave; flax.nnx and equinox modules have their own. Raises
+    flax.linen needs `params`, the result of `model.init`; flax.nnx and equinox modules have their own. Raises
     PolyaccelError for a model without parameters, and for a module with other state than parameters: a function has
     none.
     """

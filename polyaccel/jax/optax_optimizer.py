@@ -1,8 +1,8 @@
 """An optax transformation on slices of the parameters, in place of the config's optimizer.
 
 Slices are flat and begin anywhere, so the transformation must treat every element alike. That is tried out when the
-engine is built: what it does to a vector must be what it does to each half, and its states must be as long as the
-vector, or numbers.
+engine is built: it must treat each half of a vector as it treats the whole, and each of its states must be as long as
+the vector, or one number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.jax.views import array_over
 from polyaccel.ops.base import CAST
-from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
 _PROBE = np.array([0.7, -1.3, 0.02, 2.9, -0.4, 1.1, -0.006, 0.3], np.float32)
 
@@ -47,13 +47,13 @@ class OptaxOptimizer(SliceOptimizer):
         self._apply = jax.jit(self.step)
 
     @property
-    def state_names(self) -> tuple[str, ...]:  # type: ignore[override]
+    def state_names(self) -> tuple[str, ...]:
         """The states with one value an element."""
         return tuple(name for name, is_number in zip(self._names, self._is_number, strict=True) if not is_number)
 
     @property
     def kind(self) -> str:
-        """What must be equal for one transformation's state to mean something to another."""
+        """A text that is equal for transformations which understand each other's states."""
         return "optax: " + ", ".join(self._names)
 
     def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:

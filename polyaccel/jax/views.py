@@ -2,10 +2,10 @@
 
 [Note: Arrays over memory that changes]
 JAX believes that arrays never change, and computes when it likes. The engine writes updated parameters into the very
-memory that JAX reads, so before it writes, everything must have been computed that may read it: `fence` waits for
-every live array of this process, the user's own included. A result that nobody holds any more may read what it likes.
-A computation that starts later sees the new values. What breaks the bargain is found elsewhere: a function that closed
-over parameters, which are constants of its program then (`polyaccel.jax.constants`).
+memory that JAX reads, so before it writes, every computation that may read it must have ended: `fence` waits for
+every live array of this process, the user's own included. A result that no variable holds any more may have any value.
+A computation that starts later sees the new values. One thing breaks this, and is looked for elsewhere: a function that
+closes over parameters, which become constants of its program (`polyaccel.jax.program.function`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from polyaccel.accelerators.jax_memory import wait_for
+from polyaccel.accelerators.memory.jax import wait_for
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 
@@ -34,7 +34,7 @@ class CopyCount:
 
 
 def fence() -> None:
-    """Return once everything that was dispatched has been computed. See [Note: Arrays over memory that changes]."""
+    """Wait until every computation that was dispatched has ended. See [Note: Arrays over memory that changes]."""
     wait_for(jax.live_arrays())
 
 
@@ -49,7 +49,7 @@ class ParamViews:
         """The generation of each parameter that was copied."""
 
     def bind(self, fqn: str, view: Buffer) -> None:
-        """The parameter stands in `view` from now on."""
+        """Let the parameter stand in `view` from now on."""
         self._buffers[fqn] = view
         self._import(fqn)
 
@@ -88,7 +88,8 @@ class ParamViews:
 
 
 def address_of(array: Any) -> int | None:
-    """Where an array of JAX or numpy begins; None for what is no array, is empty, or is nowhere or in many places."""
+    """The address of an array of JAX or numpy; None for other objects, empty arrays, and those of several devices or
+    none."""
     if isinstance(array, jax.Array):
         is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
         if is_key or array.size == 0 or array.is_deleted() or len(array.devices()) != 1:

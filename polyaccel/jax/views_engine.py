@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.jax.engine import JaxEngine
-from polyaccel.jax.function import LossFn, LossFunction
-from polyaccel.jax.sharded import ShardedFunction
-from polyaccel.jax.sharded_params import ShardedParams
+from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.params import ShardedParams
+from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
 from polyaccel.runtime import Runtime
-from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.policy import Placement
+from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 class ViewsEngine(JaxEngine):
@@ -62,8 +62,7 @@ class ViewsEngine(JaxEngine):
         self._settle_params()
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-        each_pass = self.runtime.policy.grads is Placement.SHARDED
-        self.zero.begin_pass(reduce=each_pass or self.counters.is_boundary)
+        self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):
                 leaves = self.adapter.views.arrays()
@@ -102,6 +101,7 @@ class ViewsEngine(JaxEngine):
             self._function.close()
         self.adapter.release()
         self.zero.close()
+        self._recorder.close()
 
     def _settle_params(self) -> None:
         """The updated parameters have been written, whatever streams of the accelerator, unknown to JAX, do that."""

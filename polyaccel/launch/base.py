@@ -1,4 +1,5 @@
-"""The contract of a launcher plugin: `Launcher` runs a `LaunchPlan`, which says beforehand what each rank is.
+"""The contract of a launcher plugin: `Launcher` runs a `LaunchPlan`, which describes the process of every rank
+beforehand.
 
 A plan is a value: a test, or a dry run, reads it without starting a process.
 """
@@ -13,8 +14,8 @@ from typing import ClassVar
 
 from polyaccel.types import Probe
 
-API_VERSION = (1, 0)
-"""Version of this contract. Plugins state the one they were written for; majors must agree."""
+JOB_ID = "POLYACCEL_JOB_ID"
+"""The variable with the id of the job that a process belongs to. Every process that a rank starts inherits it."""
 
 DEFAULT_GRACE_S = 5.0
 DEFAULT_STOP_TIMEOUT_S = 60.0
@@ -56,6 +57,7 @@ class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
 
@@ -69,6 +71,6 @@ class Launcher(ABC):
         """Start the ranks, wait for them, and return the exit code of the job.
 
         The code is 0 only when every rank exited with 0, else that of the first rank that failed: its own exit code, or
-        128 + N when signal N ended it. What happened stands on standard error, naming the rank. When this returns or
-        raises, no process of the job is left. Raises LaunchError when a rank cannot be started.
+        128 + N when signal N ended it. The reason stands on standard error, with the rank's number. When this returns
+        or raises, no process of the job is left. Raises LaunchError when a rank cannot be started.
         """

@@ -2,7 +2,7 @@
 
 Bytes stay as they are. A line ends with a newline or, as progress bars redraw theirs, with a carriage return; the
 prefix stands again after either. A line that its writer leaves unfinished, such as a question, is shown as far as it
-goes; if somebody else writes then, the unfinished line is closed first, and its rest gets the prefix once more.
+goes; if another writer writes then, the unfinished line is closed first, and its rest gets the prefix once more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
 class LineSink:
-    """A file descriptor that several `LineWriter`s share. What cannot be written, its reader being gone, is dropped."""
+    """A file descriptor that several `LineWriter`s share. Bytes are dropped once its reader has gone."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -28,7 +28,8 @@ class LineSink:
         self._is_gone = False
 
     def column(self, writer: object) -> bytes:
-        """The last byte there, if `writer` wrote it: tells whether it is within a line of its own. Else a newline."""
+        """The last byte that was written, if `writer` wrote it, which tells whether its line is unfinished. Else a
+        newline."""
         return self._last if writer is self._writer else b"\n"
 
     def write(self, writer: object, data: bytes) -> None:

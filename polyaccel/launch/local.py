@@ -11,8 +11,8 @@ from typing import ClassVar
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher, LaunchPlan, RankSpec
-from polyaccel.launch.environment import check_not_nested, rank_environment
 from polyaccel.launch.output import JobOutput
+from polyaccel.launch.program import check_not_nested, rank_environment
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.port import free_port, is_free
 from polyaccel.types import Probe

@@ -1,4 +1,4 @@
-"""What ranks print: read from pipes by one thread, and shown with the rank's number before each line.
+"""The output of ranks: read from pipes by one thread, and shown with the rank's number before each line.
 
 [Note: Who owns the terminal]
 A progress bar needs a terminal, and a terminal shows one at a time. So the first rank of this host has the launcher's
@@ -87,7 +87,7 @@ class JobOutput:
         return self._is_terminal
 
     def attach(self, rank: RankProcess) -> None:
-        """Show what `rank` prints, but for what it owns."""
+        """Show the output of `rank`, but for the descriptors that it owns."""
         streams = self._streams.setdefault(rank.spec.rank, [])
         for pipe, sink in zip((rank.stdout, rank.stderr), self._sinks, strict=True):
             if pipe is not None:
@@ -111,7 +111,8 @@ class JobOutput:
             self._show_sentences()
 
     def last_lines(self, rank: int) -> list[str]:
-        """What a rank wrote last to standard error or, if nothing, to standard output. After `drain`."""
+        """The last lines that a rank wrote to standard error or, if it wrote none, to standard output. Call `drain`
+        first."""
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
         return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
 
@@ -162,7 +163,7 @@ class JobOutput:
         return bool(data)
 
     def _read_rest(self, stream: _Stream) -> None:
-        """All that is in the pipe, whose other end may still be open in a process that escaped us."""
+        """Read all that is in the pipe now. Its other end may still be open, in a process that escaped the launcher."""
         while self._read(stream):
             pass
         self._drop(stream)

@@ -1,4 +1,4 @@
-"""A rank as a process: its start in a session of its own, and what becomes of it."""
+"""A rank as a process: its start in a session of its own, its state, and the sentences that people read about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from time import monotonic, sleep
 from typing import IO
@@ -19,8 +19,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WAIT_POLL_S = 0.005
 
 
-class RankState(Enum):
-    """What a rank's process does."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "out of memory? check dmesg",
+    signal.SIGSEGV: "a crash in native code; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGABRT: "native code gave up; its reason is among the last lines",
+    signal.SIGBUS: "shared memory or a disk full? check df /dev/shm",
+    signal.SIGILL: "native code built for another processor?",
+    signal.SIGFPE: "a crash in native code; PYTHONFAULTHANDLER=1 shows where",
+}
+
+
+class ProcessState(Enum):
+    """The state of a rank's process."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -40,7 +50,7 @@ class RankProcess:
         self.pid = process.pid
         self.stdout: IO[bytes] | None = process.stdout
         self.stderr: IO[bytes] | None = process.stderr
-        self.state = RankState.RUNNING
+        self.state = ProcessState.RUNNING
         self.stop_signal = signal.SIGSTOP
         self.started_s = self.changed_s = monotonic()
         self._process = process
@@ -51,41 +61,41 @@ class RankProcess:
 
     @property
     def lifetime_s(self) -> float:
-        """From its start until its last change of state."""
+        """Seconds from its start until its last change of state."""
         return self.changed_s - self.started_s
 
     def poll(self) -> bool:
-        """Ask the kernel what became of it; True when the state is another than before. Never blocks."""
+        """Update the state from the kernel; True when it has changed. Never blocks."""
         before = self.state
-        while self.state is not RankState.ENDED:
+        while self.state is not ProcessState.ENDED:
             # Not Popen.poll, which does not see a process stop.
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
                 break
             if os.WIFSTOPPED(status):
-                self.state, self.stop_signal = RankState.STOPPED, signal.Signals(os.WSTOPSIG(status))
+                self.state, self.stop_signal = ProcessState.STOPPED, signal.Signals(os.WSTOPSIG(status))
             elif os.WIFCONTINUED(status):
-                self.state = RankState.RUNNING
+                self.state = ProcessState.RUNNING
             else:
-                self.state = RankState.ENDED
+                self.state = ProcessState.ENDED
                 self._process.returncode = os.waitstatus_to_exitcode(status)
             self.changed_s = monotonic()
         return self.state is not before
 
     def wait(self) -> None:
         """Block until it has ended."""
-        while self.state is not RankState.ENDED:
+        while self.state is not ProcessState.ENDED:
             if not self.poll():
                 sleep(_WAIT_POLL_S)
 
     def signal_rank(self, signum: signal.Signals) -> None:
         """Send `signum` to it alone. Only while it has not ended."""
-        if self.state is not RankState.ENDED:
+        if self.state is not ProcessState.ENDED:
             os.kill(self.pid, signum)
 
     def signal_group(self, signum: signal.Signals) -> None:
         """Send `signum` to it and to everything in its process group. Only while it has not ended."""
-        if self.state is not RankState.ENDED:  # an unreaped leader keeps the number of its group from being reused
+        if self.state is not ProcessState.ENDED:  # an unreaped leader keeps the number of its group from being reused
             os.killpg(self.pid, signum)
 
 
@@ -114,8 +124,48 @@ def start_rank(spec: RankSpec, *, owns_stdout: bool, owns_stderr: bool) -> RankP
     return RankProcess(spec, process)
 
 
+def name_rank(rank: RankProcess) -> str:
+    """How messages name a rank."""
+    return f"rank {rank.spec.rank} (pid {rank.pid})"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; a number without a name (real-time signals) as "signal 40"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_end(rank: RankProcess) -> str:
+    """How a rank ended: "rank 1 (pid 123) was killed by SIGKILL after 12 s (out of memory? check dmesg)"."""
+    code, after = rank.returncode or 0, f"after {_seconds(rank.lifetime_s)}"
+    if code >= 0:
+        return f"{name_rank(rank)} exited with code {code} {after}"
+    hint = f" ({_HINTS[signum]})" if (signum := -code) in _HINTS else ""
+    return f"{name_rank(rank)} was killed by {signal_name(signum)} {after}{hint}"
+
+
+def describe_stop(rank: RankProcess, stop_timeout_s: float) -> str:
+    """A sentence about a rank that was stopped: how to continue it, and when the job ends otherwise."""
+    limit = f"; the job ends in {_seconds(stop_timeout_s)} unless it is" if stop_timeout_s else ""
+    return f"{name_rank(rank)} is stopped by {rank.stop_signal.name}; continue it with: kill -CONT {rank.pid}{limit}"
+
+
+def with_last_lines(sentence: str, lines: Sequence[str]) -> str:
+    """`sentence`, followed by the last lines of the rank's output, if there are any."""
+    if not lines:
+        return sentence
+    return f"{sentence}; its last lines:" + "".join(f"\n  | {line}" for line in lines)
+
+
+def exit_code(returncode: int) -> int:
+    """A process's return code as a shell gives it: 128 + N for signal N."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
 def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
-    """What runs in the child before the program: bind cores, and on Linux ask to die together with the launcher.
+    """The function that the child runs before the program: it binds cores, and on Linux asks to die with the launcher.
 
     The kernel means the *thread* that started the child; that is the main thread, see SignalInbox.
     """
@@ -134,3 +184,7 @@ def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return setup
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

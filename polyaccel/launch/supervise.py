@@ -2,26 +2,41 @@
 
 [Note: How a job ends]
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
-then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that we pass on asks the
-ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
-later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight recorders, is
-passed on too and ends nothing. What ranks leave behind when they end is ended in the same way, so that nothing outlives
-the job.
+then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that the launcher passes on
+asks the ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it,
+however much later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight
+recorders, is passed on too and ends nothing. Processes that ranks leave behind are ended in the same way, so that
+nothing outlives the job.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any
 
-from polyaccel.launch import report
+from polyaccel.errors import LaunchError
 from polyaccel.launch.base import LaunchPlan
-from polyaccel.launch.inbox import SignalInbox
 from polyaccel.launch.output import JobOutput
-from polyaccel.launch.process import RankProcess, RankState, start_rank
+from polyaccel.launch.process import (
+    ProcessState,
+    RankProcess,
+    describe_end,
+    describe_stop,
+    exit_code,
+    name_rank,
+    signal_name,
+    start_rank,
+    with_last_lines,
+)
 from polyaccel.launch.tree import JobTree
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -82,13 +97,13 @@ class Supervisor:
         self._output.start()  # last: a process with threads should not fork
 
     def _is_going_on(self) -> bool:
-        if any(rank.state is not RankState.ENDED for rank in self._ranks):
+        if any(rank.state is not ProcessState.ENDED for rank in self._ranks):
             return self._kill_rounds < _KILL_ROUNDS
         self._leftovers_until_s = min(self._leftovers_until_s, monotonic() + _LINGER_S)
         return self._kill_rounds < _KILL_ROUNDS and bool(self._tree.members())
 
     def _patience_s(self) -> float | None:
-        """How long nothing needs to be done unless a signal comes."""
+        """Seconds for which nothing needs to be done unless a signal comes; None without a limit."""
         if self._leftovers_until_s < inf:
             return _POLL_S
         until = min(self._kill_at_s, *(self._stopped_until_s(rank) for rank in self._ranks))
@@ -96,7 +111,7 @@ class Supervisor:
 
     def _stopped_until_s(self, rank: RankProcess) -> float:
         limit = self._plan.stop_timeout_s
-        waits = rank.state is RankState.STOPPED and limit > 0 and not self._is_ending
+        waits = rank.state is ProcessState.STOPPED and limit > 0 and not self._is_ending
         return rank.changed_s + limit if waits else inf
 
     def _handle(self, signals: list[signal.Signals]) -> None:
@@ -111,7 +126,7 @@ class Supervisor:
         now = monotonic()
         for rank in self._ranks:
             if self._stopped_until_s(rank) <= now:
-                sentence = f"{report.name_rank(rank)} was stopped by {rank.stop_signal.name} and not continued"
+                sentence = f"{name_rank(rank)} was stopped by {rank.stop_signal.name} and not continued"
                 limit = f" within the {self._plan.stop_timeout_s:g} s of --stop-timeout"
                 self._fail(_Verdict(128 + rank.stop_signal, sentence + limit, rank))
         if self._leftovers_until_s <= now and not self._is_ending:
@@ -134,25 +149,25 @@ class Supervisor:
 
     def _note_changes(self, changed: list[RankProcess]) -> None:
         for rank in changed:
-            if rank.state is RankState.STOPPED and not self._is_ending:
-                self._output.say(report.describe_stop(rank, self._plan.stop_timeout_s))
-            elif rank.state is RankState.RUNNING and not self._is_ending:
-                self._output.say(f"{report.name_rank(rank)} goes on")
+            if rank.state is ProcessState.STOPPED and not self._is_ending:
+                self._output.say(describe_stop(rank, self._plan.stop_timeout_s))
+            elif rank.state is ProcessState.RUNNING and not self._is_ending:
+                self._output.say(f"{name_rank(rank)} goes on")
         # Of several that ended at the same time, one that a signal killed is the likelier cause: its peers lose their
         # connection and exit with a code.
         failed = sorted((rank for rank in changed if rank.returncode), key=lambda rank: (rank.returncode or 0) > 0)
         for rank in failed[:1]:
-            code = report.exit_code(rank.returncode or 0)
+            code = exit_code(rank.returncode or 0)
             if code - 128 in self._passed_on:
-                name = report.signal_name(code - 128)
+                name = signal_name(code - 128)
                 self._fail(_Verdict(code, f"ended by {name}, which was passed on to the ranks"))
             else:
-                self._fail(_Verdict(code, report.describe_end(rank), rank))
+                self._fail(_Verdict(code, describe_end(rank), rank))
 
     def _fail(self, verdict: _Verdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
-            if verdict.rank is not None and any(rank.state is not RankState.ENDED for rank in self._ranks):
+            if verdict.rank is not None and any(rank.state is not ProcessState.ENDED for rank in self._ranks):
                 self._output.say(f"{verdict.sentence}; ending the other ranks")
             self._end(is_asked=verdict.rank is None)
 
@@ -173,7 +188,11 @@ class Supervisor:
         self._kill_at_s = monotonic() + _KILL_AGAIN_S
 
     def _kill_what_is_left(self) -> None:
-        """Nothing, unless something was raised or a process cannot be killed (it hangs within a driver or on NFS)."""
+        """Kill every process of the job that is left.
+
+        There is none, unless an exception was raised or a process cannot be killed (it hangs within a driver or on
+        NFS).
+        """
         left = self._tree.signal(signal.SIGKILL)
         if left and self._kill_rounds >= _KILL_ROUNDS:
             self._output.say(f"pid {_listed(left)} could not be killed: it hangs within the kernel")
@@ -184,9 +203,55 @@ class Supervisor:
     def _conclude(self) -> None:
         if self._output.drain(_DRAIN_S) and (verdict := self._verdict):
             lines = self._output.last_lines(verdict.rank.spec.rank) if verdict.rank else []
-            self._output.say(report.with_last_lines(verdict.sentence, lines))
+            self._output.say(with_last_lines(verdict.sentence, lines))
         self._output.close()
 
 
 def _listed(pids: set[int]) -> str:
     return ", ".join(map(str, sorted(pids)))
+
+
+class SignalInbox:
+    """Signals as messages: they wake up the main loop, which reads their numbers in order.
+
+    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back.
+
+    A signal that is ignored on entry stays ignored (nohup, a shell's background job), SIGCHLD excepted.
+    Python delivers signals to the main thread only; entering elsewhere raises LaunchError.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self._signals = tuple(signals)
+        self._former: dict[signal.Signals, Any] = {}
+        self._former_fd = -1
+        self._read_fd = self._write_fd = -1
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is not threading.main_thread():
+            raise LaunchError("ranks can be started from the main thread only", cure="call run() from there")
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._former_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for signum in self._signals:
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                self._former[signum] = signal.signal(signum, _keep_only_the_number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for signum, handler in self._former.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._former_fd)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def wait(self, timeout_s: float | None) -> list[signal.Signals]:
+        """The signals that came since the last call, in order; blocks until there is one or `timeout_s` is over."""
+        ready, _, _ = select.select([self._read_fd], [], [], timeout_s)
+        return [signal.Signals(number) for number in os.read(self._read_fd, 4096)] if ready else []
+
+
+def _keep_only_the_number(signum: int, frame: FrameType | None) -> None:
+    """Python has written the number to the wake-up descriptor already; without a handler it would not."""

@@ -1,4 +1,4 @@
-"""Every process of a job: the ranks, and what they started, and what that started.
+"""Every process of a job: the ranks, and all their descendants.
 
 [Note: Who belongs to a job]
 A signal to a rank's process group reaches most of its descendants, but not one that made a session of its own, nor
@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from polyaccel.launch.environment import JOB_ID
+from polyaccel.launch.base import JOB_ID
 
 _PROC = Path("/proc")
 
@@ -28,7 +28,7 @@ class JobTree:
         self._leaders: set[int] = set()
 
     def add(self, leader: int) -> None:
-        """Tell of a rank's process, which leads a session and a group."""
+        """Add a rank's process, which leads a session and a group."""
         self._leaders.add(leader)
 
     def members(self) -> set[int]:

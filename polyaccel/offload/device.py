@@ -12,7 +12,7 @@ from polyaccel.types import DType
 
 
 class DeviceTier(Tier):
-    """Nothing moves: what is lent is the buffer itself."""
+    """Memory of the device. Lending moves nothing: the buffers themselves are lent."""
 
     name = "device"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.memory import CountedBuffer, WriteCount
-from polyaccel.buffer import Buffer
+from polyaccel.buffer import Buffer, CountedBuffer, WriteCount
 from polyaccel.errors import InvariantError
 from polyaccel.offload.state_file import StateFile
 from polyaccel.types import DType
@@ -16,7 +15,7 @@ _TILE_NBYTES = 16 * 2**20
 
 
 class FileBuffer(CountedBuffer):
-    """Elements [offset, offset + numel) of a file of `dtype`. `host` allocates what copies go through."""
+    """Elements [offset, offset + numel) of a file of `dtype`. `host` allocates the memory that copies go through."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """A file's contents on their way to the device: straight there where it works in host memory, else in pieces.
 
-[Note: Rooms]
-Pieces pass through a few host buffers, the rooms, that all fetches of a type share. A fetch reads into as many as are
-free when it starts, but leaves the last one: whoever finishes first can then go on whatever the others hold. Once it is
-finished, it reads as many pieces ahead as there are free rooms, while one is copied to the device.
+[Note: Piece buffers]
+Pieces pass through a few host buffers that all fetches of a type share. A fetch reads into as many as are free when it
+starts, but leaves the last one: the fetch that is finished first can then go on, whatever the others hold. `finish`
+reads as many pieces ahead as there are free buffers, while it copies one to the device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DirectFetch(Fetch):
             reading.wait()
 
 
-class Rooms:
-    """At most `count` buffers that `allocate` gives, made when they are first needed. See [Note: Rooms]."""
+class PieceBuffers:
+    """At most `count` buffers that `allocate` gives, made when they are first needed. See [Note: Piece buffers]."""
 
     def __init__(self, count: int, allocate: Callable[[], Buffer]) -> None:
         self._unmade = count
@@ -49,44 +49,45 @@ class Rooms:
         return self._unmade + len(self._free)
 
     def take(self) -> Buffer:
-        """One of the free ones."""
+        """A free buffer, made now if it was never used."""
         if self._free:
             return self._free.pop()
-        room = self._allocate()
+        buffer = self._allocate()
         self._unmade -= 1
-        return room
+        return buffer
 
-    def give_back(self, room: Buffer) -> None:
-        self._free.append(room)
+    def give_back(self, buffer: Buffer) -> None:
+        self._free.append(buffer)
 
 
 class StagedFetch(Fetch):
-    """Reads `file` through `rooms`, pieces of `step` elements, and copies them to `target` on the device."""
+    """Reads `file` through `buffers`, pieces of `step` elements, and copies them to `target` on the device."""
 
-    def __init__(self, file: StateFile, target: Buffer, transfers: Transfers, step: int, rooms: Rooms) -> None:
+    def __init__(self, file: StateFile, target: Buffer, transfers: Transfers, step: int, buffers: PieceBuffers) -> None:
         self._file = file
         self._target = target
         self._transfers = transfers
         self._step = step
-        self._rooms = rooms
+        self._buffers = buffers
         self._starts = deque(range(0, target.numel, step))
         self._under_way: deque[tuple[int, Buffer, Buffer, Access]] = deque()
-        """First element, room, the part of it that is read, and the reading."""
+        """For each piece that is being read: its first element in the target, its buffer, the part of that, and the
+        reading."""
         self._read_ahead(leave=1)
 
     def _read_ahead(self, *, leave: int) -> None:
-        while self._starts and self._rooms.free_count > leave:
-            start, room = self._starts.popleft(), self._rooms.take()
-            piece = room.view(0, min(self._step, self._target.numel - start))
+        while self._starts and self._buffers.free_count > leave:
+            start, buffer = self._starts.popleft(), self._buffers.take()
+            piece = buffer.view(0, min(self._step, self._target.numel - start))
             reading = self._file.start_reading(self._transfers, piece, start * piece.dtype.itemsize)
-            self._under_way.append((start, room, piece, reading))
+            self._under_way.append((start, buffer, piece, reading))
 
     def finish(self) -> None:
         try:
             while self._starts or self._under_way:
                 self._read_ahead(leave=0)
-                start, room, piece, reading = self._under_way.popleft()
-                self._rooms.give_back(room)
+                start, buffer, piece, reading = self._under_way.popleft()
+                self._buffers.give_back(buffer)
                 reading.finish()
                 self._target.view(start, piece.numel).copy_from(piece)
         finally:
@@ -96,6 +97,6 @@ class StagedFetch(Fetch):
     def drop(self) -> None:
         self._starts.clear()
         while self._under_way:
-            _, room, _, reading = self._under_way.popleft()
+            _, buffer, _, reading = self._under_way.popleft()
             reading.wait()
-            self._rooms.give_back(room)
+            self._buffers.give_back(buffer)

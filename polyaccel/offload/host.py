@@ -7,8 +7,7 @@ from collections.abc import Generator, Sequence
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError
-from polyaccel.offload.pinning import HostMemory
-from polyaccel.offload.tier import Tier, TierOptions
+from polyaccel.offload.tier import HostMemory, Tier, TierOptions
 from polyaccel.types import DType
 
 

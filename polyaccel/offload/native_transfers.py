@@ -1,4 +1,4 @@
-"""Transfers by the threads of csrc/files.cpp, which need neither Python's lock nor its attention."""
+"""Transfers by the threads of csrc/files, which need neither Python's lock nor its attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.transfers import PythonTransfers, Transfer, Transfers, cut_short
-from polyaccel.ops.native_library import native
+from polyaccel.ops.native.library import native
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pa_files_open": (c_void_p, (c_int32,)),
@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class NativeTransfers(Transfers):
-    """`library` is one that has csrc/files.h. Raises OffloadError when no thread can be started."""
+    """Transfers by threads of `library`, compiled from csrc/files. Raises OffloadError when none can be started."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         for name, (result, arguments) in _SIGNATURES.items():
@@ -32,14 +32,15 @@ class NativeTransfers(Transfers):
         self.library = library
         self._pid = os.getpid()
         self._under_way: dict[int, _NativeTransfer] = {}
-        """By handle. It keeps alive what threads write into, whoever has let go of it."""
+        """By handle. Keeps the memory alive that threads write into, where nobody else holds it any more."""
         self._files: int | None = library.pa_files_open(threads)
         if self._files is None:
             raise OffloadError("no thread can be started to read and write files", cure="raise the limit: ulimit -u")
 
     @property
     def files(self) -> int:
-        """The `pa_files`. Raises InvariantError when it is closed, and in a forked child, which has no such threads."""
+        """The threads' handle, a `pa_files`. Raises InvariantError once they have ended, and in a forked child, which
+        has none."""
         if self._files is None or self._pid != os.getpid():
             raise InvariantError("files were used after their threads had ended")
         return self._files
@@ -53,7 +54,7 @@ class NativeTransfers(Transfers):
         return transfer
 
     def forget(self, handle: int) -> None:
-        """A transfer is done."""
+        """Let go of the memory of a transfer that is done."""
         del self._under_way[handle]
 
     def close(self) -> None:
@@ -72,7 +73,7 @@ class _NativeTransfer(Transfer):
         self._offset, self._writes = offset, writes
         self._nbytes = memory.nbytes
         self._memory: Buffer | None = memory
-        """None when it is done."""
+        """None once the transfer is done."""
         self._error: OSError | None = None
 
     @property
@@ -98,7 +99,7 @@ def open_transfers(threads: int) -> Transfers:
 
 
 def describe_transfers() -> str:
-    """One line for reports."""
+    """The kind of threads, in words."""
     return "Python's threads" if _library() is None else "threads of csrc/"
 
 

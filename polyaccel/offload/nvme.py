@@ -13,12 +13,11 @@ from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, OffloadError
 from polyaccel.offload.file_buffer import FileBuffer
-from polyaccel.offload.file_fetch import DirectFetch, Rooms, StagedFetch
+from polyaccel.offload.file_fetch import DirectFetch, PieceBuffers, StagedFetch
 from polyaccel.offload.folder import RankFolder
 from polyaccel.offload.native_transfers import describe_transfers, open_transfers
-from polyaccel.offload.pinning import HostMemory
 from polyaccel.offload.state_file import StateFile, padded
-from polyaccel.offload.tier import Fetch, Tier, TierOptions
+from polyaccel.offload.tier import Fetch, HostMemory, Tier, TierOptions
 from polyaccel.offload.transfers import Transfers
 from polyaccel.offload.walk import Walk
 from polyaccel.types import DType
@@ -31,7 +30,7 @@ _KEY = re.compile(r"[\w.-]+")
 class NvmeTier(Tier):
     """Files below `<path>/polyaccel-<run id>/rank<rank>/`, deleted on `close` and at the end of the process.
 
-    What a process that was killed left behind is deleted by the next job that uses the path.
+    Files that a killed process left behind are deleted by the next job that uses the path.
     """
 
     name = "nvme"
@@ -42,11 +41,11 @@ class NvmeTier(Tier):
         self._options = TierOptions()
         self._buffers: dict[str, FileBuffer] = {}
         self._free: dict[DType, list[Buffer]] = {}
-        """Host buffers between walks."""
-        self._rooms: dict[tuple[DType, int], Rooms] = {}
-        """Host buffers on the way to the device, by type and length."""
+        """Host buffers that no walk uses at present, by type."""
+        self._piece_buffers: dict[tuple[DType, int], PieceBuffers] = {}
+        """Host buffers through which files pass to the device, by type and length."""
         self._largest_nbytes: dict[DType, int] = {}
-        """Bytes of the largest file of each type, in whole blocks: what a host buffer for it has."""
+        """Bytes of the largest file of each type, in whole blocks: the length of host buffers of that type."""
         self._transfers: Transfers
         self._folder: RankFolder
         self._shut: Callable[[], object] = lambda: None
@@ -98,9 +97,9 @@ class NvmeTier(Tier):
         dtype = target.dtype
         step = max(1, min(self._options.piece_numel, self._largest_nbytes[dtype] // dtype.itemsize))
         key = (dtype, step)
-        if key not in self._rooms:
-            self._rooms[key] = Rooms(self._options.buffer_count, lambda: self.stage(step, dtype))
-        return StagedFetch(file, target, self._transfers, step, self._rooms[key])
+        if key not in self._piece_buffers:
+            self._piece_buffers[key] = PieceBuffers(self._options.buffer_count, lambda: self.stage(step, dtype))
+        return StagedFetch(file, target, self._transfers, step, self._piece_buffers[key])
 
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:
@@ -127,11 +126,11 @@ class NvmeTier(Tier):
         self._shut()
         self._buffers.clear()
         self._free.clear()
-        self._rooms.clear()
+        self._piece_buffers.clear()
         self._memory = None
 
     def _take(self, dtype: DType) -> Buffer:
-        """A host buffer that holds any file of `dtype`, whole blocks of it."""
+        """A host buffer in which any file of `dtype` has room, in whole blocks."""
         room = self._largest_nbytes[dtype]
         free = self._free.setdefault(dtype, [])
         while free:

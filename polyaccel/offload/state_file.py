@@ -1,4 +1,4 @@
-"""One file of a buffer whose contents rest on disk, read and written in pieces or whole.
+"""The file in which a buffer's contents rest, read and written in pieces or whole.
 
 [Note: Page cache]
 Files are read and written through the system's page cache, by plain calls that let other threads run. With
@@ -27,7 +27,8 @@ def padded(nbytes: int) -> int:
 
 
 class Access:
-    """A read or write of a `StateFile`, under way or done. `conclude` makes of a transfer's error what users see."""
+    """A read or write of a `StateFile`, under way or done. `conclude` turns a transfer's error into the one that users
+    see."""
 
     def __init__(self, transfer: Transfer | None, conclude: Callable[[OSError | None], OffloadError | None]) -> None:
         self._transfer = transfer

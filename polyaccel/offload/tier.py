@@ -1,21 +1,21 @@
 """Where states rest between uses: a `Tier` holds buffers and lends them, group by group, to the kernels of a machine.
 
-The *device* tier keeps everything in the accelerator's own memory, *host* in the host's, *nvme* in files. A tier says
-whose kernels reach what it lends (`compute`); the step asks those for the update, so states are never moved to the
-device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
+The *device* tier keeps everything in the accelerator's own memory, *host* in the host's, *nvme* in files.
+`Tier.compute` is the accelerator whose kernels reach the lent buffers. They do the update, so states are never moved to
+the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4).
 
 [Note: Buffers that rest elsewhere]
-What `allocate` returns is a `Buffer` under every tier: it can be cut, filled, copied from and to, and saved as bytes at
-any time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
+`allocate` returns a `Buffer` under every tier, which can be cut, filled, copied from and to, and saved as bytes at any
+time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
 `raw` and `data_ptr` raise InvariantError: kernels get the buffers that `lend` yields instead.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
@@ -24,13 +24,14 @@ from polyaccel.types import DType
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What a tier may be told. Each takes what concerns it.
+    """The settings of tiers. Each tier reads those that concern it.
 
     `run_id` is the same on all ranks of a job and on no other job, `path` a directory for files. `pin_memory` asks for
     host memory that the device copies from and to without the processor. `buffer_count` is how many host buffers may
     stand between kernels and files, `pipeline_read` and `pipeline_write` whether the next group is read, and the last
     one written, while one is in use. `piece_numel` bounds what a host buffer holds where contents only pass through it
-    to the device (`Tier.fetch`).
+    to the device (`Tier.fetch`). `own` are `tier_options` of the config: options of the plugin's own, which `open`
+    checks, raising ConfigError.
     """
 
     run_id: str = "0"
@@ -41,10 +42,12 @@ class TierOptions:
     pipeline_read: bool = False
     pipeline_write: bool = False
     piece_numel: int = 100_000_000
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Fetch(ABC):
-    """A buffer's contents on their way to the device. Source and target are the fetch's until it is over."""
+    """A buffer's contents on their way to the device. Until the fetch is over, nothing else may touch source or
+    target."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -52,11 +55,11 @@ class Fetch(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Wait until nothing is under way; what the target has then is undefined. Does nothing to one that is over."""
+        """Wait until nothing is under way, and leave the target undefined. Does nothing to a fetch that is over."""
 
 
 class DoneFetch(Fetch):
-    """One that was over when it was started."""
+    """A fetch that was over when it was started."""
 
     def finish(self) -> None:
         return None
@@ -68,7 +71,7 @@ class DoneFetch(Fetch):
 class Tier(ABC):
     """A place for buffers, on one rank. Used from one thread at a time."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
     name: ClassVar[str]
     is_resident: ClassVar[bool] = True
     """Whether buffers are always where kernels of `compute` reach them. See [Note: Buffers that rest elsewhere]."""
@@ -80,7 +83,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def compute(self) -> Accelerator:
-        """Whose kernels update what this tier holds. Raises InvariantError before `open`."""
+        """The accelerator whose kernels update the buffers of this tier. Raises InvariantError before `open`."""
 
     @abstractmethod
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
@@ -107,12 +110,32 @@ class Tier(ABC):
     def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         """Walk over groups of buffers that `allocate` gave, each buffer in one group at most.
 
-        What is yielded for a group has its contents, where kernels of `compute` reach them; changes are kept when the
-        walk moves on, ends, or is closed early. Only one walk at a time, and no other access to its buffers meanwhile.
-        Raises OffloadError when contents cannot be read, at once, or not be written, at the end of the walk: by then
-        every group was lent, and what could not be written stays in memory and is lent from there.
+        The buffers that are yielded for a group have its contents, in memory that kernels of `compute` reach; changes
+        are kept when the walk moves on, ends, or is closed early. There is one walk at a time, and meanwhile no other
+        access to its buffers. Raises OffloadError at once when contents cannot be read, and at the end of the walk when
+        contents could not be written: every group was lent by then, and those contents stay in memory and are lent from
+        there.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Forget all buffers and give back the place. May be called again."""
+
+
+class HostMemory:
+    """Memory that kernels of `host` reach and `accelerator` copies to and from; `pin` asks for page-locked memory.
+
+    `is_the_devices`: the device works in host memory itself.
+    """
+
+    def __init__(self, accelerator: Accelerator, host: Accelerator, *, pin: bool) -> None:
+        self.host = host
+        self.is_the_devices = accelerator is host
+        pins = pin and accelerator is not host and accelerator.capabilities().host_pinning
+        self._pinned_by = accelerator if pins else None
+
+    def allocate(self, numel: int, dtype: DType) -> Buffer:
+        """Zeros."""
+        if self._pinned_by is not None:
+            return self._pinned_by.allocate(numel, dtype, pinned=True)
+        return self.host.allocate(numel, dtype)

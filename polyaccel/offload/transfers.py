@@ -1,6 +1,6 @@
 """Reads and writes of files in the background: asked for in order, under way side by side, waited for one by one.
 
-The threads are those of csrc/files.cpp where it was compiled, and Python's where it was not. Both open a file anew for
+The threads are those of csrc/files where it was compiled, and Python's where it was not. Both open a file anew for
 each transfer, so that no descriptor is held, and go on after short transfers and interruptions.
 """
 
@@ -45,7 +45,7 @@ class Transfers(ABC):
 
 
 class PythonTransfers(Transfers):
-    """By threads of Python, which lets other threads run while the system reads and writes."""
+    """Transfers by threads of Python, which block no other thread while the system reads and writes."""
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="polyaccel-files")
@@ -101,7 +101,7 @@ def write_all(file: int, source: memoryview, offset: int) -> None:
 
 
 def cut_short(offset: int, done: int, nbytes: int, *, writes: bool) -> OSError:
-    """What a transfer of `nbytes` from `offset` on has met that stopped after `done` bytes without an error."""
+    """The error of a transfer of `nbytes` from `offset` on that the system ended after `done` bytes without one."""
     left = nbytes - done
     what = f"it took no more than {done} bytes of {nbytes}" if writes else ""
     return OSError(errno.EIO, what or f"it ends after {offset + done} bytes, {left} more were expected")

@@ -1,11 +1,11 @@
-"""A walk over groups of files: what is read, lent and written when, in how many host buffers.
+"""A walk over groups of files: the order in which they are read, lent and written, in a bounded number of buffers.
 
 [Note: Lending from files]
 A group's files are read side by side into host buffers, lent, and written back. With `pipeline_read` the groups that
 come next are read while one is in use, as far ahead as there are host buffers; with `pipeline_write` a group is written
 while later ones are in use. All of it runs on threads of its own (`Transfers`). A host buffer is used again only when
-what it held has been written. A write that fails does not stop the walk, for a step that is half done on one rank would
-be lost on all: its buffer becomes the contents, the walk goes on, and its end raises.
+its contents have been written. A write that fails does not stop the walk, for a step that is half done on one rank
+would be lost on all: its buffer becomes the contents, the walk goes on, and its end raises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loan:
         ]
 
     def buffers(self) -> list[Buffer]:
-        """What to lend, once it has been read. Raises OffloadError."""
+        """The buffers to lend, once the files have been read into them. Raises OffloadError."""
         for access in self._under_way:
             access.finish()
         return [held.view(0, buffer.numel) for buffer, held in zip(self.group, self.held, strict=True)]
@@ -64,7 +64,7 @@ class Loan:
                 failures.append(error)
 
     def drop(self, give_back: Callable[[Buffer], None]) -> None:
-        """Wait until nothing is under way, and give the host buffers back; nobody used what was read."""
+        """Wait until nothing is under way, and give the host buffers back without writing anything."""
         for held, access in zip(self.held, self._under_way, strict=True):
             access.wait()
             give_back(held)
@@ -93,9 +93,7 @@ class Walk:
         self._read: deque[Loan] = deque()
         self._lent: Loan | None = None
         self._written: deque[Loan] = deque()
-        at_once = 1 + options.pipeline_read + options.pipeline_write
-        self._limit = max(options.buffer_count, at_once * max(map(len, groups), default=0))
-        """Host buffers that may be under way together; at least what the pipelining asked for needs."""
+        self._limit = host_buffer_limit(options, max(map(len, groups), default=0))
 
     def run(self) -> Generator[list[Buffer], None, None]:
         while self._waiting or self._read:
@@ -143,3 +141,18 @@ class Walk:
 
     def _settle_oldest(self) -> None:
         self._written.popleft().settle(self._give_back, self._failures)
+
+
+def host_buffer_limit(options: TierOptions, group: int) -> int:
+    """Host buffers that may be under way together for groups of `group` files; at least what the pipelining needs."""
+    return max(options.buffer_count, _groups_at_once(options) * group)
+
+
+def most_host_buffers(options: TierOptions, group: int, groups: int) -> int:
+    """Host buffers that a walk over `groups` groups of `group` files each makes at most."""
+    loans = host_buffer_limit(options, group) // group if _groups_at_once(options) > 1 else 1
+    return min(loans, groups) * group
+
+
+def _groups_at_once(options: TierOptions) -> int:
+    return 1 + options.pipeline_read + options.pipeline_write

@@ -1,8 +1,8 @@
-"""The operations that a device may do better than the reference, each declared once.
+"""The operations that each device implements in its own way, declared once.
 
-An `Op` is a name with a typed signature and its meaning. A `KernelTable` maps ops to implementations; an accelerator
-hands out its table, and the step asks the table, never the device's name. `polyaccel.ops.reference` has the float64
-meaning of each op in numpy, and the testkit compares every registered kernel with it.
+An `Op` is the name of an operation with a typed signature. A `KernelTable` maps ops to their implementations on one
+device; the step looks kernels up in the accelerator's table and never asks for the device's name.
+`polyaccel.ops.reference` says in float64 numpy what each op means, and the testkit compares every kernel with it.
 
 [Note: Slices and rounding]
 A kernel's result for an element must not depend on where the buffer starts or ends (masked tails, the same use of
@@ -12,15 +12,15 @@ fused multiply-add everywhere), for then stages that cut parameters differently 
 Updates smaller than half the spacing of a 16-bit type are lost when every weight goes to the nearest number. Rounded
 stochastically, a value goes to the neighbour below in magnitude, or above with the probability of its distance from
 there, so that its mean is the value. Which way is decided by 32 bits that depend on a key and the element's index in
-its parameter only (`polyaccel.ops.random_bits`), so that, as above, slices do not matter, nor do threads or devices.
-It concerns weights of 16 bits, which are `out`, and `master` where it has so few; states and gradients go to nearest.
-So do infinities, NaN and what lies beyond the largest number. A number of the type stays what it is. float64 is
-rounded to float32 first.
+its parameter only (`polyaccel.ops.rounding`), so that, as above, slices do not matter, nor do threads or devices.
+Only 16-bit weights are rounded in this way: `out`, and `master` where that has 16 bits. States and gradients are
+rounded to the nearest number, and so are infinities, NaN and values beyond the type's largest number. A value that the
+type can hold is kept. A float64 value is rounded to float32 first.
 
 [Note: Matrix products]
-They are part of the model's graph, whose memory its framework manages. Hence they take and return arrays of the
-framework (torch tensors, numpy arrays), and no accelerator need have them: the framework's own are the fallback. A
-table of them comes from `Accelerator.matrix_kernels` and holds what is worth to be used.
+Matrix products are part of the model's graph, whose memory the framework manages. Their kernels therefore take and
+return arrays of the framework (torch tensors, numpy arrays), and an accelerator may have none: the framework's own
+products are the fallback. `Accelerator.matrix_kernels` gives a table of the products that are worth replacing.
 
 Conventions: every buffer of a call lies on one device; `numel` is equal unless said otherwise; kernels are queued on
 the accelerator's current stream and may return before they have run.
@@ -30,18 +30,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from polyaccel.buffer import Buffer
-from polyaccel.errors import PluginContractError
-from polyaccel.types import ReduceOp
+from polyaccel.errors import PluginContractError, ShardingError
+from polyaccel.types import DType, ReduceOp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Op(Generic[F]):
-    """The declaration of an operation: its name in tables and reports, and one sentence on what it does."""
+    """The declaration of an operation: its name in tables and reports, and a short description."""
 
     name: str
     summary: str
@@ -49,14 +50,17 @@ class Op(Generic[F]):
 
 @dataclass(frozen=True, slots=True)
 class StochasticRounding:
-    """How to round the weights of a call: `key` (64 bits) stands for the parameter and its update, `start` is the index
-    in it of the buffers' first element. See [Note: Stochastic rounding]."""
+    """The randomness with which one call rounds its weights; see [Note: Stochastic rounding].
+
+    `key` (64 bits) differs for each parameter and update. `start` is the index, in the parameter, of the first element
+    of the call's buffers.
+    """
 
     key: int
     start: int = 0
 
     def at(self, offset: int) -> StochasticRounding:
-        """The same for buffers that begin `offset` elements later."""
+        """The rounding of buffers that begin `offset` elements later."""
         return StochasticRounding(self.key, self.start + offset)
 
 
@@ -80,138 +84,129 @@ class SquareSumsFn(Protocol):
         """For each (index, piece): `out[index] += sum(piece[i]**2)`.
 
         Accumulates in float64 where the device has it; `out` is float64 there and float32 elsewhere. NaN and
-        infinities propagate, which is how overflow is found.
+        infinities propagate: the step finds an overflow by them.
         """
 
 
+class StateRole(Enum):
+    """How a formula treats one of an optimizer's states."""
+
+    AVERAGE = "average"
+    """Read and written; of either sign."""
+    MAGNITUDE = "magnitude"
+    """Read and written; never negative."""
+    DIRECTION = "direction"
+    """Written and not read: what a later call subtracts from the weights."""
+
+
+class ArrayMath(Protocol):
+    """The arithmetic that a formula needs beyond Python's `+=`, `-=`, `*=` and `/=`, on arrays of one library.
+
+    A result may lie in memory that the next call with the same `slot` overwrites.
+    """
+
+    def mul(self, a: Any, b: Any, slot: int = 0) -> Any:
+        """`a * b` for an array `a` and a number or an array `b`."""
+
+    def sqrt(self, a: Any, slot: int = 0) -> Any:
+        """The square root of each element, correctly rounded."""
+
+    def abs(self, a: Any, slot: int = 0) -> Any:
+        """The magnitude of each element."""
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """The larger of each two elements, NaN where either is NaN; may overwrite `a`."""
+
+    def sign(self, a: Any) -> Any:
+        """-1, 0 or 1 for each element, and NaN for NaN; may overwrite `a`."""
+
+    def plus_decay(self, a: Any, weights: Any, decay: Any) -> Any:
+        """`a + weights * decay`; may overwrite `a`."""
+
+    def choose(self, condition: Any, a: Any, b: Any) -> Any:
+        """`a` where the number `condition` is not 0, else `b`."""
+
+
+Settings = Mapping[str, float]
+"""An optimizer's hyperparameters by name, as floats: `lr`, `beta1`, `weight_decay`, ...; a switch is 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Formula:
+    """The computation of one update for an element, as data: kernels look it up by name, or run `arrays`.
+
+    `states` names the optimizer's states that the formula takes, in the order of a call, with their roles. Without
+    `writes_weights` the master weights are only read, and the last state, of role DIRECTION, takes the result.
+    """
+
+    name: str
+    states: tuple[tuple[str, StateRole], ...]
+    constants: Callable[[Settings, int], tuple[float, ...]]
+    """(settings, number of the update from 1) -> the constants of `arrays`, made in float64."""
+    arrays: Callable[..., tuple[Any, ...]]
+    """(ArrayMath, constants, master, gradient, states that are read) -> (master, every state), one rounding an
+    operation. Arguments may be overwritten and returned."""
+    reference: Callable[..., tuple[Any, ...]]
+    """(ArrayMath, settings, number of the update, master, gradient, states that are read) -> (master, every state): the
+    meaning, on float64 arrays of shape (numel,), written to be read. Nothing is modified."""
+    writes_weights: bool = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The states that the formula reads."""
+        return tuple(name for name, role in self.states if role is not StateRole.DIRECTION)
+
+
 @dataclass(frozen=True, slots=True)
-class AdamHyper:
-    """What one Adam step needs. `step` counts from 1; `decoupled` is AdamW's decay, else it joins the gradient."""
+class Rule:
+    """The formula of one call of UPDATE, with the hyperparameters of the update number `step` (from 1)."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled: bool = True
-    bias_correction: bool = True
+    formula: Formula
+    settings: Settings
+    step: int = 1
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """The formula's constants."""
+        return self.formula.constants(self.settings, self.step)
+
+    def check(self, master: Buffer, grad: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
+        """Raise ShardingError unless these are as many states as the formula has, and all buffers are as long as
+        `master`."""
+        if len(states) != len(self.formula.states):
+            names = ", ".join(name for name, _ in self.formula.states) or "none"
+            raise ShardingError(
+                f"{self.formula.name} got {len(states)} states", cure=f"it has {names}", value=len(states)
+            )
+        for other in (grad, *states, *(() if out is None else (out,))):
+            if other.numel != master.numel:
+                raise ShardingError(f"{other!r} does not match {master!r}", value=other.numel)
+
+    def mark_written(self, master: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
+        """Note in each buffer that a call has written that it was."""
+        for buffer in (*((master,) if self.formula.writes_weights else ()), *states):
+            buffer.mark_written()
+        if out is not None:
+            out.mark_written()
 
 
-class AdamFn(Protocol):
+class UpdateFn(Protocol):
     def __call__(
         self,
+        rule: Rule,
         master: Buffer,
         grad: Buffer,
-        exp_avg: Buffer,
-        exp_avg_sq: Buffer,
-        out: Buffer | None,
-        hyper: AdamHyper,
-        grad_scale: float,
+        states: Sequence[Buffer],
+        out: Buffer | None = None,
+        grad_scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
-        """One Adam step (Kingma & Ba 2015, algorithm 1; decoupled decay: Loshchilov & Hutter 2019, algorithm 2).
+        """One update by a rule of `polyaccel.ops.optimizers`.
 
-        Uses `grad * grad_scale`, updates `master` and the moments in place, and writes `master` to `out` in `out`'s
-        type. May overwrite `grad`.
+        Uses `grad * grad_scale`, updates `master` and `states` (those of `rule.formula`, in its order) in place, and
+        writes `master` to `out` in `out`'s type. May overwrite `grad`. Computes in float64 where `master` is float64,
+        else in float32. Raises ShardingError as `Rule.check` does.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class SgdHyper:
-    """What one SGD step needs. At the `first` step the momentum is the gradient itself (torch's rule)."""
-
-    lr: float
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    first: bool
-
-
-class SgdFn(Protocol):
-    def __call__(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        momentum: Buffer | None,
-        out: Buffer | None,
-        hyper: SgdHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """One step of SGD with momentum; `momentum` is None when `hyper.momentum` is 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdagradHyper:
-    lr: float
-    eps: float
-    weight_decay: float
-    lr_decay: float
-    step: int
-
-
-class AdagradFn(Protocol):
-    def __call__(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        sum_sq: Buffer,
-        out: Buffer | None,
-        hyper: AdagradHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """One Adagrad step (Duchi et al. 2011): `sum_sq += g**2; master -= lr * g / (sqrt(sum_sq) + eps)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LionHyper:
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-
-
-class LionFn(Protocol):
-    def __call__(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        exp_avg: Buffer,
-        out: Buffer | None,
-        hyper: LionHyper,
-        grad_scale: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """One Lion step (Chen et al. 2023, algorithm 2)."""
-
-
-class LambDirectionFn(Protocol):
-    def __call__(
-        self,
-        master: Buffer,
-        grad: Buffer,
-        exp_avg: Buffer,
-        exp_avg_sq: Buffer,
-        direction: Buffer,
-        hyper: AdamHyper,
-        grad_scale: float,
-    ) -> None:
-        """First half of a LAMB step (You et al. 2020, algorithm 2): moments, and the float32 `direction` with decay."""
-
-
-class LambApplyFn(Protocol):
-    def __call__(
-        self,
-        master: Buffer,
-        direction: Buffer,
-        out: Buffer | None,
-        rate: float,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        """Second half, for one parameter's slice: `master -= rate * direction`, and `master` to `out` in its type."""
 
 
 class QuantizeFn(Protocol):
@@ -227,7 +222,31 @@ class QuantizeFn(Protocol):
 
 class DequantizeFn(Protocol):
     def __call__(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
-        """`out[i] = codes[i] * scales[i // block_numel]` in `out`'s type, for what `QuantizeFn` wrote."""
+        """`out[i] = codes[i] * scales[i // block_numel]` in `out`'s type, for codes and scales of `QuantizeFn`."""
+
+
+LARGEST_CODE = {8: 127, 4: 7}
+"""The largest code of each width in bits."""
+
+
+def code_bits(values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> int:
+    """8 for int8 `codes`, 4 for uint8. Raises ShardingError when types or sizes are not those of `QuantizeFn`."""
+    bits = {DType.INT8: 8, DType.UINT8: 4}.get(codes.dtype)
+    if bits is None:
+        raise ShardingError(
+            f"{codes!r} cannot hold codes", cure="use int8, or uint8 for 4 bits", value=codes.dtype.value
+        )
+    if block_numel < 1 or (bits == 4 and block_numel % 2):
+        raise ShardingError(
+            f"blocks of {block_numel} cannot be quantised to {bits} bits", cure="use an even size", value=block_numel
+        )
+    wanted = values.numel if bits == 8 else (values.numel + 1) // 2
+    if codes.numel != wanted:
+        raise ShardingError(f"{codes!r} does not match {values!r}: {wanted} are needed", value=codes.numel)
+    blocks = (values.numel + block_numel - 1) // block_numel
+    if scales.numel != blocks or scales.dtype is not DType.FLOAT32:
+        raise ShardingError(f"{scales!r} are not the {blocks} float32 scales of {values!r}", value=scales.numel)
+    return bits
 
 
 class LinearFn(Protocol):
@@ -265,21 +284,12 @@ COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 CAST: Op[CastFn] = Op("cast", "copy into another element type, rounded to nearest or stochastically")
 SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces, accumulated in float64")
-ADAM: Op[AdamFn] = Op("adam", "Adam and AdamW fused with unscale, clip factor and cast")
-SGD: Op[SgdFn] = Op("sgd", "SGD with momentum fused with unscale, clip factor and cast")
-ADAGRAD: Op[AdagradFn] = Op("adagrad", "Adagrad fused with unscale, clip factor and cast")
-LION: Op[LionFn] = Op("lion", "Lion fused with unscale, clip factor and cast")
-LAMB_DIRECTION: Op[LambDirectionFn] = Op("lamb_direction", "LAMB's moments and update direction")
-LAMB_APPLY: Op[LambApplyFn] = Op("lamb_apply", "LAMB's update of one parameter slice")
+UPDATE: Op[UpdateFn] = Op("update", "an optimizer's update fused with unscale, clip factor and cast")
 QUANTIZE: Op[QuantizeFn] = Op("quantize", "blocks of numbers to int8 or 4-bit codes with a scale a block")
 DEQUANTIZE: Op[DequantizeFn] = Op("dequantize", "codes and scales back to numbers")
 
-ALL_OPS: tuple[Op[Any], ...] = (
-    *(COMBINE, SCALE, CAST, SQUARE_SUMS),
-    *(ADAM, SGD, ADAGRAD, LION, LAMB_DIRECTION, LAMB_APPLY),
-    *(QUANTIZE, DEQUANTIZE),
-)
-"""What every accelerator has."""
+ALL_OPS: tuple[Op[Any], ...] = (COMBINE, SCALE, CAST, SQUARE_SUMS, UPDATE, QUANTIZE, DEQUANTIZE)
+"""The ops that the table of every accelerator holds."""
 
 LINEAR: Op[LinearFn] = Op("linear", "a linear layer's output")
 LINEAR_INPUT_GRAD: Op[LinearInputGradFn] = Op("linear_input_grad", "gradient of a linear layer's input")
@@ -292,11 +302,11 @@ MATRIX_OPS: tuple[Op[Any], ...] = (
     *(LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD),
     *(MATMUL, MATMUL_LEFT_GRAD, MATMUL_RIGHT_GRAD),
 )
-"""What an accelerator may have. See [Note: Matrix products]."""
+"""The ops that `Accelerator.matrix_kernels` may hold. See [Note: Matrix products]."""
 
 
 class KernelTable:
-    """What implements each op on one accelerator. Immutable; `replaced` gives a table with some entries exchanged."""
+    """The kernels of one accelerator, by op. Immutable; `replaced` gives a table with some entries exchanged."""
 
     def __init__(self, provider: str, kernels: Mapping[Op[Any], Callable[..., Any]]) -> None:
         self._kernels = dict(kernels)
@@ -327,11 +337,11 @@ class KernelTable:
         return table
 
     def only(self, ops: Collection[Op[Any]]) -> KernelTable:
-        """This table with nothing but `ops` in it."""
+        """A table with the entries of this one for `ops` alone."""
         table = KernelTable("", {op: kernel for op, kernel in self._kernels.items() if op in ops})
         table._providers = {op: self._providers[op] for op in table}
         return table
 
     def provider(self, op: Op[Any]) -> str:
-        """Who implements `op`, for reports: `torch`, `numpy`, `csrc avx512`, a plugin's name."""
+        """The name, for reports, of the implementation of `op`: `torch`, `numpy`, `csrc avx512`, a plugin's name."""
         return self._providers[op]

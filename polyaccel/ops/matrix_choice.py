@@ -1,7 +1,7 @@
-"""Which matrix products of the framework are replaced on this machine: what the user says, and what was measured.
+"""The choice of which matrix products of the framework are replaced on this machine: by the user, or by measurement.
 
-A measurement holds for a processor, a version of torch and a number of threads. It is kept in the user's cache folder,
-one small file each, so that a job measures once a machine and `polyaccel doctor` can show it without torch.
+A measurement holds for one processor, one version of torch and one number of threads. Each is a small file in the
+user's cache folder, so that a job measures once a machine and `polyaccel doctor` can show the result without torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from polyaccel.ops.base import MATRIX_OPS
 
 MatrixChoice = Literal["auto", "on", "off"]
 VARIABLE = "POLYACCEL_MATRIX_KERNELS"
-"""Environment variable that goes before the config's `matrix_kernels`; only here "on" uses them without measuring."""
+"""Environment variable that overrides the config's `matrix_kernels`; "on" uses the kernels without a measurement."""
 LEAST_SPEEDUP = 1.2
-"""How many times as fast a product has to be to be used: less would not be worth other rounding."""
+"""The speedup from which on a product is replaced: less would not be worth another rounding of its sums."""
 
 _FORMAT = 1
 _IDENTITY = ("model name", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
@@ -37,7 +37,7 @@ log = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found for `threads` threads of `processor`: how many times as fast as torch's own, by the op's name."""
+    """Speedups over torch's own products, by the op's name, measured with `threads` threads of `processor`."""
 
     processor: str
     torch: str
@@ -63,7 +63,7 @@ def matrix_choice(configured: MatrixChoice) -> MatrixChoice:
 
 
 def processor_identity() -> str:
-    """This machine's processor in a line: its name, and what tells it from others of the same name."""
+    """This machine's processor in a line: its name, and a digest of the features that others of that name may lack."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -75,14 +75,14 @@ def processor_identity() -> str:
 
 
 def load_measured(threads: int) -> Measured | None:
-    """What was measured for this machine and `threads`; None if nothing was, or if the file is not in order."""
+    """The measurement of this machine with `threads`; None without one, or if its file cannot be read."""
     found = _read(_file(threads))
     wanted = (processor_identity(), _torch_version(), threads)
     return found if found is not None and (found.processor, found.torch, found.threads) == wanted else None
 
 
 def save_measured(threads: int, speedups: Mapping[str, float]) -> None:
-    """Keep a measurement. A cache that cannot be written is none: the next process measures again."""
+    """Keep a measurement. Where the cache cannot be written, the next process measures again."""
     measured = Measured(processor_identity(), _torch_version(), threads, dict(speedups))
     file = _file(threads)
     temporary = None
@@ -100,7 +100,7 @@ def save_measured(threads: int, speedups: Mapping[str, float]) -> None:
 
 
 def describe_matrix_kernels() -> str:
-    """One line for reports: what holds on this machine, as far as it has been measured."""
+    """One line for reports: the products that are replaced on this machine, as far as they have been measured."""
     choice = matrix_choice("auto")
     if choice != "auto":
         return f"{choice} ({VARIABLE})"

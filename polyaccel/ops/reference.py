@@ -1,24 +1,26 @@
 """The meaning of every op, in float64 numpy, written to be read and not to be fast.
 
 Each function takes float64 arrays of shape (numel,), or matrices, and returns new ones; nothing is modified. A kernel
-may differ from these values only by the rounding of its element type, which is what `polyaccel.testkit.kernels` checks.
+may differ from these values only by the rounding of its element type: `polyaccel.testkit.kernels.contract` checks it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from polyaccel.ops.base import AdagradHyper, AdamHyper, LionHyper, SgdHyper
+from polyaccel.ops.base import Rule
+from polyaccel.ops.numpy.kernels import NumpyMath
 from polyaccel.types import DType, ReduceOp
 
 Float64s = npt.NDArray[np.float64]
 
 
 def to_float64(data: bytes, dtype: DType) -> Float64s:
-    """What `Buffer.to_bytes` gave, as float64. Exact for every floating type."""
+    """The numbers in `data`, which `Buffer.to_bytes` gave, as float64. Exact for every floating type."""
     if dtype is DType.BFLOAT16:
         halves = np.frombuffer(data, dtype=np.uint16).astype(np.uint32)
         return (halves << 16).view(np.float32).astype(np.float64)
@@ -26,7 +28,7 @@ def to_float64(data: bytes, dtype: DType) -> Float64s:
 
 
 def combine(target: Float64s, source: Float64s, op: ReduceOp) -> Float64s:
-    """`op(target, source)`; AVG only adds, for the number of ranks is not known here."""
+    """`op(target, source)`; AVG only adds, for the number of ranks is not known to a kernel."""
     functions: dict[ReduceOp, Any] = {
         ReduceOp.SUM: np.add,
         ReduceOp.AVG: np.add,
@@ -43,11 +45,10 @@ def scale(target: Float64s, factor: float) -> Float64s:
 
 
 def round_stochastically(values: Float64s, dtype: DType, random: npt.NDArray[np.uint32]) -> Float64s:
-    """Float32 `values` in 16-bit `dtype`: the neighbour below in magnitude, or above if `random` says so.
+    """Float32 `values` in 16-bit `dtype`: of each value's two neighbours, the one that `random` chooses.
 
-    The distance from the neighbour below is that share of the spacing which is added to, as `random / 2**32`, to see
-    whether it makes a whole one; of a distance in more than 21 bits (float16's subnormals) only those count. Beyond the
-    largest number it is to nearest.
+    The value's distance from the neighbour below, as a share of the spacing and cut to 21 bits, plus `random / 2**32`:
+    from 1 on the neighbour above is taken. Beyond the largest number rounding is to nearest.
     """
     precision, smallest, top = (7, -133, 120) if dtype is DType.BFLOAT16 else (10, -24, 5)
     most = 2.0 ** (top + precision + 1) - 2.0**top
@@ -65,85 +66,18 @@ def square_sum(piece: Float64s) -> float:
     return float(np.sum(piece * piece))
 
 
-def adam(
-    master: Float64s,
-    grad: Float64s,
-    exp_avg: Float64s,
-    exp_avg_sq: Float64s,
-    hyper: AdamHyper,
-    grad_scale: float,
-) -> tuple[Float64s, Float64s, Float64s]:
-    """New (master, exp_avg, exp_avg_sq). Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2."""
-    g = grad * grad_scale
-    if hyper.decoupled:
-        master = master * (1 - hyper.lr * hyper.weight_decay)
-    else:
-        g = g + hyper.weight_decay * master
-    direction, m, v = _moments(g, exp_avg, exp_avg_sq, hyper)
-    return master - hyper.lr * direction, m, v
-
-
-def _moments(
-    g: Float64s, exp_avg: Float64s, exp_avg_sq: Float64s, hyper: AdamHyper
-) -> tuple[Float64s, Float64s, Float64s]:
-    m = hyper.beta1 * exp_avg + (1 - hyper.beta1) * g
-    v = hyper.beta2 * exp_avg_sq + (1 - hyper.beta2) * g * g
-    correction1 = 1 - hyper.beta1**hyper.step if hyper.bias_correction else 1.0
-    correction2 = 1 - hyper.beta2**hyper.step if hyper.bias_correction else 1.0
-    return (m / correction1) / (np.sqrt(v / correction2) + hyper.eps), m, v
-
-
-def sgd(
-    master: Float64s, grad: Float64s, momentum: Float64s | None, hyper: SgdHyper, grad_scale: float
-) -> tuple[Float64s, Float64s | None]:
-    """New (master, momentum). Sutskever et al. 2013 as torch.optim.SGD has it."""
-    g = grad * grad_scale + hyper.weight_decay * master
-    if momentum is None:
-        return master - hyper.lr * g, None
-    average = g if hyper.first else hyper.momentum * momentum + (1 - hyper.dampening) * g
-    step = g + hyper.momentum * average if hyper.nesterov else average
-    return master - hyper.lr * step, average
-
-
-def adagrad(
-    master: Float64s, grad: Float64s, sum_sq: Float64s, hyper: AdagradHyper, grad_scale: float
-) -> tuple[Float64s, Float64s]:
-    """New (master, sum_sq). Duchi et al. 2011; the rate falls as `lr / (1 + (step - 1) * lr_decay)`."""
-    g = grad * grad_scale + hyper.weight_decay * master
-    total = sum_sq + g * g
-    rate = hyper.lr / (1 + (hyper.step - 1) * hyper.lr_decay)
-    return master - rate * g / (np.sqrt(total) + hyper.eps), total
-
-
-def lion(
-    master: Float64s, grad: Float64s, exp_avg: Float64s, hyper: LionHyper, grad_scale: float
-) -> tuple[Float64s, Float64s]:
-    """New (master, exp_avg). Chen et al. 2023, algorithm 2."""
-    g = grad * grad_scale
-    direction = np.sign(hyper.beta1 * exp_avg + (1 - hyper.beta1) * g)
-    decayed = master * (1 - hyper.lr * hyper.weight_decay)
-    return decayed - hyper.lr * direction, hyper.beta2 * exp_avg + (1 - hyper.beta2) * g
-
-
-def lamb_direction(
-    master: Float64s,
-    grad: Float64s,
-    exp_avg: Float64s,
-    exp_avg_sq: Float64s,
-    hyper: AdamHyper,
-    grad_scale: float,
-) -> tuple[Float64s, Float64s, Float64s]:
-    """New (direction, exp_avg, exp_avg_sq). You et al. 2020, algorithm 2, before the trust ratio."""
-    direction, m, v = _moments(grad * grad_scale, exp_avg, exp_avg_sq, hyper)
-    return direction + hyper.weight_decay * master, m, v
-
-
-def lamb_apply(master: Float64s, direction: Float64s, rate: float) -> Float64s:
-    return master - rate * direction
+def update(
+    rule: Rule, master: Float64s, grad: Float64s, states: Sequence[Float64s], grad_scale: float
+) -> tuple[Float64s, ...]:
+    """(new master, every new state), for the states that the rule's formula reads."""
+    found: tuple[Float64s, ...] = rule.formula.reference(
+        NumpyMath(), rule.settings, rule.step, master, grad * grad_scale, *states
+    )
+    return found
 
 
 def quantize(source: Float64s, block_numel: int, bits: int) -> tuple[Float64s, Float64s]:
-    """(codes, scales), one code an element: not packed."""
+    """(codes, scales), with one code an element even for 4 bits."""
     most = 2 ** (bits - 1) - 1
     codes, scales = np.zeros(source.size), np.zeros(-(-source.size // block_numel))
     for index, start in enumerate(range(0, source.size, block_numel)):

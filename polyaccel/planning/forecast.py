@@ -1,7 +1,6 @@
-"""What one rank needs under every setting of stage and offload: memory, traffic of a step, disk for a checkpoint.
+"""The needs of one rank under every setting of stage and offload: memory, traffic of a step, disk of a checkpoint.
 
-All of it is asked of the functions that the engine itself is built with: `runtime.plan_for` and its like for the
-layout, `zero.memory` and `zero.traffic` for the figures.
+All of it is a sum over the plan from which the engine itself allocates (`policies.step_plan_for`).
 """
 
 from __future__ import annotations
@@ -9,30 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from polyaccel.config import ResolvedConfig
+from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.model import ModelShape
-from polyaccel.runtime import (
-    NATIVE_OPTIMIZERS,
-    gather_policy_for,
-    offloaded_by,
-    params_offloaded_by,
-    plan_for,
-    step_policy_of,
-    travel_of,
-)
-from polyaccel.zero.layout import ShardLayout
-from polyaccel.zero.memory import MemoryEstimate, Offload, Place, estimate_layout
-from polyaccel.zero.policy import ZeroPolicy
-from polyaccel.zero.precision import Precision
-from polyaccel.zero.schedule import plan_step
-from polyaccel.zero.traffic import StepTraffic, step_traffic
+from polyaccel.policies import PLACES, place_of, plan_for, step_plan_for, step_policy_of
+from polyaccel.zero.plan.bucket_plan import StepPlan
+from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory
+from polyaccel.zero.plan.placement import Place
+from polyaccel.zero.plan.traffic import StepTraffic, step_traffic
 
-OffloadDevice = Literal["none", "cpu", "nvme"]
-_PLACES: dict[OffloadDevice, Place] = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.NVME}
-ADAM_STATES = 2
-"""Tensors a parameter that an optimizer is taken to have when the config does not say which one it is."""
+ASSUMED_STATES = tuple(OPTIMIZERS["Adam"].states)
+"""The states that an optimizer is taken to have when the config does not say which one it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +41,8 @@ class Setting:
     @property
     def offloaded(self) -> tuple[int, int]:
         """How far states and parameters leave the device; 0 is not at all."""
-        places = list(_PLACES)
-        return places.index(self.offload), places.index(self.offload_param)
+        places = list(Place)
+        return places.index(place_of(self.offload)), places.index(place_of(self.offload_param))
 
     def applied_to(self, config: ResolvedConfig) -> ResolvedConfig:
         """`config` with this choice and everything else as it was."""
@@ -65,17 +54,17 @@ class Setting:
 
 
 SETTINGS = (
-    *(Setting(stage, offload) for stage, offload in product((0, 1, 2, 3), _PLACES)),
+    *(Setting(stage, offload) for stage, offload in product((0, 1, 2, 3), PLACES)),
     Setting(3, "cpu", "cpu"),
     Setting(3, "nvme", "cpu"),
     Setting(3, "nvme", "nvme"),
 )
-"""Those that are worth comparing. Whoever moves parameters away moves the states first, which are larger."""
+"""The settings that are worth comparing. States are larger than parameters, so they leave the device first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a setting needs on each rank. `is_own`: it is the config's own setting."""
+    """The needs of a setting on each rank. `is_own`: it is the config's own setting."""
 
     setting: Setting
     memory: MemoryEstimate
@@ -95,8 +84,8 @@ def forecasts(config: ResolvedConfig, model: ModelShape, world_size: int) -> tup
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
         layout = plan_for(changed, model.specs, lambda: model.units, world_size)
-        traffic = traffic_of(changed, layout)
-        found.append(Forecast(setting, memory_of(changed, layout, is_remote=True), traffic, setting == own))
+        plan = step_plan(changed, layout, is_remote=True)
+        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own))
     return tuple(found)
 
 
@@ -112,71 +101,24 @@ def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
     )
 
 
-def memory_of(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -> MemoryEstimate:
-    """What the engine of `config` holds on each rank. `is_remote`: the device's memory is not the host's."""
-    policy = ZeroPolicy.of_stage(config.zero_optimization.stage)
-    reduction = step_policy_of(config).reduction
-    gather_policy = gather_policy_for(config, layout)
-    return estimate_layout(
-        policy,
-        layout,
-        precision=precision_of(config),
-        state_count=state_count(config),
-        micro_batches=config.gradient_accumulation_steps,
-        buckets_in_flight=reduction.max_in_flight if reduction.overlap else 1,
-        max_gathered_numel=gather_policy.max_live_numel,
-        offload=_offload(config, layout, is_remote),
-        travel=travel_of(config),
-        prefetch_numel=gather_policy.prefetch_numel,
-    )
-
-
-def traffic_of(config: ResolvedConfig, layout: ShardLayout) -> StepTraffic:
-    """What each rank sends in a step of `config`."""
-    policy = ZeroPolicy.of_stage(config.zero_optimization.stage)
-    operations = plan_step(policy, layout, micro_batches=config.gradient_accumulation_steps)
-    return step_traffic(operations, layout, precision_of(config), travel_of(config))
+def step_plan(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -> StepPlan:
+    """The plan of the engine of `config` on each rank. `is_remote`: the device's memory is not the host's."""
+    return step_plan_for(config, layout, state_names(config), is_remote=is_remote)
 
 
 def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     """Disk for one checkpoint, all ranks together: parameters in the precision of their masters, states, buffers."""
-    precision = precision_of(config)
+    precision = step_policy_of(config).precision
     nbytes = model.buffer_nbytes
     for spec in model.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
-        states = state_count(config) * precision.states.itemsize if spec.trainable else 0
+        states = len(state_names(config)) * precision.states.itemsize if spec.trainable else 0
         nbytes += spec.numel * (kept.itemsize + states)
     return nbytes
 
 
-def precision_of(config: ResolvedConfig) -> Precision:
-    reduction = step_policy_of(config).reduction
-    return Precision(reduce=reduction.reduce_dtype, accumulate=reduction.accumulate_dtype)
-
-
-def state_count(config: ResolvedConfig) -> int:
-    """States of the config's optimizer, tensors a parameter; Adam's where the config does not say."""
+def state_names(config: ResolvedConfig) -> tuple[str, ...]:
+    """The states of the config's optimizer; Adam's where the config does not say."""
     section = config.optimizer
-    native = None if section is None else NATIVE_OPTIMIZERS.get(section.type)
-    return ADAM_STATES if native is None else len(native.state_names)
-
-
-def _offload(config: ResolvedConfig, layout: ShardLayout, is_remote: bool) -> Offload:
-    section, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
-    place = _PLACES[section.device]
-    places = dict.fromkeys(offloaded_by(config, layout), place)
-    file_buffers = 0
-    if place is Place.NVME:
-        group = 1 + state_count(config)  # the files of a bucket
-        at_once = 1 + section.pipeline_read + section.pipeline_write
-        loans = max(section.buffer_count, at_once * group) // group if at_once > 1 else 1
-        file_buffers = min(loans, len(places)) * group
-    return Offload(
-        places,
-        file_buffers=file_buffers,
-        is_remote=is_remote,
-        params={index: _PLACES[device] for index, device in params_offloaded_by(config, layout).items()},
-        piece_buffers=params.buffer_count,
-        state_piece_buffers=section.buffer_count,
-        piece_numel=params.buffer_size,
-    )
+    row = None if section is None else OPTIMIZERS.get(section.type)
+    return ASSUMED_STATES if row is None else tuple(row.states)

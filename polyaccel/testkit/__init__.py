@@ -1,1 +1,1 @@
-"""For those who implement polyaccel's contracts, ourselves included: contract suites, and ranks to run them on."""
+"""Tests for implementations of polyaccel's contracts, the built-in ones included: suites, and ranks to run them on."""

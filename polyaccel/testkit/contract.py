@@ -1,7 +1,7 @@
-"""What every contract suite is: a class whose methods `test_*` are tests, for pytest and for `polyaccel plugins check`.
+"""Contract suites: classes whose methods `test_*` are tests, for pytest and for `polyaccel plugins check`.
 
-A test passes by returning, is skipped by `unittest.SkipTest` (which pytest understands too) where a plugin does not
-claim what it is about, and fails by any other exception. No suite needs pytest.
+A test passes by returning, is skipped by `unittest.SkipTest` (which pytest understands too) where it is about an
+ability that the plugin does not claim, and fails by any other exception. No suite needs pytest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from unittest import SkipTest
 
 from polyaccel.errors import PolyaccelError
 
-State = Literal["ok", "failed", "skipped"]
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one test. `reason` is the first line of why it failed or was skipped, `traceback` the rest."""
+class CheckOutcome:
+    """The outcome of one test. `reason` is the first line of why it failed or was skipped, `traceback` the rest."""
 
     test: str
-    state: State
+    state: Literal["ok", "failed", "skipped"]
     seconds: float
     reason: str = ""
     traceback: str = ""
@@ -35,7 +33,7 @@ def list_tests(contract: type) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if callable(getattr(contract, name)))
 
 
-def run_test(name: str, test: Callable[[], object]) -> Outcome:
+def run_test(name: str, test: Callable[[], object]) -> CheckOutcome:
     """Run one test. Everything but Ctrl-C is an outcome."""
     begin = perf_counter()
     try:
@@ -43,11 +41,11 @@ def run_test(name: str, test: Callable[[], object]) -> Outcome:
     except KeyboardInterrupt:
         raise
     except SkipTest as skip:
-        return Outcome(name, "skipped", perf_counter() - begin, first_line(skip))
+        return CheckOutcome(name, "skipped", perf_counter() - begin, first_line(skip))
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
-        return Outcome(name, "failed", perf_counter() - begin, first_line(error), trace)
-    return Outcome(name, "ok", perf_counter() - begin)
+        return CheckOutcome(name, "failed", perf_counter() - begin, first_line(error), trace)
+    return CheckOutcome(name, "ok", perf_counter() - begin)
 
 
 def refused(action: Callable[[], object], what: str) -> None:

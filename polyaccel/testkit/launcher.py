@@ -1,4 +1,4 @@
-"""The contract of launchers as tests: subclass `LauncherContract`, say how to make yours and what it shall start.
+"""The contract of launchers as tests: subclass `LauncherContract` and say how to make yours.
 
 Ranks are this Python running a line of code, on this machine. A launcher that needs other hosts plans for them itself.
 """
@@ -23,7 +23,7 @@ _WAIT = "import os, signal; open(os.path.join({folder!r}, 'pid'), 'w').write(str
 
 
 class LauncherContract(ABC):
-    """What every way to start ranks has to do."""
+    """The tests that every launcher passes."""
 
     @abstractmethod
     def make(self) -> Launcher: ...

@@ -1,6 +1,6 @@
 """The contract of monitors as tests: subclass `MonitorContract` and say how to make yours.
 
-What a monitor wrote is its own affair; the suite tries every call that an engine makes.
+The suite makes every call that an engine makes. It cannot know where and how a monitor writes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SPARSE = StepMetrics(step=3, loss=None, lr=())
 
 
 class MonitorContract(ABC):
-    """What everything that writes metrics down has to do."""
+    """The tests that every monitor passes."""
 
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """What it is opened with."""
+    """The options that `opened` gives it."""
 
     @abstractmethod
     def make(self) -> Monitor: ...

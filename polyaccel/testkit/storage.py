@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 class StorageContract(ABC):
-    """What every place for checkpoints has to do."""
+    """The tests that every storage passes."""
 
     @abstractmethod
     def make(self) -> Storage:
@@ -72,7 +72,7 @@ class StorageContract(ABC):
         assert storage.names("a") == ("file",), "what was not finished is listed"
 
     def test_a_file_appears_whole(self) -> None:
-        """Whoever looks while it is written finds the former contents."""
+        """Readers find the former contents until the last chunk is written."""
         storage, seen = self.make(), []
         storage.write("file", [b"old"])
 

@@ -1,4 +1,4 @@
-"""The contract suite of an installed plugin, by its name: what `polyaccel plugins check` runs.
+"""The contract suite of an installed plugin, by its name, for `polyaccel plugins check`.
 
 Tests of one process run in a worker of their own (`RankPool` of one rank), so that a plugin that crashes or hangs is a
 failed test and not the end of the check.
@@ -27,11 +27,11 @@ from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.comm import CommContract
-from polyaccel.testkit.comm_faults import CommFaultContract
-from polyaccel.testkit.contract import Outcome, list_tests, run_test
+from polyaccel.testkit.comm.faults import CommFaultContract
+from polyaccel.testkit.contract import CheckOutcome, list_tests, run_test
 from polyaccel.testkit.launcher import LauncherContract
 from polyaccel.testkit.monitor import MonitorContract
-from polyaccel.testkit.procs import RankPool
+from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.storage import StorageContract
 from polyaccel.testkit.tier import TierContract
 
@@ -56,11 +56,11 @@ def load(group: PluginGroup, name: str) -> type[Any]:
     return load_plugin(group, name, base, base.API_VERSION)
 
 
-def run_suite(group: PluginGroup, name: str, *, accelerator: str, place: str | None) -> Iterator[Outcome]:
+def run_suite(group: PluginGroup, name: str, *, accelerator: str, place: str | None) -> Iterator[CheckOutcome]:
     """Every test of the suite of a plugin of any group but comm, in turn, each as it ends.
 
-    `accelerator` is whose memory a tier is for. `place` is an empty place for a storage, and a folder for the files of
-    a tier; None takes a temporary folder.
+    `accelerator` names the device whose states a tier holds. `place` is an empty place for a storage, and a folder for
+    the files of a tier; None takes a temporary folder.
     """
     with RankPool(1, backend="local", accelerator=accelerator) as pool, _folder(place) as folder:
         for test in list_tests(type(_contract(group, name, folder, accelerator))):
@@ -68,7 +68,7 @@ def run_suite(group: PluginGroup, name: str, *, accelerator: str, place: str | N
             yield _in_worker(pool, test, run_named, group.value, name, test, location, accelerator)
 
 
-def run_comm_suite(pool: RankPool) -> Iterator[Outcome]:
+def run_comm_suite(pool: RankPool) -> Iterator[CheckOutcome]:
     """The communicators' contract on the ranks of `pool`; nothing more where they do not meet."""
     meeting = run_test("test_ranks_meet", lambda: pool.run(methodcaller("barrier")))
     yield meeting
@@ -79,14 +79,14 @@ def run_comm_suite(pool: RankPool) -> Iterator[Outcome]:
         yield run_test(test, getattr(suite, test))
 
 
-def run_comm_faults(name: str, accelerator: str, ranks: int) -> Iterator[Outcome]:
-    """What `ranks` of the comm backend `name` see of one that stays away or dies."""
+def run_comm_faults(name: str, accelerator: str, ranks: int) -> Iterator[CheckOutcome]:
+    """The contract for ranks that stay away or die, on `ranks` ranks of the comm backend `name`."""
     suite = _NamedFaults(name, accelerator, ranks)
     for test in list_tests(CommFaultContract):
         yield run_test(test, getattr(suite, test))
 
 
-def run_training(pool: RankPool, accelerator: Accelerator) -> Outcome:
+def run_training(pool: RankPool, accelerator: Accelerator) -> CheckOutcome:
     """Ten steps of a torch module at every stage, through `polyaccel.initialize`, on the ranks of `pool`."""
 
     def train() -> None:
@@ -97,7 +97,9 @@ def run_training(pool: RankPool, accelerator: Accelerator) -> Outcome:
     return run_test("test_ten_steps_of_a_torch_module_agree_at_every_stage", train)
 
 
-def run_named(communicator: Communicator, group: str, name: str, test: str, place: str, accelerator: str) -> Outcome:
+def run_named(
+    communicator: Communicator, group: str, name: str, test: str, place: str, accelerator: str
+) -> CheckOutcome:
     """Run one test of a plugin's suite, in the process of `communicator`."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # a warning of somebody else's package breaks no promise
@@ -107,15 +109,15 @@ def run_named(communicator: Communicator, group: str, name: str, test: str, plac
 
 def train_torch(communicator: Communicator) -> None:
     """Train a torch module in the process of `communicator`."""
-    from polyaccel.testkit.torch_training import check_torch_stages
+    from polyaccel.testkit.training.torch_training import check_torch_stages
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         check_torch_stages(communicator)
 
 
-def _in_worker(pool: RankPool, test: str, task: Callable[..., Outcome], *args: Any) -> Outcome:
-    outcomes: list[Outcome] = []
+def _in_worker(pool: RankPool, test: str, task: Callable[..., CheckOutcome], *args: Any) -> CheckOutcome:
+    outcomes: list[CheckOutcome] = []
     ended = run_test(test, lambda: outcomes.extend(pool.run(task, *args, timeout_s=TEST_TIMEOUT_S)))
     return outcomes[0] if outcomes else ended
 

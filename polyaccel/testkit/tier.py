@@ -11,18 +11,18 @@ from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import SCALE
 from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.contract import refused
-from polyaccel.testkit.kernels import encode
+from polyaccel.testkit.kernels.contract import encode
 from polyaccel.types import DType, Probe
 
 _F32 = DType.FLOAT32
 
 
 class TierContract(ABC):
-    """What every place for states has to do."""
+    """The tests that every tier passes."""
 
     @abstractmethod
     def make(self) -> Tier:
-        """A new, open tier. Whoever calls it closes it."""
+        """A new, open tier, which the caller closes."""
 
     def test_probes(self) -> None:
         tier = self.make()

@@ -1,41 +1,31 @@
-"""A torch module as the ZeRO step sees it: names, views into buckets, and hooks that hand over gradients.
-
-[Note: Passes]
-A backward pass begins with `begin_pass` and ends with `end_pass`. `TorchEngine.backward` calls both. When a user calls
-`loss.backward()` itself, the first sign of it (the gradient of an output of the engine, or of a parameter) begins the
-pass, and a callback that autograd runs when the whole backward is done ends it. Begun at an output, that callback
-belongs to the outermost backward, so reentrant checkpointing, which runs backwards inside the backward, ends nothing
-early. Should a pass end early all the same, what comes after is late or a pass of its own: slower, never wrong.
-"""
+"""A torch module as the ZeRO step sees it: parameters by name, which become views into the step's buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.torch_memory import torch_dtype, wrap_torch
+from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo, Communicator
+from polyaccel.comm.base import Communicator
 from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
-from polyaccel.torch.batch import device_of
-from polyaccel.torch.deferred import value_of
-from polyaccel.torch.external import external_parameters
-from polyaccel.torch.homes import Home, leave, settle
-from polyaccel.torch.leaf_modules import set_configured_leaves
-from polyaccel.torch.outline import Outline
-from polyaccel.torch.published import expect
-from polyaccel.torch.sharded import ShardedParameter, hide, show
-from polyaccel.torch.sites import Sites
-from polyaccel.torch.specs import in_gradient_order, parameter_specs
-from polyaccel.torch.state_dicts import StateDicts
-from polyaccel.torch.units import find_units, units_of_parameters
+from polyaccel.torch.deferred.values import value_of
+from polyaccel.torch.gathering.arriving import expect
+from polyaccel.torch.gathering.sharded import hide, show
+from polyaccel.torch.gathering.sites import Sites
+from polyaccel.torch.gathering.state_dicts import StateDicts
+from polyaccel.torch.params.leaf_modules import set_configured_leaves
+from polyaccel.torch.params.ownership import OwnedParameters
+from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
+from polyaccel.torch.params.units import external_parameters, find_units, units_of_parameters
+from polyaccel.torch.passes import BackwardPasses
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
 
@@ -43,8 +33,9 @@ from polyaccel.zero.step import ZeroStep
 class TorchAdapter(ModelAdapter):
     """Parameters of `module`, those of `groups` trained, all floating ones held as `param_dtype` (None: as they are).
 
-    `groups` are the optimizer's groups, each a sequence of parameters of the module. `begin` is called when a backward
-    pass begins that the engine did not begin itself, `end` when it is over.
+    `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
+    step. `checks_contents`: changes of gathered parameters are looked for at their values, not only at their version
+    counters.
     """
 
     def __init__(
@@ -53,39 +44,22 @@ class TorchAdapter(ModelAdapter):
         groups: Sequence[Sequence[nn.Parameter]],
         accelerator: Accelerator,
         param_dtype: DType | None,
-        begin: Callable[[], None],
-        end: Callable[[], None],
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        passes: BackwardPasses,
+        *,
+        checks_contents: bool = False,
     ) -> None:
         self.module = module
-        self.loss_scale = loss_scale
-        """What the gradients that the step holds were multiplied with."""
-        self.checks_contents = False
-        """Look for changes of gathered parameters at their values, not only at their version counters."""
+        self.checks_contents = checks_contents
         self.away = ""
-        """Names of what was offloaded by `torch.moving`."""
+        """Names of the states that are offloaded now (`OffloadedStates`)."""
         self._accelerator = accelerator
-        self._begin, self._end = begin, end
-        self._params = dict(module.named_parameters())  # tied parameters appear once, under their first name
-        self._names = {parameter: fqn for fqn, parameter in self._params.items()}
-        self._outline = Outline(module)
+        self._passes = passes
         self._specs = parameter_specs(module, groups, param_dtype)
-        self._frozen = {fqn: parameter for fqn, parameter in self._params.items() if not parameter.requires_grad}
+        self._owned = OwnedParameters(module, self)
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
         self._sites: Sites | None = None
         self._state_dicts: StateDicts | None = None
-        self._changed_in_passing: list[str] = []
-        self._is_ending = False
-        self._handles: list[Any] = []
-        self._homes = {fqn: settle(parameter, fqn, self) for fqn, parameter in self._params.items()}
-        self.gradient_factor = 1.0
-        """What gradients of the present pass are multiplied with before they enter their bucket."""
-
-    @property
-    def names(self) -> dict[nn.Parameter, str]:
-        """Each parameter's fully qualified name."""
-        return self._names
 
     # What the step asks.
 
@@ -93,31 +67,74 @@ class TorchAdapter(ModelAdapter):
         return in_gradient_order(self._specs)
 
     def read_param(self, fqn: str) -> Buffer:
-        return self._accelerator.wrap(value_of(self._params[fqn]).contiguous())
+        return self._accelerator.wrap(value_of(self.parameter(fqn)).contiguous())
 
     def on_bound(self, fqn: str, view: Buffer) -> None:
-        show(self._params[fqn], self._homes[fqn], view.raw)
+        self._show(fqn, view.raw)
         if self._sites is not None:
             self._sites.on_bound(self._bucket_of[fqn], view)
 
     def on_freed(self, fqn: str) -> None:
-        parameter = self._params[fqn]
-        if type(parameter) is not ShardedParameter and self._homes[fqn].version != parameter._version:
-            self._changed_in_passing.append(fqn)
+        self._owned.before_freed(fqn)
         self._hide(fqn)
         if self._sites is not None:
             self._sites.on_freed(self._bucket_of[fqn])
 
+    def unit_names(self) -> dict[str, str]:
+        """The unit of each parameter, "" for the root unit."""
+        return units_of_parameters(self.module, self.units)
+
+    @cached_property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules whose parameters are unsharded together, by full name."""
+        return find_units(self.module)
+
+    # From the first step to the last.
+
+    def attach(self, step: ZeroStep) -> None:
+        """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
+        self._step = step
+        self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
+        self._gather_at_use(step)
+        for parameter in self.names:
+            parameter.grad = None
+        has_optimizer = step.optimizer is not None
+        trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
+        self._passes.attach(step, trained, self._sites.end_pass if self._sites is not None else lambda: None)
+
+    def _gather_at_use(self, step: ZeroStep) -> None:
+        """Gather sharded parameters around the modules that use them."""
+        buckets_of: dict[str, list[int]] = {}
+        for fqn, index in self._bucket_of.items():
+            if index in step.params.gathering:
+                unit = step.layout.buckets[index].kind.unit
+                users = [unit] if unit else self._modules_with(self.parameter(fqn))
+                for name in users:
+                    if index not in buckets_of.setdefault(name, []):
+                        buckets_of[name].append(index)
+        if buckets_of:
+            self._sites = Sites(self.module, step, buckets_of, self._passes.notice)
+            self._state_dicts = StateDicts(self.module, step)
+            for module in self.module.modules():
+                for parameter in external_parameters(module):
+                    self.register_external(module, parameter)
+
+    def _modules_with(self, parameter: nn.Parameter) -> list[str]:
+        """The modules that have `parameter` themselves, by full name."""
+        return [
+            name
+            for name, module in self.module.named_modules()
+            if any(own is parameter for own in module._parameters.values())
+        ]
+
     def release(self) -> None:
         self._give_back()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._passes.release()
         for hooks in (self._sites, self._state_dicts):
             if hooks is not None:
                 hooks.release()
         self._step = self._sites = self._state_dicts = None
-        leave(self._names)
+        self._owned.leave()
         set_configured_leaves(self.module, ())
 
     def _give_back(self) -> None:
@@ -128,45 +145,24 @@ class TorchAdapter(ModelAdapter):
         for place in self._step.params:
             with self._step.params.peek(place.bucket.index) as full:
                 for slot in place.bucket.slots:
-                    values = full.view(slot.offset, slot.param.numel).raw.clone()
-                    fqn = slot.param.fqn
-                    show(self._params[fqn], self._homes[fqn], values)
+                    self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
 
-    # Sharded parameters.
+    # What users ask of a parameter (`ParameterOwner`).
 
-    @cached_property
-    def units(self) -> dict[str, nn.Module]:
-        """The modules whose parameters are unsharded together, by full name."""
-        return find_units(self.module)
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Each parameter's fully qualified name."""
+        return self._owned.names
 
-    def unit_names(self) -> dict[str, str]:
-        """The unit of each parameter, "" for the root unit."""
-        return units_of_parameters(self.module, self.units)
+    def parameter(self, fqn: str) -> nn.Parameter:
+        return self._owned.by_name[fqn]
 
-    def _gather_at_use(self, step: ZeroStep) -> None:
-        """Gather sharded parameters around the modules that use them."""
-        buckets_of: dict[str, list[int]] = {}
-        for fqn, index in self._bucket_of.items():
-            if index in step.params.gathering:
-                unit = step.layout.buckets[index].kind.unit
-                owners = [unit] if unit else self._owners(self._params[fqn])
-                for owner in owners:
-                    if index not in buckets_of.setdefault(owner, []):
-                        buckets_of[owner].append(index)
-        if buckets_of:
-            self._sites = Sites(self.module, step, buckets_of, self._on_backward)
-            self._state_dicts = StateDicts(self.module, step)
-            for module in self.module.modules():
-                for parameter in external_parameters(module):
-                    self.register_external(module, parameter)
+    def is_trained(self, fqn: str) -> bool:
+        return self._specs[fqn].trainable
 
-    def _owners(self, parameter: nn.Parameter) -> list[str]:
-        """The modules that have `parameter` themselves, by full name."""
-        return [
-            name
-            for name, module in self.module.named_modules()
-            if any(own is parameter for own in module._parameters.values())
-        ]
+    def is_sharded(self, fqn: str) -> bool:
+        """Whether a parameter is whole only while it is gathered."""
+        return self._bucket_of[fqn] in self.step.params.gathering
 
     @property
     def step(self) -> ZeroStep:
@@ -177,10 +173,10 @@ class TorchAdapter(ModelAdapter):
         self.require_nothing_away()
         return self._step
 
-    def require_nothing_away(self) -> None:
-        """Raise ShardingError while states are offloaded."""
-        if self.away:
-            raise ShardingError(f"{self.away} are offloaded", cure="call engine.reload_states() first", value=self.away)
+    @property
+    def gradient_scale(self) -> float:
+        """The gradients that the step holds were multiplied with this."""
+        return self._passes.loss_scale
 
     @property
     def whereabouts(self) -> tuple[str, str]:
@@ -192,14 +188,11 @@ class TorchAdapter(ModelAdapter):
             "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks",
         )
 
-    def parameter(self, fqn: str) -> nn.Parameter:
-        return self._params[fqn]
-
     def demand(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Make `parameters` whole if that is safe now; False if it is not."""
         if self._sites is None or self._is_suspended:
             return False
-        return self._sites.demand({self._bucket_of[self._names[parameter]] for parameter in parameters})
+        return self._sites.demand({self._bucket_of[self.names[parameter]] for parameter in parameters})
 
     def answer(self, func: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
@@ -208,57 +201,48 @@ class TorchAdapter(ModelAdapter):
             return None
         return self._state_dicts.answer(func, *args)
 
-    @property
-    def _is_suspended(self) -> bool:
-        return self._step is not None and self._step.params.gathering.is_suspended
-
-    @torch.no_grad()
-    def write(self, fqn: str, value: Tensor) -> None:
-        """Give a parameter, and its master weights in full precision, a value of its shape, equal on all ranks."""
-        parameter = self._params[fqn]
-        self.step.params.write(fqn, wrap_torch(value.detach().expand(parameter.shape).contiguous()))
-        if type(parameter) is not ShardedParameter:
-            self._homes[fqn].version = parameter._version
-
-    def is_trained(self, fqn: str) -> bool:
-        return self._specs[fqn].trainable
-
-    def is_sharded(self, fqn: str) -> bool:
-        """Whether a parameter is whole only while it is gathered."""
-        return self._bucket_of[fqn] in self.step.params.gathering
-
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter` around `module` too, if it is sharded."""
-        fqn = self._names[parameter]
+        fqn = self.names[parameter]
         if self._sites is not None and self.is_sharded(fqn):
             self._sites.add_buckets(module, [self._bucket_of[fqn]])
 
     def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Undo `register_external`."""
         if self._sites is not None:
-            self._sites.remove_buckets(module, [self._bucket_of[self._names[parameter]]])
+            self._sites.remove_buckets(module, [self._bucket_of[self.names[parameter]]])
 
-    def suspend(self) -> None:
-        """Parameters are about to be offloaded: whoever needs one is told."""
-        self.step.params.gathering.suspend()
-        for fqn in self._params:
-            self._hide(fqn)
+    # New values.
 
-    def resume(self) -> None:
-        """Parameters are back; the sharded ones are sharded still."""
-        params = self.step.params
-        params.gathering.is_suspended = False
-        for fqn, parameter in self._params.items():
-            place, slot = params.locate(fqn)
-            if place.full is not None:
-                show(parameter, self._homes[fqn], place.full.view(slot.offset, slot.param.numel).raw)
+    @torch.no_grad()
+    def write(self, fqn: str, value: Tensor) -> None:
+        """Give a parameter, and its master weights in full precision, a value of its shape, equal on all ranks."""
+        parameter, home = self.parameter(fqn), self._owned.homes[fqn]
+        self.step.params.write(fqn, wrap_torch(value.detach().expand(parameter.shape).contiguous()))
+        if home.is_whole:
+            home.version = parameter._version
 
-    def _hide(self, fqn: str) -> None:
-        hide(self._params[fqn], self._homes[fqn], torch_dtype(self._specs[fqn].dtype), self._device)
+    def adopt_changes(self) -> None:
+        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does.
 
-    @cached_property
-    def _device(self) -> torch.device:
-        return device_of(self._accelerator)
+        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
+        """
+        self._owned.adopt_changes(self.step.params)
+
+    def check_trained(self) -> None:
+        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
+        now."""
+        self._owned.check_trained()
+
+    def on_update(self) -> None:
+        """The parameters have new values: graphs built on the old ones must not be used any more."""
+        self._owned.on_update()
+        if self._sites is not None:
+            self._sites.on_update()
+        if self._step is not None and (arriving := self._step.params.arriving):
+            for fqn, index in self._bucket_of.items():
+                if index in arriving:
+                    expect(self.parameter(fqn), partial(self._step.params.wait_published, index))
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
         """Begin with rank 0's buffers (running statistics and the like) on every rank."""
@@ -266,124 +250,41 @@ class TorchAdapter(ModelAdapter):
             return
         for buffer in self.module.buffers():
             flat = self._accelerator.wrap(buffer.detach().contiguous())
-            communicator.broadcast(flat, 0, info=CallInfo("initial buffers"))
+            communicator.broadcast(flat, 0, label="initial buffers")
             buffer.copy_(flat.raw.view(buffer.shape))
 
-    # Gradients.
+    # Parameters away from the device.
 
-    def attach(self, step: ZeroStep) -> None:
-        """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
-        self._step = step
-        self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._params}
-        self._gather_at_use(step)
-        for fqn, parameter in self._params.items():
-            parameter.grad = None
-            if self._specs[fqn].trainable and step.optimizer is not None:
-                hook = self._make_hook(fqn)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def require_nothing_away(self) -> None:
+        """Raise ShardingError while states are offloaded."""
+        if self.away:
+            raise ShardingError(f"{self.away} are offloaded", cure="call engine.reload_states() first", value=self.away)
 
-    def watch_outputs(self, outputs: Any) -> None:
-        """Begin a pass when the gradient of any of `outputs` appears. See [Note: Passes]."""
-        for leaf in torch.utils._pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+    def suspend(self) -> None:
+        """Parameters are about to be offloaded: whoever needs one is told."""
+        self.step.params.gathering.suspend()
+        for fqn in self._specs:
+            self._hide(fqn)
 
-    def end_pass(self) -> None:
-        """The backward pass is over, whether it succeeded or not."""
-        self._is_ending = False
-        if self._sites is not None:
-            self._sites.end_pass()
+    def resume(self) -> None:
+        """Parameters are back; the sharded ones are sharded still."""
+        params = self.step.params
+        params.gathering.is_suspended = False
+        for fqn in self._specs:
+            place, slot = params.locate(fqn)
+            if place.full is not None:
+                self._show(fqn, place.full.view(slot.offset, slot.param.numel).raw)
 
-    def on_update(self) -> None:
-        """The parameters have new values: graphs built on the old ones must not be used any more."""
-        whole = self._whole()
-        known = [(parameter, home) for parameter, home in whole if parameter._version == home.version]
-        torch.autograd.graph.increment_version([parameter for parameter, _ in whole])
-        for parameter, home in known:
-            home.version = parameter._version
-        if self._sites is not None:
-            self._sites.on_update()
-        if self._step is not None and (arriving := self._step.params.arriving):
-            for fqn, index in self._bucket_of.items():
-                if index in arriving:
-                    expect(self._params[fqn], partial(self._step.params.wait_published, index))
+    @property
+    def _is_suspended(self) -> bool:
+        return self._step is not None and self._step.params.gathering.is_suspended
 
-    def adopt_changes(self) -> None:
-        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does.
+    def _show(self, fqn: str, values: Tensor) -> None:
+        show(self.parameter(fqn), self._owned.homes[fqn], values)
 
-        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
-        """
-        lost, self._changed_in_passing = self._changed_in_passing, []
-        if lost:
-            raise ShardingError(
-                f"parameter {lost[0]!r} was changed while it was gathered for a forward or backward pass",
-                cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
-                value=lost,
-            )
-        for parameter, home in self._whole():
-            if parameter._version != home.version:
-                self.step.params.note_change(home.fqn)
-                self.step.params.adopt(home.fqn)
-                home.version = parameter._version
+    def _hide(self, fqn: str) -> None:
+        hide(self.parameter(fqn), self._owned.homes[fqn], torch_dtype(self._specs[fqn].dtype), self._device)
 
-    def _whole(self) -> list[tuple[nn.Parameter, Home]]:
-        """The parameters that have their values now."""
-        return [
-            (parameter, self._homes[fqn])
-            for fqn, parameter in self._params.items()
-            if type(parameter) is not ShardedParameter
-        ]
-
-    def check_trained(self) -> None:
-        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
-        now."""
-        for fqn, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ShardingError(
-                    f"parameter {fqn!r} was frozen when the engine was built and requires a gradient now",
-                    cure="call polyaccel.initialize again after changing requires_grad",
-                    value=fqn,
-                )
-        for fqn, parameter in self._outline.added(self._names):
-            if parameter.grad is not None:
-                raise ShardingError(
-                    f"parameter {fqn!r} has a gradient, but the engine was built without it and does not update it",
-                    cure="add modules before polyaccel.initialize, or engine.destroy(), add them and initialize again",
-                    value=fqn,
-                )
-
-    def _on_output_gradient(self, gradient: Tensor) -> None:
-        self._ensure_pass()
-
-    def _make_hook(self, fqn: str) -> Callable[[nn.Parameter], None]:
-        adapter = ref(self)  # Python's garbage collector does not see the references of a parameter's hooks
-
-        def take(parameter: nn.Parameter) -> None:
-            self = adapter()
-            gradient = parameter.grad
-            if gradient is None or self is None or self._step is None:
-                return
-            parameter.grad = None
-            if gradient.is_sparse:
-                raise ShardingError(
-                    f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn
-                )
-            self._ensure_pass()
-            if self.gradient_factor != 1.0:
-                gradient.mul_(self.gradient_factor)
-            self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
-
-        return take
-
-    def _on_backward(self) -> None:
-        """The backward of a module with sharded parameters begins; without an optimizer it is nobody's pass."""
-        if self._step is not None and self._step.optimizer is not None:
-            self._ensure_pass()
-        elif not self._is_ending:
-            self._is_ending = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
-
-    def _ensure_pass(self) -> None:
-        if self._step is not None and not self._step.in_pass:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+    @cached_property
+    def _device(self) -> torch.device:
+        return torch_device_of(self._accelerator)

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine
+from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.runtime import Runtime
-from polyaccel.torch.activations import ActivationOffload
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.batch import at_least_float32, cast_floats, device_of, loss_of, to_device
-from polyaccel.torch.checkpoint import load_engine, save_engine
-from polyaccel.torch.client_optimizer import ClientOptimizer
-from polyaccel.torch.consolidate import save_consolidated
-from polyaccel.torch.data import RepeatingLoader, ShardedDataLoader
+from polyaccel.torch.api.activations import ActivationOffload
+from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, cast_floats, loss_of, to_device
+from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.linears import Linears
-from polyaccel.torch.moving import OffloadedStates, StateKind, empty_cache
-from polyaccel.torch.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.passes import BackwardPasses
-from polyaccel.torch.whole_model import load_whole_state_dict, whole_state_dict
-from polyaccel.zero.optimizers import SliceOptimizer
+from polyaccel.torch.states.checkpoint import TorchRun, load_run, optimizer_kind, save_run
+from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
+from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
 from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.update.optimizers import SliceOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSettings:
+    """How the engine runs its module.
+
+    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `offload_activations`
+    keeps the inputs of checkpointed regions in host memory. `checks_contents` lets `GatheredParameters` compare values
+    when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last` leaves out an
+    epoch's last samples that fill no batch.
+    """
+
+    autocast_dtype: torch.dtype | None
+    offload_activations: bool
+    checks_contents: bool
+    matrix_kernels: Literal["auto", "off"]
+    drop_last: bool
 
 
 class TorchEngine(nn.Module, Engine):
@@ -44,32 +62,30 @@ class TorchEngine(nn.Module, Engine):
         runtime: Runtime,
         slice_optimizer: SliceOptimizer | None,
         groups: ParamGroups,
+        settings: ModuleSettings,
     ) -> None:
         super().__init__()
         self._modules["module"] = module
         self.runtime = runtime
-        self._compose(runtime.config, runtime.accelerator, runtime.communicator, runtime.loss_scaler())
+        self._compose(runtime.engine_parts())
         self.training_dataloader: Any = None
-        self._offload = (
-            ActivationOffload(self.accelerator) if self.config.activation_checkpointing.cpu_checkpointing else None
-        )
+        self._module_settings = settings
+        self._offload = ActivationOffload(self.accelerator) if settings.offload_activations else None
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
 
-        self._passes = BackwardPasses(self)
+        self._passes = BackwardPasses(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self.adapter = TorchAdapter(
             module,
             [group["params"] for group in groups],
             self.accelerator,
             runtime.param_dtype,
-            self._passes.begin_foreign,
-            self._passes.end,
-            lambda: self.loss_scaler.loss_scale,
+            self._passes,
+            checks_contents=settings.checks_contents,
         )
-        self._offloaded = OffloadedStates(self)
-        self.adapter.checks_contents = self.config.zero_optimization.enable_sanity_checks
         resident = isinstance(slice_optimizer, ClientOptimizer)
         self.zero = runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
+        self._offloaded = OffloadedStates(self.zero, self.adapter)
         self.optimizer: Any = None
         self.adapter.attach(self.zero)
         if slice_optimizer is not None:
@@ -77,7 +93,7 @@ class TorchEngine(nn.Module, Engine):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update)
         self.adapter.broadcast_buffers(self.communicator)
-        self._linears = Linears(module, self.accelerator, self.communicator, self.config.matrix_kernels)
+        self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         self._recorder.begin()
 
     # Running the module.
@@ -96,21 +112,22 @@ class TorchEngine(nn.Module, Engine):
 
     @property
     def device(self) -> torch.device:
-        return device_of(self.accelerator)
+        return torch_device_of(self.accelerator)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's output, under autocast if the config says so."""
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+        if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
-        with self.timer("forward"), self._autocast(), self._offload.active() if self._offload else nullcontext():
+        charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
+        with charge, self._autocast(), self._offload.active() if self._offload else nullcontext():
             outputs = self._own_module(*inputs, **named)
         if torch.is_grad_enabled() and self.training and self.optimizer is not None:
-            self.adapter.watch_outputs(outputs)
+            self._passes.watch_outputs(outputs)
         return outputs
 
     def _autocast(self) -> torch.autocast:
-        section = self.config.torch_autocast
-        return torch.autocast(self.device.type, dtype=getattr(torch, section.dtype), enabled=section.enabled)
+        dtype = self._module_settings.autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     # Gradients.
 
@@ -126,15 +143,13 @@ class TorchEngine(nn.Module, Engine):
             raise PolyaccelError(
                 f"backward needs a scalar loss, not {shape}", cure="reduce it: loss.mean()", value=shape
             )
-        factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        scaled = at_least_float32(loss) * factor if factor != 1.0 else loss
-        self._passes.run(scaled, retain_graph=retain_graph)
+        shared = self._passes.run(loss, retain_graph=retain_graph, accumulates=scale_wrt_gas)
         self._losses.append(loss.detach())
-        return scaled.detach()
+        return shared
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for users who call `.backward()` on it themselves under fp16."""
-        return self._passes.scale_by_hand(loss)
+        return self._passes.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate on this rank only; the first one outside reduces what they left."""
@@ -162,7 +177,7 @@ class TorchEngine(nn.Module, Engine):
         self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
 
     def _update(self) -> None:
-        """What `optimizer.step()` does."""
+        """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten."""
         self.adapter.check_trained()
         self.adapter.adopt_changes()
         self._apply_update(self.optimizer.param_groups)
@@ -193,7 +208,8 @@ class TorchEngine(nn.Module, Engine):
         was_training = self.training
         self.eval()
         try:
-            return loss_of(self._call(to_device(next(self._data(data_iter)), self.device)))
+            with self.timer(OUTSIDE):
+                return loss_of(self._call(to_device(next(self._data(data_iter)), self.device)))
         finally:
             self.train(was_training)
 
@@ -220,7 +236,7 @@ class TorchEngine(nn.Module, Engine):
             micro_batch_size=self.train_micro_batch_size_per_gpu(),
             rank=self.communicator.rank,
             world_size=self.communicator.world_size,
-            drop_last=self.config.dataloader_drop_last,
+            drop_last=self._module_settings.drop_last,
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
@@ -240,7 +256,16 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.adopt_changes()
         self._require_whole_step()
         tag = tag or f"global_step{self.global_steps}"
-        save_engine(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        with self.timer(OUTSIDE):
+            save_run(
+                self._run(),
+                self.runtime.storage(save_dir),
+                tag,
+                client_state=client_state or {},
+                exclude_frozen=exclude_frozen_parameters,
+                save_latest=save_latest,
+                tag_validation=self._settings.tag_validation,
+            )
         return True
 
     def load_checkpoint(
@@ -261,36 +286,53 @@ class TorchEngine(nn.Module, Engine):
         """
         self.adapter.require_nothing_away()
         self._own_data = None  # its position is about to change
-        return load_engine(
-            self,
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer_states=load_optimizer_states and not load_module_only,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            module_only=load_module_only,
-            name_map=name_map,
+        with self.timer(OUTSIDE):
+            return load_run(
+                self._run(),
+                self.runtime.storage(load_dir),
+                tag,
+                strict=load_module_strict,
+                optimizer_states=load_optimizer_states and not load_module_only,
+                schedule=load_lr_scheduler_states and not load_module_only,
+                module_only=load_module_only,
+                name_map=name_map,
+            )
+
+    def _run(self) -> TorchRun:
+        """The parts that a checkpoint holds, as they are now."""
+        return TorchRun(
+            zero=self.zero,
+            accelerator=self.accelerator,
+            communicator=self.communicator,
+            counters=self.counters,
+            loss_scaler=self.loss_scaler,
+            groups=None if self.optimizer is None else self.optimizer.param_groups,
+            optimizer_kind=optimizer_kind(self.zero.optimizer),
+            schedule=self.lr_scheduler,
+            adapter=self.adapter,
+            data=self.training_dataloader,
         )
 
     # The whole model.
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
-        return whole_state_dict(self, exclude_frozen=exclude_frozen_parameters)
+        return whole_state_dict(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
 
         Every rank calls it. Raises torch's RuntimeError for other names or shapes.
         """
-        load_whole_state_dict(self, state_dict, strict=strict)
+        load_whole_state_dict(self.adapter, self.zero, state_dict, strict=strict)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the module's whole state dict to one file, in the types that it computes with; safetensors if the name
         ends so. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
-        save_consolidated(self, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        with self.timer(OUTSIDE):
+            save_whole_model(self.adapter, self.zero, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
     def offload_states(
@@ -333,6 +375,7 @@ class TorchEngine(nn.Module, Engine):
         self._linears.release()
         self.adapter.release()
         self.zero.close()
+        self._recorder.close()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,82 +2,82 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from polyaccel import comm
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.comm.default import is_initialized
-from polyaccel.config import load_config
+from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.policies import module_rules_of
 from polyaccel.runtime import Runtime, compose
-from polyaccel.torch.batch import device_of
-from polyaccel.torch.client_optimizer import ClientOptimizer, check_sliceable
-from polyaccel.torch.data import ShardedDataLoader
-from polyaccel.torch.deferred import prepare
-from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.leaf_config import mark_configured_leaves
-from polyaccel.torch.module_buffers import convert_buffers
-from polyaccel.torch.optimizer import ParamGroups, make_groups, torch_optimizer
-from polyaccel.torch.sharded import require_whole
-from polyaccel.zero.optimizers import SliceOptimizer
-from polyaccel.zero.policy import Placement
+from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable
+from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.api.optimizer import ParamGroups, make_groups, torch_optimizer
+from polyaccel.torch.deferred.values import prepare
+from polyaccel.torch.engine import ModuleSettings, TorchEngine
+from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.params.leaf_modules import mark_configured_leaves
+from polyaccel.torch.params.specs import convert_buffers
+from polyaccel.zero.plan.policy import Placement
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: OptimizerLike | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    model: Any,
+    *,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    distributed_port: int | None,
+    dist_init_required: bool | None,
+    config: str | Path | Mapping[str, Any] | Config,
 ) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
-    """Build an engine around `model`; returns `(engine, optimizer, training_dataloader, lr_scheduler)`.
-
-    `config` (or `config_params`, or `args.deepspeed_config`) is a path, a dict or base64. `optimizer` is an instance or
-    a callable that takes parameters, and goes before the config's; `model_parameters` are parameters or group dicts, by
-    default all of the model's. `training_data` is a torch Dataset, `lr_scheduler` an instance or a callable that takes
-    the optimizer. Joins the other ranks if nobody has yet, unless `dist_init_required` is False. What was not asked for
-    is None in the result.
-
-    Raises ConfigError with everything wrong in the config, ShardingError for parameters or an optimizer that cannot be
-    cut as asked, CommError when the ranks cannot meet.
-    """
-    if model is None:
-        raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
-    if mpu is not None:
-        raise PolyaccelError("mpu is not available in this version", cure="pass mpu=None: all ranks are data-parallel")
-    source = _the_config(args, config, config_params)
-    parsed = load_config(source)
+    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
+        raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
+    parsed = load_config(config)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = compose(parsed)
-    device = device_of(runtime.accelerator)
+    device = torch_device_of(runtime.accelerator)
     runtime.apply_to_process()
     require_whole(model)
     prepare(model)
     _move(model, device)
-    convert_buffers(model, runtime.config.data_types)
+    rules = module_rules_of(runtime.config)
+    convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     if runtime.policy.params is Placement.SHARDED:
-        mark_configured_leaves(model, runtime.config.zero_optimization)
+        mark_configured_leaves(model, rules.leaves)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
-    engine = TorchEngine(model, runtime, slice_optimizer, groups)
+    engine = TorchEngine(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _module_settings(config: ResolvedConfig) -> ModuleSettings:
+    autocast = config.torch_autocast
+    return ModuleSettings(
+        autocast_dtype=getattr(torch, autocast.dtype) if autocast.enabled else None,
+        offload_activations=config.activation_checkpointing.cpu_checkpointing,
+        checks_contents=config.zero_optimization.enable_sanity_checks,
+        matrix_kernels=config.matrix_kernels,
+        drop_last=config.dataloader_drop_last,
+    )
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -94,20 +94,6 @@ def _move(model: nn.Module, device: torch.device) -> None:
         model.to(device)
     finally:
         future.set_swap_module_params_on_conversion(as_before)
-
-
-def _the_config(args: Any, *given: Any) -> Any:
-    """The one config among the places where callers put it."""
-    from_args = getattr(args, "deepspeed_config", None)
-    sources = {"config": given[0], "config_params": given[1], "args.deepspeed_config": from_args}
-    present = {name: source for name, source in sources.items() if source is not None}
-    if len(present) != 1:
-        what = "no config was given" if not present else "several configs were given"
-        raise ConfigError(
-            [Problem("config", ", ".join(present) or None, what, f"pass exactly one of {', '.join(sources)}")],
-            source="initialize",
-        )
-    return next(iter(present.values()))
 
 
 def _make_optimizer(

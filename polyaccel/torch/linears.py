@@ -23,8 +23,8 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MATRIX_OPS, KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
-from polyaccel.torch.published import ArrivingParameter
-from polyaccel.torch.sharded import ShardedParameter
+from polyaccel.torch.gathering.arriving import ArrivingParameter
+from polyaccel.torch.gathering.sharded import ShardedParameter
 
 LEAST_WORK = 1 << 22
 """Multiplications below which a product is left to torch under "auto". A layer's three calls take about 0.15 ms longer
@@ -67,7 +67,7 @@ class Products:
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
     def _suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """See [Note: What stays as it is]."""
+        """Whether the product may go another way. See [Note: What stays as it is]."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return False
         for each in (x, weight, bias):
@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Forward:
-    """`forward` of one layer. A copy of the layer gets the ordinary one, and so does what is unpickled."""
+    """`forward` of one layer. A copy of the layer gets the ordinary one, and so does an unpickled layer."""
 
     def __init__(self, layer: nn.Linear, products: Products) -> None:
         self.layer = layer
@@ -171,7 +171,8 @@ class Linears:
 
 
 def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice: MatrixChoice) -> KernelTable:
-    """What every rank has chosen, because ranks that computed differently would round differently. Collective."""
+    """The kernels that every rank has chosen, because ranks that computed differently would round differently.
+    Collective."""
     table = accelerator.matrix_kernels(choice)
     every = communicator.all_gather_object((choice, [op.name for op in table]))
     if len({stated for stated, _ in every}) > 1:
@@ -180,7 +181,7 @@ def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice:
 
 
 def _is_ordinary(layer: nn.Linear) -> bool:
-    """Whether its forward is that of `nn.Linear`, and nobody has exchanged it."""
+    """Whether the layer's forward is that of `nn.Linear`, not exchanged by anybody."""
     return getattr(layer.forward, "__func__", None) is nn.Linear.forward
 
 

@@ -1,70 +1,103 @@
-"""Backward passes of an engine: when one begins and ends, what its gradients are scaled by, and whether it reduces
-them."""
+"""The backward passes of an engine: one object begins and ends each, and says what its gradients are multiplied with.
+
+[Note: Passes]
+`TorchEngine.backward` begins a pass before it runs autograd and ends it after. When a user calls `loss.backward()`
+instead, the first sign of it (the gradient of an output of the engine, of a sharded module, or of a parameter) begins
+the pass, and a callback that autograd runs when the whole backward is done ends it. Begun at an output, that callback
+belongs to the outermost backward, so reentrant checkpointing, which runs backwards inside the backward, ends nothing
+early. Should a pass end early all the same, what comes after is late or a pass of its own: slower, never wrong.
+
+[Note: Factors]
+A gradient is multiplied with 1 / accumulation steps and with the loss scale, and divided by the number of ranks. In a
+pass of the engine's own the first two are factors of the loss. In a user's pass `scale` has put the loss scale into the
+loss, if there is one, and accumulation is a factor of each gradient as it arrives. The ranks are divided by in the
+reduction (`ReductionPolicy.scaling`), the loss scale in the update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
+from weakref import ref
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from polyaccel.errors import InvariantError, PolyaccelError
-from polyaccel.torch.batch import at_least_float32
-from polyaccel.zero.policy import Placement
-
-if TYPE_CHECKING:
-    from polyaccel.torch.engine import TorchEngine
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.timing import PhaseTimer
+from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.zero.step import ZeroStep
 
 
 class BackwardPasses:
-    """The passes of `engine`, its own and those that a user's `loss.backward()` starts. See [Note: Passes] in the
-    adapter."""
+    """Begins and ends the backward passes of an engine, and hands their gradients to its step.
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self._engine = engine
-        self._scaled_by_user = False
+    `attach` says which step and which parameters; before that, and after `release`, no backward is noticed. See
+    [Note: Passes] and [Note: Factors].
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, counters: StepCounters, loss_scaler: LossScaler, timer: PhaseTimer
+    ) -> None:
         self.reduce = True
         """Whether passes reduce their gradients; False inside `no_sync`."""
+        self._accelerator = accelerator
+        self._counters = counters
+        self._loss_scaler = loss_scaler
+        self._timer = timer
+        self._step: ZeroStep | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._handles: list[Any] = []
+        self._factor = 1.0
+        """Gradients of the present pass are multiplied with this before they enter their bucket."""
+        self._is_scaled_by_user = False
+        self._is_watched = False
+        """A backward without an optimizer is under way, and `_on_end` will be called after it."""
 
-    def run(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Compute the gradients of `loss`, a scalar that accumulation has scaled already, and start reducing them."""
-        engine = self._engine
-        with engine.timer("backward"):
+    def attach(self, step: ZeroStep, trained: Mapping[str, nn.Parameter], on_end: Callable[[], None]) -> None:
+        """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
+        before its last reductions are launched."""
+        self._step, self._on_end = step, on_end
+        for fqn, parameter in trained.items():
+            hook = self._make_hook(fqn)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Take all hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._step, self._on_end = None, lambda: None
+
+    # The engine's own passes.
+
+    def run(self, loss: Tensor, *, retain_graph: bool, accumulates: bool) -> Tensor:
+        """Compute the gradients of `loss`, a scalar, and start reducing them.
+
+        Returns the loss divided by the accumulation steps, or the loss itself without `accumulates`, without a graph.
+        """
+        share = 1.0 / self._counters.gradient_accumulation_steps if accumulates else 1.0
+        root = _at_least_float32(loss) * share if share != 1.0 else loss
+        shared = root.detach()
+        with self._timer("backward"):
             self._begin(1.0)
             try:
-                root = self._scaled(loss) if self._scales else loss
+                if self.loss_scale != 1.0:
+                    root = _at_least_float32(root) * self.loss_scale
                 root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             except BaseException:
-                engine.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
-                engine.adapter.end_pass()
+                self._abandon()
                 raise
-            self.end()
-
-    def scale_by_hand(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the next pass is begun by its user."""
-        self._scaled_by_user = True
-        return self._scaled(loss)
-
-    def begin_foreign(self) -> None:
-        """A `loss.backward()` that is not ours began."""
-        if self._scales and not self._scaled_by_user:
-            raise PolyaccelError(
-                "loss.backward() was called on an fp16 loss that is not scaled: small gradients would vanish",
-                cure="call engine.backward(loss), or engine.scale(loss).backward()",
-            )
-        self._begin(1.0 / self._engine.gradient_accumulation_steps())
-
-    def end(self) -> None:
-        """The pass is over, and its gradients are there."""
-        with self._engine.timer("reduce"):
-            self._engine.adapter.end_pass()
-            self._engine.zero.end_pass()
-        self._scaled_by_user = False
+            self._end()
+        return shared
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `TorchEngine.no_sync`."""
+        """Passes inside accumulate on this rank only; the first one outside reduces what they left."""
         if not self.reduce:
             raise InvariantError("no_sync is nested in no_sync", cure="use one at a time")
         self.reduce = False
@@ -73,15 +106,98 @@ class BackwardPasses:
         finally:
             self.reduce = True
 
+    # Passes that a user's `loss.backward()` starts.
+
     @property
-    def _scales(self) -> bool:
-        return self._engine.loss_scaler.loss_scale != 1.0
+    def loss_scale(self) -> float:
+        """The gradients that the step holds were multiplied with this."""
+        return self._loss_scaler.loss_scale
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return at_least_float32(loss) * self._engine.loss_scaler.loss_scale
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale; the next pass is begun by its user."""
+        self._is_scaled_by_user = True
+        return _at_least_float32(loss) * self.loss_scale
 
-    def _begin(self, gradient_factor: float) -> None:
-        engine = self._engine
-        engine.adapter.gradient_factor = gradient_factor
-        each_pass = engine.runtime.policy.grads is Placement.SHARDED
-        engine.zero.begin_pass(reduce=self.reduce and (each_pass or engine.counters.is_boundary))
+    def watch_outputs(self, outputs: Any) -> None:
+        """Begin a pass when the gradient of any of `outputs` appears."""
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+
+    def notice(self) -> None:
+        """A backward is under way: begin its pass, unless that has begun. Called inside of autograd."""
+        if self._step is None or self._step.in_pass:
+            return
+        if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it
+            if not self._is_watched:
+                self._is_watched = True
+                _after_backward(self._end_watched)
+            return
+        if self.loss_scale != 1.0 and not self._is_scaled_by_user:
+            raise PolyaccelError(
+                "loss.backward() was called on an fp16 loss that is not scaled: small gradients would vanish",
+                cure="call engine.backward(loss), or engine.scale(loss).backward()",
+            )
+        self._begin(1.0 / self._counters.gradient_accumulation_steps)
+        _after_backward(self._end)
+
+    def _on_output_gradient(self, gradient: Tensor) -> None:
+        self.notice()
+
+    def _make_hook(self, fqn: str) -> Callable[[nn.Parameter], None]:
+        passes = ref(self)  # Python's garbage collector does not see the references of a parameter's hooks
+
+        def take(parameter: nn.Parameter) -> None:
+            self = passes()
+            gradient = parameter.grad
+            if gradient is None or self is None or self._step is None:
+                return
+            parameter.grad = None
+            if gradient.is_sparse:
+                raise ShardingError(
+                    f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn
+                )
+            self.notice()
+            if self._factor != 1.0:
+                gradient.mul_(self._factor)
+            self._step.add_gradient(fqn, self._accelerator.wrap(gradient.contiguous()))
+
+        return take
+
+    # Every pass.
+
+    def _begin(self, factor: float) -> None:
+        step = self._attached
+        self._factor = factor
+        step.begin_pass(reduce=self.reduce and step.policy.reduces_pass(is_last=self._counters.is_boundary))
+
+    def _end(self) -> None:
+        """Autograd has done, and the gradients are there."""
+        with self._timer("reduce"):
+            self._on_end()
+            self._attached.end_pass()
+        self._is_scaled_by_user = False
+
+    def _end_watched(self) -> None:
+        self._is_watched = False
+        self._on_end()
+
+    def _abandon(self) -> None:
+        """Autograd raised: launch nothing more, for reducing half a pass could leave the other ranks waiting."""
+        self._attached.abandon_pass()
+        self._on_end()
+
+    @property
+    def _attached(self) -> ZeroStep:
+        assert self._step is not None  # passes begin after `attach`, and end before `release`
+        return self._step
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the outermost backward that is running now is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _at_least_float32(loss: Tensor) -> Tensor:
+    """`loss` in a type in which it can be scaled: float32 for 16-bit ones, else its own."""
+    return loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss

@@ -1,12 +1,12 @@
-"""What users of this field import from `utils`, by name; it lives in the torch room and loads on use."""
+"""Functions that users of DeepSpeed import from `utils`. They live in the torch room, which is loaded on first use."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-_FRAGMENTS = "polyaccel.torch.fragments"
-_LEAVES = "polyaccel.torch.leaf_modules"
+_FRAGMENTS = "polyaccel.torch.api.fragments"
+_LEAVES = "polyaccel.torch.params.leaf_modules"
 _HOMES = {
     "get_z3_leaf_modules": _LEAVES,
     "safe_get_full_fp32_param": _FRAGMENTS,

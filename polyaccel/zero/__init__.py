@@ -1,4 +1,4 @@
-"""The ZeRO engine, and by name what torch users expect of `zero`, which lives in the torch room and loads on use."""
+"""The ZeRO engine, and the names that torch users expect in `zero`, which stand in the torch room and load on use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "GatheredParameters": "polyaccel.torch.gathered",
-    "Init": "polyaccel.torch.deferred_init",
-    "register_external_parameter": "polyaccel.torch.external",
-    "set_leaf_modules": "polyaccel.torch.leaf_modules",
-    "set_units": "polyaccel.torch.units",
-    "unregister_external_parameter": "polyaccel.torch.external",
-    "unset_leaf_modules": "polyaccel.torch.leaf_modules",
-    "unwrap_model_for_generation": "polyaccel.torch.gathered",
+    "GatheredParameters": "polyaccel.torch.api.gathered",
+    "Init": "polyaccel.torch.deferred.init",
+    "register_external_parameter": "polyaccel.torch.params.units",
+    "set_leaf_modules": "polyaccel.torch.params.leaf_modules",
+    "set_units": "polyaccel.torch.params.units",
+    "unregister_external_parameter": "polyaccel.torch.params.units",
+    "unset_leaf_modules": "polyaccel.torch.params.leaf_modules",
+    "unwrap_model_for_generation": "polyaccel.torch.api.gathered",
 }
 
 __all__ = [

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import CallInfo
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.types import DType
-from polyaccel.zero.gradients import GradientBucket
+from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.step import ZeroStep
 
 PARAM, GRAD = "param", "grad"
@@ -61,8 +60,9 @@ def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
         whole.view(own.start, own.values.numel).copy_from(own.values)
     is_complete = place.master.numel == place.bucket.numel
     if not is_complete and slot.param.numel:
-        info = CallInfo(f"whole {kind}", place.bucket.index)
-        step.communicator.all_reduce(whole, info=info)  # zeros elsewhere, so nothing is rounded
+        step.communicator.all_reduce(
+            whole, label=f"whole {kind}", bucket=place.bucket.index
+        )  # zeros elsewhere, so nothing is rounded
     return whole
 
 

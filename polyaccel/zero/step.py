@@ -13,105 +13,67 @@ bucket has had its time (`release`), at events that all ranks share: those by wh
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.zero.agreement import Agreement, Arrivals
-from polyaccel.zero.gradients import GradientBucket
-from polyaccel.zero.layout import ShardLayout, Slot
-from polyaccel.zero.optimizers import Group, Shard, SliceOptimizer
-from polyaccel.zero.params import ParamObserver, ParamStore, check_bounds
-from polyaccel.zero.placement import StatePlacement
-from polyaccel.zero.policy import Placement, ZeroPolicy
-from polyaccel.zero.pool import BufferPool
-from polyaccel.zero.rounding import WeightRounding
-from polyaccel.zero.routes import Routes
-from polyaccel.zero.staging import Staging
-from polyaccel.zero.states import StateStore
-from polyaccel.zero.update import StepPolicy, StepResult, Update
+from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.buckets.params import ParamOwner, ParamStore, check_bounds
+from polyaccel.zero.parts import Staging, StepParts
+from polyaccel.zero.plan.bucket_plan import StepPlan
+from polyaccel.zero.plan.layout import Slot
+from polyaccel.zero.plan.policy import Placement
+from polyaccel.zero.plan.pool import InFlight
+from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts
+from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.update.walk import StateStore, StepResult, Update
 
 WaitingPhase = Literal["reduce", "publish"]
 
 
 class ZeroStep:
-    """Parameters, gradients, optimizer states and their exchange for one layout on one rank.
+    """Parameters, gradients, optimizer states and their exchange on one rank, in the buffers of `plan`.
 
-    `read_param(fqn)` gives a parameter's original value as a flat buffer, in its original precision: master weights
-    start from that, not from what the training precision rounds it to. Rank 0's values are broadcast, and `observer`
-    is told where each parameter stands from then on. `timed` is entered around waiting for others. The layout's
-    order is the order in which gradients are expected. `placement` says which tier holds the states, and `routes` what
-    travels otherwise than over `communicator`; both are closed with the step. Raises what accelerator and communicator
-    raise.
+    `owner` has the parameters' original values, in their original precision: master weights start from those, not from
+    what the training precision rounds them to. Rank 0's values are broadcast, and `owner` is told where each parameter
+    stands from then on. `groups` has the hyperparameters of each optimizer group, `timed` is entered around waits for
+    other ranks. The layout's order is the order in which gradients are expected. Raises what accelerator, communicators
+    and tiers raise; tiers and near ranks of `parts` are closed with the step.
     """
 
     def __init__(
         self,
-        layout: ShardLayout,
-        policy: ZeroPolicy,
-        step_policy: StepPolicy,
-        placement: StatePlacement,
+        plan: StepPlan,
+        parts: StepParts,
+        owner: ParamOwner,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
-        communicator: Communicator,
-        accelerator: Accelerator,
-        read_param: Callable[[str], Buffer],
-        observer: ParamObserver | None = None,
         timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
-        routes: Routes | None = None,
     ) -> None:
-        if layout.world_size != communicator.world_size:
+        communicator = parts.communicators.exact
+        if plan.layout.world_size != communicator.world_size:
             raise InvariantError(
-                f"layout for {layout.world_size} ranks, communicator of {communicator.world_size}",
-                value=layout.world_size,
+                f"layout for {plan.layout.world_size} ranks, communicator of {communicator.world_size}",
+                value=plan.layout.world_size,
             )
-        if policy.params is Placement.SHARDED:
-            check_bounds(step_policy.gathering, layout)
-        self.layout = layout
-        self.policy = policy
-        self.step_policy = step_policy
+        if plan.zero.params is Placement.SHARDED:
+            check_bounds(plan.policy.gathering, plan.layout)
+        self.plan = plan
+        self.layout = plan.layout
+        self.policy = plan.zero
         self.optimizer = optimizer
         self.communicator = communicator
-        self._routes = routes or Routes.plain(communicator)
-        self.accelerator = accelerator
+        self.accelerator = parts.accelerator
+        self._communicators = parts.communicators
         self._timed = timed
-        self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
-        """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
-        self._rounding = WeightRounding(self.steps, accelerator, is_stochastic=step_policy.stochastic_rounding)
-        self._pool = BufferPool(communicator)
-        self.params = ParamStore(
-            layout,
-            policy,
-            step_policy.gathering,
-            placement,
-            self._routes,
-            accelerator,
-            read_param,
-            self._rounding,
-            observer or ParamObserver(),
-            lambda: self._timed("publish"),
-        )
-        trainable = [bucket for bucket in layout.buckets if bucket.kind.trainable]
-        updates_shards = policy.optim is Placement.SHARDED
-        lengths = (bucket.shard_numel if updates_shards else bucket.numel for bucket in trainable)
-        self._staging = Staging(max(lengths, default=0), accelerator.new_stream())
+        self.params = ParamStore(plan, parts, owner, lambda: self._timed("publish"))
+        self._staging = Staging(parts.accelerator.new_stream())
+        self._in_flight: InFlight[Buffer] = InFlight(communicator.allocate, plan.policy.reduction)
         self._gradients = [
-            GradientBucket(
-                bucket,
-                policy,
-                step_policy.reduction,
-                self._routes.gradients,
-                accelerator,
-                self._pool,
-                placement.gradients_tier_of(bucket, policy),
-                self._staging,
-            )
-            for bucket in trainable
+            GradientBucket(each, plan.policy.reduction, parts, self._in_flight.pool, self._staging)
+            for each in plan.trained
         ]
         self._positions = {gradients.bucket.index: at for at, gradients in enumerate(self._gradients)}
         self._by_fqn = {
@@ -119,9 +81,13 @@ class ZeroStep:
             for position, gradients in enumerate(self._gradients)
             for index, slot in enumerate(gradients.bucket.slots)
         }
-        self._states = StateStore(self.params, placement, optimizer, groups, policy, self._staging)
-        self._agreement = Agreement(layout, self._gradients, communicator, accelerator)
-        self._update = self._compose_update(optimizer, placement)
+        self._states = StateStore(plan, parts.tiers, self.params, optimizer, groups, self._staging)
+        self._facts = GradientFacts(plan.layout, self._gradients, communicator, parts.accelerator)
+        self._update: Update | None = None
+        if optimizer is not None:
+            self._update = Update(
+                *(plan, parts, optimizer, self._states, self.params, self._facts), lambda: self._timed("reduce")
+            )
         self._in_pass = False
         self._reducing = False
         self._has_unreduced = False
@@ -129,31 +95,16 @@ class ZeroStep:
         self._is_incomplete = False
         """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
-        self._under_way: deque[GradientBucket] = deque()
-        """Buckets as they were launched, oldest first; some may be finished."""
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many updates each trained parameter has had."""
+        return self.params.steps
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """What this rank updates, in layout order."""
+        """The shards that this rank updates, in layout order."""
         return self._states.shards
-
-    def _compose_update(self, optimizer: SliceOptimizer | None, placement: StatePlacement) -> Update | None:
-        if optimizer is None:
-            return None
-        is_queued = self.accelerator.capabilities().streams and not placement.offloaded
-        return Update(
-            self.step_policy,
-            optimizer,
-            self._states,
-            self._gradients,
-            self.params,
-            self.steps,
-            self._rounding,
-            self._agreement,
-            self.communicator,
-            lambda: self._timed("reduce"),
-            is_queued=is_queued,
-        )
 
     # The backward pass.
 
@@ -169,8 +120,8 @@ class ZeroStep:
     def begin_pass(self, *, reduce: bool) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced.
 
-        With replicated gradients pass True only at the accumulation boundary; with sharded ones at every micro-batch.
-        Raises PolyaccelError as `require_whole` does.
+        `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
+        failed half-way (`require_whole`).
         """
         self.require_whole()
         self._is_incomplete |= self._in_pass
@@ -180,17 +131,18 @@ class ZeroStep:
             gradients.begin_pass()
 
     def add_gradient(self, fqn: str, gradient: Buffer) -> None:
-        """Take over a parameter's gradient, flat; the caller may free it at once. Launches what became ready."""
+        """Take over a parameter's gradient, flat; the caller may free it at once. Launches the buckets that it
+        completes."""
         position, index = self._by_fqn[fqn]
         bucket = self._gradients[position]
-        if self._reducing and bucket.needs_staging() and self._is_crowded:
-            self._finish_oldest()
+        if self._reducing and bucket.needs_staging():
+            self._in_flight.make_room()
         bucket.add(index, gradient, reducing=self._reducing)
         if self._reducing and not self.params.is_any_sharded:
             self._launch_ready()
 
     def release(self, indices: Iterable[int]) -> None:
-        """No more gradients come for these buckets in this pass: launch what was not. See [Note: One order].
+        """No more gradients come for these buckets in this pass: launch those that were not. See [Note: One order].
 
         Every rank calls it for the same buckets in the same order; frozen ones are passed over.
         """
@@ -202,7 +154,7 @@ class ZeroStep:
                 self._launch(self._gradients[position])
 
     def end_pass(self) -> None:
-        """The backward pass is over: launch what is left, with zeros for gradients that did not appear."""
+        """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear."""
         if self._reducing:
             for gradients in self._gradients:
                 if not gradients.is_launched:
@@ -222,31 +174,17 @@ class ZeroStep:
             self._next_launch += 1
 
     def _launch(self, gradients: GradientBucket) -> None:
-        if (gradients.needs_staging() or gradients.needs_recasting()) and self._is_crowded:
-            self._finish_oldest()
+        if gradients.needs_staging() or gradients.needs_recasting():
+            self._in_flight.make_room()
         gradients.launch()
-        self._under_way.append(gradients)
-        if not self.step_policy.reduction.overlap:
-            self._finish_oldest()
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether as many full gradient buffers are under way as may be; an older bucket is then finished first."""
-        return self._pool.lent_count >= self.step_policy.reduction.max_in_flight
-
-    def _finish_oldest(self) -> None:
-        while self._under_way:
-            gradients = self._under_way.popleft()
-            if gradients.is_pending:
-                gradients.finish()
-                return
+        self._in_flight.add(gradients)
 
     def finish_reductions(self) -> None:
         """Wait until every reduction that was launched has settled."""
         with self._timed("reduce"):
             for gradients in self._gradients:
                 gradients.finish()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def gradient_buckets(self) -> Sequence[GradientBucket]:
         """The trainable buckets' gradients, in layout order."""
@@ -261,11 +199,11 @@ class ZeroStep:
     # The update.
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
-        """Agree on what decides, update this rank's slices, publish the parameters, forget the gradients.
+        """Agree with the other ranks, update this rank's slices, publish the parameters, forget the gradients.
 
-        Collective. `loss_scale` is what the gradients were multiplied with. Nothing changes on an overflow that is
-        skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an update
-        that failed half-way (`require_whole`), and while somebody holds sharded parameters.
+        Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
+        that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
+        update that failed half-way (`require_whole`), and while sharded parameters are held.
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
@@ -281,23 +219,23 @@ class ZeroStep:
             self.end_pass()
         self._is_incomplete = True  # should anything fail before they were used
         if self._update.is_early:
-            arrivals, norm = self._agreement.on_arrivals(), None
+            arrivals, norm = self._facts.agree_on_arrivals(), None
         else:
             self.finish_reductions()
-            arrivals, norm = self._agreement.on_everything(loss_scale, measure=self._update.measures)
-        if self.step_policy.require_all and len(arrivals.touched) < len(self.steps):
+            arrivals, norm = self._facts.agree_on_everything(loss_scale, measure=self._update.measures)
+        if self.plan.policy.require_all and len(arrivals.touched) < len(self.steps):
             self._is_incomplete = False
             raise _unused(sorted(self.steps.keys() - arrivals.touched))
         self.params.fence()
         self.params.gathering.end_step()
-        if norm is not None and norm.overflow and self.step_policy.skip_overflow:
+        if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.culprit)
         return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
 
     def agree_on_arrivals(self) -> Arrivals:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""
-        return self._agreement.on_arrivals()
+        return self._facts.agree_on_arrivals()
 
     def require_whole(self) -> None:
         """Raise PolyaccelError where an update failed half-way: parameters and states belong to two steps."""
@@ -312,11 +250,11 @@ class ZeroStep:
     # Owned state, for checkpoints.
 
     def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """What this rank answers for, in global coordinates: (slot, kind, start, buffer); over all ranks each element
-        once.
+        """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer); over all ranks each
+        element once.
 
         Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
-        PolyaccelError as `require_whole` does.
+        PolyaccelError after an update that failed half-way.
         """
         self.require_whole()
         for place in self.params:
@@ -329,7 +267,8 @@ class ZeroStep:
                     yield slot, name, piece.start, state.view(offset, piece.length)
 
     def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """What this rank must read to go on, in global coordinates: all of `master` and of the optimizer states."""
+        """The pieces that this rank must load to go on, in global coordinates: all of `master` and of the optimizer
+        states."""
         for place in self.params:
             shard = self._states.get(place.bucket.index)
             for piece in place.slices():
@@ -340,7 +279,7 @@ class ZeroStep:
 
     def trim(self) -> None:
         """Give back memory that only waits to be used again."""
-        self._pool.trim()
+        self._in_flight.pool.trim()
         self.params.gathering.trim()
 
     def close(self) -> None:
@@ -350,7 +289,7 @@ class ZeroStep:
         self._gradients.clear()
         self._staging.clear()
         self._states.close()
-        self._routes.close()
+        self._communicators.close()
 
 
 def _unused(names: Sequence[str]) -> ShardingError:

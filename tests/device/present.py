@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from polyaccel.accelerators.base import API_VERSION, Accelerator
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.registry import PluginGroup, PluginStatus, probe_all
 
 STATUSES = [
-    status for status in probe_all(PluginGroup.ACCELERATORS, Accelerator, API_VERSION) if status.info.name != "cpu"
+    status
+    for status in probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERSION)
+    if status.info.name != "cpu"
 ]
 """Of every accelerator but the CPU, those that are not present here too."""
 

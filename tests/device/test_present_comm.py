@@ -12,8 +12,8 @@ from present import STATUSES, each_device, need
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.registry import PluginStatus
 from polyaccel.testkit.comm import CommContract
-from polyaccel.testkit.comm_faults import CommFaultContract
-from polyaccel.testkit.procs import RankPool
+from polyaccel.testkit.comm.faults import CommFaultContract
+from polyaccel.testkit.ranks.procs import RankPool
 
 
 @each_device

@@ -8,15 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from polyaccel.config import Config
+from polyaccel.config import Config, json_schema
+from polyaccel.config.absent import ABSENT, ABSENT_OPTIMIZERS, BELOW
 from polyaccel.config.auto import RULES
 from polyaccel.config.keys import walk_keys
-from polyaccel.config.optimizer import OPTIMIZER_PARAMS
-from polyaccel.config.scheduler import SCHEDULER_PARAMS
 from polyaccel.config.section import Section
-from polyaccel.config.unsupported import GAPS
+from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
+from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
+ABSENT_GOLDEN = GOLDEN.with_name("absent_keys.txt")
+DEEPSPEED = GOLDEN.with_name("deepspeed_keys.txt")
+"""Every key of DeepSpeed 0.19.8, without the arguments of optimizers and schedules."""
 NAMED: dict[str, type[Section]] = {f"optimizer[{name}]": model for name, model in OPTIMIZER_PARAMS.items()} | {
     f"scheduler[{name}]": model for name, model in SCHEDULER_PARAMS.items()
 }
@@ -30,20 +33,52 @@ def _lines(model: type[Section], prefix: str = "") -> list[str]:
             continue
         value = "required" if key.field.is_required() else json.dumps(default)
         auto = ' | "auto"' if key.dotted in RULES else ""
-        gap = next((gap for gap in GAPS if _covers(gap.key, key.dotted)), None)
-        missing = "" if gap is None else "  (only this value)" if gap.asks is None else "  (not every value)"
-        lines.append(f"{key.dotted} = {value}{auto}{missing}")
+        lines.append(f"{key.dotted} = {value}{auto}")
     return lines
 
 
-def _covers(gap: str, key: str) -> bool:
-    return key == gap or key.startswith((f"{gap}.", f"{gap}["))
-
-
 def current_keys() -> str:
-    """Every key with its default, whether it may be "auto", and whether other values are errors still."""
+    """Every key that exists, with its default and whether it may be "auto"."""
     lines = [*_lines(Config), *(line for name, model in NAMED.items() for line in _lines(model, f"{name}."))]
     return "\n".join(lines) + "\n"
+
+
+def current_absent_keys() -> str:
+    """Every absent pattern with the value that asks for nothing, and its feature."""
+    lines = [
+        f"{pattern} = {'removed' if entry.is_removed else json.dumps(value)}  ({entry.feature})"
+        for entry in ABSENT
+        for pattern, value in entry.keys.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_absent_keys_are_the_frozen_ones() -> None:
+    """They become fewer with every feature; `python tests/rules/test_config_keys.py` writes the file."""
+    assert current_absent_keys() == ABSENT_GOLDEN.read_text()
+
+
+def test_every_key_of_deepspeed_exists_or_is_absent_by_name() -> None:
+    exist = {key.dotted for key in walk_keys(Config)}
+    patterns = {pattern for entry in ABSENT for pattern in entry.keys}
+
+    def is_absent(key: str) -> bool:
+        parts = key.replace("[]", "").split(".")
+        above = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        return key in patterns or any(f"{name}{BELOW}" in patterns for name in above)
+
+    keys = DEEPSPEED.read_text().split()
+    assert len(keys) == 280
+    assert [key for key in keys if key not in exist and not is_absent(key)] == []
+    assert [key for key in exist if is_absent(key)] == []
+    assert [key for key in patterns if key.removesuffix(BELOW) in exist] == []
+
+
+def test_the_schema_offers_no_absent_key() -> None:
+    schema = json.dumps(json_schema())
+    own = {pattern.removesuffix(BELOW).rpartition(".")[2] for entry in ABSENT for pattern in entry.keys}
+    shared = {name for key in walk_keys(Config) for name in key.dotted.split(".")} | {"reduce_scatter"}  # an operation
+    assert [name for name in sorted(own - shared) if f'"{name}"' in schema] == []
 
 
 def test_the_keys_are_the_frozen_ones() -> None:
@@ -58,13 +93,12 @@ def test_every_key_and_section_is_documented() -> None:
     assert [key.model.__name__ for key in keys if not (key.model.__doc__ or "").strip()] == []
 
 
-def test_every_gap_and_every_auto_rule_names_a_key() -> None:
+def test_every_auto_rule_names_a_key_and_no_absent_optimizer_exists() -> None:
     known = {key.dotted for key in walk_keys(Config)}
     known |= {f"optimizer.params.{name}" for model in OPTIMIZER_PARAMS.values() for name in model.model_fields}
     known |= {f"scheduler.params.{name}" for model in SCHEDULER_PARAMS.values() for name in model.model_fields}
-    assert [gap.key for gap in GAPS if gap.key not in known] == []
     assert [key for key in RULES if key not in known] == []
-    assert len({gap.key for gap in GAPS}) == len(GAPS)
+    assert not set(ABSENT_OPTIMIZERS) & {name.lower() for name in OPTIMIZER_PARAMS}
 
 
 def test_the_config_needs_no_array_framework() -> None:
@@ -78,3 +112,4 @@ def test_the_config_needs_no_array_framework() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(current_keys())
+    ABSENT_GOLDEN.write_text(current_absent_keys())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,10 @@ FILES = {
     file.relative_to(ROOT).as_posix(): file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))
 }
 MOST_LINES = 400
+MOST_FILES = 16
+SHELVES = ("polyaccel", "csrc", "plugins", "tests", "examples", "bench")
+SAME_NAME: dict[str, str] = {}
+"""Public classes that are defined more than once, and why one name for them is right."""
 
 
 def test_no_file_holds_two_things() -> None:
@@ -24,3 +30,36 @@ def test_no_file_holds_two_things() -> None:
 def test_a_module_says_what_it_is(name: str) -> None:
     module = ast.parse(FILES[name].read_text(encoding="utf-8"))
     assert not module.body or ast.get_docstring(module)
+
+
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    files = (
+        file for shelf in SHELVES for file in (ROOT / shelf).rglob("*") if file.suffix in (".py", ".cpp", ".h", ".txt")
+    )
+    counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in files)
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    homes = defaultdict(list)
+    for name, file in FILES.items():
+        if name.startswith("polyaccel/"):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes[node.name].append(name)
+    assert {kind: places for kind, places in homes.items() if len(places) > 1 and kind not in SAME_NAME} == {}
+    assert [kind for kind in SAME_NAME if len(homes[kind]) < 2] == []
+
+
+def test_every_folder_of_a_room_stands_in_the_design() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+)/(\w+|\*|\{[\w,]+\})` \|", design, re.MULTILINE)
+    named = {f"{room}/{name}" for room, names in rows for name in names.strip("{}").split(",")}
+    folders = {
+        file.parent.relative_to(ROOT / "polyaccel").as_posix()
+        for file in (ROOT / "polyaccel").rglob("__init__.py")
+        if len(file.relative_to(ROOT / "polyaccel").parts) > 2
+    }
+    described = {folder for folder in folders if {folder, f"{folder.rpartition('/')[0]}/*"} & named}
+    assert folders - described - {"comm/backends"} == set()
+    assert {name for name in named if not name.endswith("*")} - folders == set()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import grimp
@@ -19,8 +20,9 @@ else:  # pytest brings it
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("torch", "jax")
 NAMED_OTHERWISE = {
+    "polyaccel.frontend": "the type of a torch module in the signature of initialize, for editors alone",
     "polyaccel.accelerators.cpu": "a device's own file",
-    "polyaccel.testkit.procs": "ranks as processes are joined by torch's gloo",
+    "polyaccel.testkit.ranks.procs": "ranks as processes are joined by torch's gloo",
 }
 """Modules that import a framework, when they are used, without saying so in their names, and why they may."""
 
@@ -50,7 +52,9 @@ def test_plugins_behind_entry_points_are_protected() -> None:
     protected = {module for contract in contracts for module in contract.get("protected_modules", ())}
     groups = ("polyaccel.accelerators", "polyaccel.comm", "polyaccel.tiers")
     points = [point for group in groups for point in project["project"]["entry-points"][group].values()]
-    assert {point.partition(":")[0] for point in points} == protected
+    modules = {point.partition(":")[0] for point in points}
+    assert all(any(fnmatch(module, pattern) for pattern in protected) for module in modules)
+    assert all(any(fnmatch(module, pattern) for module in modules) for pattern in protected)
 
 
 @pytest.mark.parametrize("module", ["polyaccel", "polyaccel.cli.main", "polyaccel.config", "polyaccel.registry"])

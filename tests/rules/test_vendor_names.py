@@ -17,9 +17,9 @@ NAMES = re.compile(
 )
 EXCEPTIONS = {
     "cli/build.py": "compiles the part of a comm backend that its user names",
-    "cli/doctor_libraries.py": "says which vendors' packages, libraries and variables are there",
-    "config/parallel.py": "a key of DeepSpeed's JSON, enable_cuda_graph",
-    "torch/sharded.py": "attributes of torch's tensors, is_cuda and its like",
+    "cli/doctor/libraries.py": "says which vendors' packages, libraries and variables are there",
+    "config/absent.py": "a key of DeepSpeed's JSON, enable_cuda_graph",
+    "torch/gathering/sharded.py": "attributes of torch's tensors, is_cuda and its like",
 }
 FILES = sorted(
     file.relative_to(PACKAGE).as_posix()

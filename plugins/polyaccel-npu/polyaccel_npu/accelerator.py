@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar
 
 from polyaccel.accelerators.base import Probe
 from polyaccel.accelerators.npu import NpuAccelerator
-from polyaccel.ops.base import ADAM, CAST, AdamFn, AdamHyper, KernelTable, StochasticRounding
+from polyaccel.buffer import Buffer
+from polyaccel.ops.base import CAST, UPDATE, KernelTable, Rule, StochasticRounding, UpdateFn
+from polyaccel.ops.optimizers import ADAMW
 from polyaccel.types import DType
 
 
 class AscendAccelerator(NpuAccelerator):
     """`torch.npu` with HCCL and the fused AdamW step. Not run on hardware."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str] = "ascend"
 
     @classmethod
@@ -25,47 +28,47 @@ class AscendAccelerator(NpuAccelerator):
 
     def kernels(self) -> KernelTable:
         table = super().kernels()
-        return table.replaced("torch_npu", {ADAM: fused_adamw(import_module("torch_npu"), table)})
+        return table.replaced("torch_npu", {UPDATE: fused_adamw(import_module("torch_npu"), table)})
 
 
-def fused_adamw(torch_npu: Any, table: KernelTable) -> AdamFn:
-    """The op `adam` by `torch_npu.npu_apply_adam_w`; what that does not cover is left to `table`."""
+def fused_adamw(torch_npu: Any, table: KernelTable) -> UpdateFn:
+    """The op `update`, AdamW by `torch_npu.npu_apply_adam_w`; what that does not cover is left to `table`."""
 
-    def adam(
-        master: Any,
-        grad: Any,
-        exp_avg: Any,
-        exp_avg_sq: Any,
-        out: Any,
-        hyper: AdamHyper,
-        grad_scale: float,
+    def update(
+        rule: Rule,
+        master: Buffer,
+        grad: Buffer,
+        states: Sequence[Buffer],
+        out: Buffer | None = None,
+        grad_scale: float = 1.0,
         rounding: StochasticRounding | None = None,
     ) -> None:
+        if rule.formula is not ADAMW or not rule.settings["bias_correction"]:
+            table[UPDATE](rule, master, grad, states, out, grad_scale, rounding)
+            return
         if master.dtype in (DType.BFLOAT16, DType.FLOAT16):
-            from polyaccel.accelerators.torch_memory import wrap_torch
+            from polyaccel.accelerators.memory.torch import wrap_torch
 
             wide = wrap_torch(master.raw.float())
-            adam(wide, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, rounding)
+            update(rule, wide, grad, states, out, grad_scale, rounding)
             table[CAST](wide, master, rounding)
             return
-        buffers = (master, grad, exp_avg, exp_avg_sq)
-        fits = all(buffer.dtype is DType.FLOAT32 for buffer in (master, exp_avg, exp_avg_sq))
-        fits = fits and grad.dtype is not DType.FLOAT64 and hyper.decoupled and hyper.bias_correction
-        if not fits or len({buffer.numel for buffer in (*buffers, out or master)}) > 1:
-            table[ADAM](master, grad, exp_avg, exp_avg_sq, out, hyper, grad_scale, rounding)
+        rule.check(master, grad, states, out)
+        if any(b.dtype is not DType.FLOAT32 for b in (master, *states)) or grad.dtype is DType.FLOAT64:
+            table[UPDATE](rule, master, grad, states, out, grad_scale, rounding)
             return
         gradient = grad.raw.float()
         if grad_scale != 1:
             gradient.mul_(grad_scale)
+        s = rule.settings
         # It wants the powers of the betas from before this step, and multiplies them itself.
-        powers = hyper.beta1 ** (hyper.step - 1), hyper.beta2 ** (hyper.step - 1)
-        rest = (hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps, gradient)
+        powers = s["beta1"] ** (rule.step - 1), s["beta2"] ** (rule.step - 1)
+        rest = (s["lr"], s["weight_decay"], s["beta1"], s["beta2"], s["eps"], gradient)
         no_maximum, is_amsgrad, is_maximizing = None, False, False
-        states = (master.raw, exp_avg.raw, exp_avg_sq.raw)
-        torch_npu.npu_apply_adam_w(*powers, *rest, no_maximum, is_amsgrad, is_maximizing, out=states)
-        for buffer in (master, exp_avg, exp_avg_sq):
-            buffer.mark_written()
+        written = tuple(buffer.raw for buffer in (master, *states))
+        torch_npu.npu_apply_adam_w(*powers, *rest, no_maximum, is_amsgrad, is_maximizing, out=written)
+        rule.mark_written(master, states, None)
         if out is not None:
             table[CAST](master, out, rounding)
 
-    return adam
+    return update

@@ -13,8 +13,8 @@ from polyaccel_npu.accelerator import AscendAccelerator
 from polyaccel.accelerators import npu, presence
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.ops.base import ADAM
-from polyaccel.testkit.accelerator_kernels import KernelsContract
+from polyaccel.ops.base import UPDATE
+from polyaccel.testkit.accelerator import KernelsContract
 
 CALLS: list[float] = []
 
@@ -73,7 +73,7 @@ def test_the_fused_step_is_in_the_table_and_used() -> None:
     CALLS.clear()
     TestKernels().test_kernels_mean_what_the_reference_says()
     assert CALLS
-    assert OnHost().kernels().provider(ADAM) == "torch_npu"
+    assert OnHost().kernels().provider(UPDATE) == "torch_npu"
 
 
 def test_it_is_chosen_before_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from polyaccel.comm.torch_pg import TorchBackend
+from polyaccel.comm.backends.torch.backend import TorchBackend
 
 
 class SimcommBackend(TorchBackend):
     """`simcomm` of `torch.distributed`: device tensors through host memory and gloo."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str] = "simcomm"
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({"simdev": "polyaccel_simdev.device"})

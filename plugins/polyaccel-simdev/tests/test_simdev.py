@@ -10,7 +10,7 @@ from polyaccel_simdev.accelerator import SimdevAccelerator
 
 from polyaccel.testkit.accelerator import AcceleratorContract
 from polyaccel.testkit.comm import CommContract
-from polyaccel.testkit.procs import RankPool
+from polyaccel.testkit.ranks.procs import RankPool
 
 
 class TestSimdev(AcceleratorContract):

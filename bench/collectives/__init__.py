@@ -1,0 +1,1 @@
+"""Collectives of two processes by backend and size, and a training step over each backend."""

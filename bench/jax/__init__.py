@@ -1,0 +1,1 @@
+"""The GPTs of the examples in torch and in JAX."""

@@ -1,0 +1,1 @@
+"""Step times and memory against DDP, FSDP2 and DeepSpeed."""

@@ -1,9 +1,0 @@
-// Defines ISA_TABLE, named ISA_NAME, from kernels that are all `static`: were they shared, the linker could put one that
-// needs AVX-512 where a lesser processor calls it. For the same reason nothing here includes a C++ header.
-#include "blocks.h"
-#include "isa.h"
-#include "sums.h"
-#include "sweep.h"
-
-extern const isa_kernels ISA_TABLE = {ISA_NAME,    takes,          sweep,           square_sum_block,
-                                     combine_any, quantize_block, dequantize_block};

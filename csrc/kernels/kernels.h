@@ -1,0 +1,92 @@
+// The C ABI of libpolyaccel_cpu, which Python calls by ctypes (polyaccel/ops/native/library.py has its other half).
+//
+// Pointers need the alignment of their element type and no more. Buffers of a call do not overlap. Nothing is allocated,
+// nothing is thrown. Functions return 0, or one of PA_BAD_* without having touched a buffer. Sizes count elements.
+#pragma once
+
+#include <stdint.h>
+
+#define PA_ABI_VERSION 4
+
+#if defined(__GNUC__)
+#define PA_EXPORT __attribute__((visibility("default")))
+#else
+#define PA_EXPORT
+#endif
+
+enum pa_type {
+    PA_FLOAT64,
+    PA_FLOAT32,
+    PA_BFLOAT16,
+    PA_FLOAT16,
+    PA_INT64,
+    PA_INT32,
+    PA_INT16,
+    PA_INT8,
+    PA_UINT8,
+    PA_TYPE_COUNT
+};
+
+// Elementwise updates of float32 values, whatever the types in memory. The formulas of the optimizers have the numbers
+// that follow, in the order of UPDATES in updates.h; `pa_update_shape` gives their names.
+enum pa_update { PA_SCALE, PA_CAST, PA_SUM, PA_MAX, PA_MIN, PA_PROD, PA_FIRST_OPTIMIZER };
+
+enum { PA_MOST_ARRAYS = 5, PA_MOST_CONSTANTS = 10 };
+
+enum pa_error { PA_BAD_KIND = 1, PA_BAD_TYPE = 2, PA_BAD_COUNT = 3 };
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    void* data;
+    int32_t type;
+} pa_array;
+
+// Random bits for stochastic rounding: the key, and the index of the first element. random_bits in numbers.h has the rest.
+typedef struct {
+    uint32_t key[2];
+    uint64_t start;
+} pa_rounding;
+
+PA_EXPORT int32_t pa_abi_version(void);
+
+// The instruction set in use: "avx512", "avx2" or "portable" (on ARM: "neon"); and the choice of another, which fails
+// with PA_BAD_KIND when the name is unknown or this processor lacks it.
+PA_EXPORT const char* pa_isa(void);
+PA_EXPORT int32_t pa_choose_isa(const char* name);
+
+// An update's name, and how many arrays and constants it takes. The name is null behind the last one.
+typedef struct {
+    const char* name;
+    int32_t arrays, constants;
+} pa_shape;
+
+PA_EXPORT pa_shape pa_update_shape(int32_t kind);
+
+// One update of `numel` elements of floating types other than float64. `out` takes the first array's new values in its
+// own type; its `data` may be null. A source (array 1 of PA_SUM, PA_MAX, PA_MIN and PA_PROD) is rounded to the type of
+// array 0 first. Values are rounded to nearest even; with `rounding`, those of array 0 and `out` stochastically.
+PA_EXPORT int32_t pa_update(int32_t kind, int64_t numel, const pa_array* arrays, int32_t array_count, pa_array out,
+                            const double* constants, int32_t constant_count, const pa_rounding* rounding,
+                            int32_t threads);
+
+// target[i] = target[i] `kind` source[i] for float64 and integers, which wrap; `kind` from PA_SUM to PA_PROD.
+PA_EXPORT int32_t pa_combine(int32_t kind, int64_t numel, int32_t type, void* target, const void* source,
+                             int32_t threads);
+
+// out[indices[i]] += the sum of squares of piece i, which has numels[i] elements. See [Note: Blocks of a sum].
+PA_EXPORT int32_t pa_square_sums(double* out, int64_t count, const int64_t* indices, const pa_array* pieces,
+                                 const int64_t* numels, int32_t threads);
+
+// Symmetric block quantisation: scales[b] = max |source| of block b / (127 or 7), codes to nearest even. With 4 bits two
+// codes share a byte, the first in the low half, and `block_numel` is even. A block with NaN or infinity has scale NaN.
+PA_EXPORT int32_t pa_quantize(int32_t bits, int64_t numel, int64_t block_numel, pa_array source, uint8_t* codes,
+                              float* scales, int32_t threads);
+PA_EXPORT int32_t pa_dequantize(int32_t bits, int64_t numel, int64_t block_numel, pa_array out, const uint8_t* codes,
+                                const float* scales, int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,1 @@
+"""Buffers over the memory of torch, numpy and JAX."""

@@ -1,0 +1,62 @@
+"""Steps whose outcome all ranks share: a failure on one rank is raised on every rank, before any of them goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError, CommError, CommTimeout, PolyaccelError
+
+T = TypeVar("T")
+
+
+def meet(communicator: Communicator, name: str) -> None:
+    """Wait until every rank has called the function `name`.
+
+    Raises CommTimeout, with the likely cause, when a rank does not come, CommError when one calls something else.
+    """
+    cure = f"{name} must be called on every rank: call it outside of `if rank == 0`"
+    try:
+        communicator.barrier(label=f"{name} (must be called on every rank)")
+    except CommTimeout as error:
+        raise CommTimeout(
+            f"{name}: not every rank arrived: {error.message}",
+            missing_ranks=error.missing_ranks,
+            cure=cure,
+            value=error.value,
+        ) from error
+    except CommError as error:
+        raise CommError(f"{name}: another rank did something else: {error}", cure=cure, value=error.value) from error
+
+
+def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank. Returns the results, which must pickle, by rank.
+
+    Raises CheckpointError on *every* rank when it raised an Exception on any, naming those ranks and their errors.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    outcomes = communicator.all_gather_object((result, None if failure is None else _describe(failure)))
+    failed = {rank: outcome for rank, (_, outcome) in enumerate(outcomes) if outcome is not None}
+    if failed:
+        what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
+        cure = next((cure for _, cure in failed.values() if cure), "")
+        raise CheckpointError(f"{step} failed on {what}", cure=cure, value=tuple(failed)) from failure
+    return [value for value, _ in outcomes]
+
+
+def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone. Returns its result, which must pickle, on every rank. Raises what `agreed`
+    raises."""
+    return agreed(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    if isinstance(error, PolyaccelError):
+        return error.message, error.cure
+    return f"{type(error).__name__}: {error}", ""

@@ -1,0 +1,1 @@
+"""`polyaccel doctor`."""

@@ -1,0 +1,174 @@
+"""The tables of `polyaccel plan`, readable at 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from polyaccel.config import ResolvedConfig
+from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.planning.forecast import SETTINGS, Forecast, state_names
+from polyaccel.planning.model import ModelShape
+from polyaccel.zero.plan.memory import Purpose
+from polyaccel.zero.plan.placement import Place
+
+WIDTH = 80
+_COLUMNS = (
+    ("params", (Purpose.PARAMS,)),
+    ("master", (Purpose.MASTER,)),
+    ("states", (Purpose.OPTIM,)),
+    ("grads", (Purpose.GRADS,)),
+    ("moving", (Purpose.GRADS_IN_FLIGHT, Purpose.GRAD_OUTSIDE, Purpose.STAGING)),
+    ("gathered", (Purpose.GATHERED, Purpose.SECOND, Purpose.CODES)),
+    ("peak", tuple(Purpose)),
+)
+_SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
+"""One setting a stage: offload sends nothing to other ranks."""
+_LEGEND = (
+    "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "
+    "params, master, states, grads: parameters, master weights, optimizer states and gradients, there all the time. "
+    "moving: gradient buckets in flight and one gradient outside; on the host, what offloaded states pass through. "
+    "gathered: the bound on sharded parameters that are whole at once. peak: all of it together. "
+    "Activations and the framework's own memory are not included."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is shown. `assumptions` are sentences; `fitting` are those of `forecasts` that fit the limits
+    (None: none), cheapest first."""
+
+    model: ModelShape
+    config: ResolvedConfig
+    assumptions: Sequence[str]
+    world_size: int
+    forecasts: Sequence[Forecast]
+    fitting: Sequence[Forecast]
+    checkpoint_nbytes: int
+    device_limit_nbytes: int | None
+    host_limit_nbytes: int | None
+
+
+def print_plan(plan: Plan) -> None:
+    """Write the plan to standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    parts: list[Text | Group] = [
+        _head(plan),
+        *_assumed(plan),
+        _memory_table(plan),
+        Text(_LEGEND),
+        _traffic_table(plan),
+        _fit(plan),
+    ]
+    for part in (*parts, *_notes(plan)):
+        console.print(part, end="\n\n")
+
+
+def short_bytes(nbytes: int) -> str:
+    """Three digits and a unit of 1024: `1.53G`; `-` for none."""
+    return _short(nbytes, 1024, ("", "K", "M", "G"))
+
+
+def short_count(numel: int) -> str:
+    """Three digits and a unit of 1000, as people count parameters: `1.53B`; `-` for none."""
+    return _short(numel, 1000, ("", "K", "M", "B"))
+
+
+def _short(number: int, base: int, units: Sequence[str]) -> str:
+    """`T` stands above the last unit."""
+    value, passed = float(number), 0
+    while value >= 999.5 and passed < len(units):
+        value /= base
+        passed += 1
+    decimals = 0 if not passed or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{decimals}f}{(*units, 'T')[passed]}" if number else "-"
+
+
+def _head(plan: Plan) -> Text:
+    model = plan.model
+    frozen = model.numel - model.trained_numel
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    counted = f"{short_count(model.numel)} parameters" + (f", {short_count(frozen)} of them frozen" if frozen else "")
+    disk = short_bytes(plan.checkpoint_nbytes)
+    return Text(f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together.")
+
+
+def _assumed(plan: Plan) -> list[Text]:
+    return [Text("\n".join(f"Assumed: {sentence}." for sentence in plan.assumptions))] if plan.assumptions else []
+
+
+def _memory_table(plan: Plan) -> Group:
+    table = _table("stage", "offload", "place", *(name for name, _ in _COLUMNS))
+    for forecast in plan.forecasts:
+        names: tuple[str, str] = (_stage(forecast), _offload(forecast))
+        for place in Place:
+            nbytes = {row.purpose: row.nbytes for row in forecast.memory.rows if row.place is place}
+            if any(nbytes.values()):
+                sums = (sum(nbytes.get(purpose, 0) for purpose in purposes) for _, purposes in _COLUMNS)
+                table.add_row(*names, place.value, *map(short_bytes, sums))
+                names = ("", "")
+    return _titled("Bytes of one rank (* this config)", table)
+
+
+def _traffic_table(plan: Plan) -> Group:
+    table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
+    for forecast in plan.forecasts:
+        if forecast.setting in _SENDERS:
+            sent = forecast.traffic
+            counts = (sent.all_reduce_numel, sent.reduce_scatter_numel, sent.all_gather_numel, sent.total_numel)
+            table.add_row(str(forecast.setting.stage), *map(short_count, counts), short_bytes(sent.total_nbytes))
+    return _titled("Sent by one rank in one step", table)
+
+
+def _fit(plan: Plan) -> Group | Text:
+    limits = {"device": plan.device_limit_nbytes, "host": plan.host_limit_nbytes}
+    stated = " and ".join(f"{short_bytes(limit)} of {place}" for place, limit in limits.items() if limit is not None)
+    if not plan.fitting:
+        return Text(f"No setting fits {stated} memory. More ranks or a smaller model would.")
+    title = f"Fits {stated} memory, cheapest in traffic first" if stated else "Cheapest in traffic first"
+    table = _table("stage", "offload", "sent", "device", "host", "nvme")
+    for forecast in plan.fitting:
+        peaks = (forecast.memory.peak_nbytes(place) for place in Place)
+        sent = short_bytes(forecast.traffic.total_nbytes)
+        table.add_row(_stage(forecast), _offload(forecast), sent, *map(short_bytes, peaks))
+    return _titled(title, table)
+
+
+def _notes(plan: Plan) -> list[Text]:
+    optimizer = plan.config.optimizer
+    if optimizer is not None and optimizer.type in OPTIMIZERS:
+        return []
+    named = "names no optimizer" if optimizer is None else f"names {optimizer.type}"
+    count = len(state_names(plan.config))
+    return [
+        Text(
+            f"The config {named}: {count} states a parameter are assumed, as of Adam. "
+            "Offload to nvme needs an optimizer of ours."
+        )
+    ]
+
+
+def _stage(forecast: Forecast) -> str:
+    return f"{forecast.setting.stage}{'*' if forecast.is_own else ''}"
+
+
+def _offload(forecast: Forecast) -> str:
+    setting = forecast.setting
+    return setting.offload if setting.offload_param == "none" else f"{setting.offload}/{setting.offload_param}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("stage", "offload", "place") else "right", no_wrap=True)
+    return table
+
+
+def _titled(title: str, table: Table) -> Group:
+    return Group(Text(title, style="bold"), table)  # a table's own title wraps where the table ends

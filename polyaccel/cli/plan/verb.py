@@ -1,0 +1,138 @@
+"""`polyaccel plan CONFIG MODEL -n N`: what each rank will need, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyaccel.errors import PolyaccelError
+
+if TYPE_CHECKING:
+    from polyaccel.cli.plan.tables import Plan
+    from polyaccel.config import ResolvedConfig
+    from polyaccel.planning.forecast import Forecast
+    from polyaccel.planning.model import ModelShape
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_DESCRIPTION = """\
+Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
+disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
+3. Activations are not included: what a stage leaves of the device is for them. Where CONFIG leaves something open
+("auto") or its batch sizes do not fit N, a value is assumed, and a line says which."""
+_MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
+Hugging Face config.json, or a number of parameters such as 7e9 or 1.3B"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("plan", help="say what training will need, by setting", description=_DESCRIPTION)
+    parser.add_argument("config", metavar="CONFIG", help="path of the config, or base64 of its JSON")
+    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    parser.add_argument("-n", dest="world_size", type=int, required=True, metavar="N", help="ranks that will train")
+    limit = "for each rank, such as 16G (powers of 1024)"
+    parser.add_argument("--limit-device", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
+    parser.add_argument("--limit-host", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(func=run)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `16G`, `1.5TiB` or a plain number. Raises ArgumentTypeError, which argparse reports."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 16G, 512M or a number of bytes")
+    return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. The exit code is 1 when limits were given and no setting fits them."""
+    from polyaccel.cli.plan.tables import Plan, print_plan
+    from polyaccel.planning.assumptions import planned_config
+    from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, forecasts
+
+    planned = planned_config(args.config, args.world_size)
+    config = planned.config
+    model = _model_shape(args.model, config)
+    found = forecasts(config, model, args.world_size)
+    limits = {"device_nbytes": args.limit_device, "host_nbytes": args.limit_host}
+    fitting = cheapest_first(forecast for forecast in found if forecast.fits(**limits))
+    plan = Plan(
+        model=model,
+        config=config,
+        assumptions=planned.assumptions,
+        world_size=args.world_size,
+        forecasts=found,
+        fitting=fitting,
+        checkpoint_nbytes=checkpoint_nbytes(config, model),
+        device_limit_nbytes=args.limit_device,
+        host_limit_nbytes=args.limit_host,
+    )
+    if args.json:
+        print(json.dumps(_as_json(plan), indent=2))
+    else:
+        print_plan(plan)
+    return 0 if fitting else 1
+
+
+def _model_shape(text: str, config: ResolvedConfig) -> ModelShape:
+    """The model that the argument `MODEL` names. Only a module or a directory needs torch. Raises PolyaccelError."""
+    from polyaccel.planning.model import parse_count, shape_of_count
+    from polyaccel.policies import module_rules_of
+    from polyaccel.types import DType
+
+    rules = module_rules_of(config)
+    if Path(text).is_dir():
+        from polyaccel.torch.params.meta_shapes import shape_of_directory
+
+        return shape_of_directory(Path(text), rules)
+    count = parse_count(text)
+    if count is not None:
+        return shape_of_count(count, rules.param_dtype or DType.FLOAT32)
+    if ":" not in text:
+        raise PolyaccelError(
+            f"{text!r} is no directory, no module:function and no number of parameters",
+            cure="write my_package.model:build, a directory with a config.json, or 1.3B",
+            value=text,
+        )
+    from polyaccel.torch.params.meta_shapes import shape_of_function
+
+    return shape_of_function(text, rules)
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    """All figures; bytes and elements are of one rank, those of a checkpoint of all ranks together."""
+    return {
+        "model": {
+            "summary": plan.model.summary,
+            "numel": plan.model.numel,
+            "trained_numel": plan.model.trained_numel,
+            "buffer_nbytes": plan.model.buffer_nbytes,
+        },
+        "world_size": plan.world_size,
+        "assumptions": list(plan.assumptions),
+        "limits": {"device_nbytes": plan.device_limit_nbytes, "host_nbytes": plan.host_limit_nbytes},
+        "checkpoint_nbytes": plan.checkpoint_nbytes,
+        "settings": [_setting_as_json(forecast, plan) for forecast in plan.forecasts],
+        "fitting": [asdict(forecast.setting) for forecast in plan.fitting],
+    }
+
+
+def _setting_as_json(forecast: Forecast, plan: Plan) -> dict[str, Any]:
+    from polyaccel.zero.plan.placement import Place
+
+    memory: dict[str, dict[str, int]] = {place.value: {} for place in Place}
+    for row in forecast.memory.rows:
+        memory[row.place.value][row.purpose.value] = row.nbytes
+    return {
+        **asdict(forecast.setting),
+        "is_own": forecast.is_own,
+        "fits": forecast in plan.fitting,
+        "memory_nbytes": memory,
+        "peak_nbytes": {place.value: forecast.memory.peak_nbytes(place) for place in Place},
+        "traffic": {**asdict(forecast.traffic), "total_numel": forecast.traffic.total_numel},
+    }

@@ -1,0 +1,1 @@
+"""`polyaccel plugins`, `polyaccel plugins check` and `polyaccel plugins new`."""

@@ -1,0 +1,1 @@
+"""The functions that users of torch.distributed and deepspeed.comm call."""

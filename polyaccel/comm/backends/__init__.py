@@ -1,0 +1,1 @@
+"""The built-in backends, a folder each. They are reached through entry points."""

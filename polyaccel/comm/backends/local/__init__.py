@@ -1,0 +1,1 @@
+"""The backend `local`: one process, or ranks as threads."""

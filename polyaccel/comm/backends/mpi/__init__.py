@@ -1,0 +1,1 @@
+"""The backend `mpi`: ranks of mpirun, by mpi4py alone."""

@@ -1,0 +1,164 @@
+"""The backends of torch.distributed: gloo, nccl, xccl, hccl, and by name those that other packages register with it.
+Light to import; torch is loaded when connecting. See [Note: Two process groups] in `comm.torch_group`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from polyaccel.accelerators.base import Accelerator, Probe
+from polyaccel.accelerators.detect import host_accelerator
+from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
+from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.torch_group import join_default_group
+from polyaccel.errors import CommError
+
+REGISTRARS = "torch.distributed.backends"
+"""The entry-point group in which packages offer backends to torch."""
+
+
+class TorchBackend(CommBackend):
+    """A backend of torch.distributed, by its name there."""
+
+    library: ClassVar[str | None] = None
+    """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """By torch's name of a device, the module whose import adds the backend to torch; empty if torch has it."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        spec = find_spec("torch")
+        if spec is None or spec.origin is None:
+            return Probe(False, "torch is not installed")
+        packages = {module.partition(".")[0] for module in cls.modules.values()}
+        if packages and not any(map(find_spec, packages)):
+            return Probe(False, f"{' or '.join(sorted(packages))} is not installed")
+        library = Path(spec.origin).parent / "lib" / cls.library if cls.library else None
+        if library is not None and not library.exists():
+            return Probe(False, f"this torch is built without {cls.name} (no {library.name})")
+        return Probe(True, f"torch.distributed with {cls.name}")
+
+    @classmethod
+    def named(cls, name: str) -> type[CommBackend] | None:
+        """The backend that torch knows, or would by an entry point of REGISTRARS, as `name`; None if there is none.
+
+        A package registers its backend when it is imported (`Backend.register_backend`), or by the entry point, a
+        function without arguments that does. Neither torch nor the package is imported here.
+        """
+        dist: Any = sys.modules.get("torch.distributed")
+        is_known = dist is not None and dist.is_available() and name in dist.Backend.backend_list
+        registrars = metadata.entry_points(group=REGISTRARS, name=name)
+        if not is_known and not registrars:
+            return None
+        members = {"name": name, "registrar": next(iter(registrars), None), "__doc__": OutOfTreeBackend.__doc__}
+        return type("OutOfTreeBackend", (OutOfTreeBackend,), members)
+
+    def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
+        probe = self.probe()
+        if not probe.usable:
+            raise unusable_error(self.name, probe.reason)
+        self.register(accelerator)
+        join_default_group(self.name, rendezvous, timeout_s)
+        if rendezvous.world_size == 1:
+            return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
+        # These import torch, which this module must not.
+        from polyaccel.comm.backends.torch.communicator import TorchCommunicator, new_group
+        from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
+        from polyaccel.comm.wrappers.staged import StagedCommunicator
+
+        ranks = tuple(range(rendezvous.world_size))
+        on_host = self.name == "gloo" and accelerator.torch_device_type == "cpu"
+        # gloo itself copies what NVIDIA's and AMD's devices hold, and knows no other device.
+        is_staged = self.name == "gloo" and accelerator.torch_device_type not in ("cpu", "cuda")
+        worker = host_accelerator(accelerator) if is_staged else accelerator
+        kind = ExchangeCommunicator if on_host or is_staged else TorchCommunicator
+        group = new_group(ranks, self.name, timeout_s)
+        if group is None:
+            raise CommError(f"rank {rendezvous.rank} is not in its own world {ranks}", value=ranks)
+        communicator = kind(group, ranks, worker, self.name, timeout_s)
+        return StagedCommunicator(communicator, accelerator) if is_staged else communicator
+
+    def register(self, accelerator: Accelerator) -> None:
+        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be."""
+        if not self.modules:
+            return
+        module = self.modules.get(accelerator.torch_device_type or accelerator.name)
+        if module is None:
+            raise CommError(
+                f"comm backend {self.name!r} is for {' and '.join(self.modules)}, not for {accelerator.name}",
+                cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+                value=accelerator.name,
+            )
+        import_module(module)
+
+
+class GlooBackend(TorchBackend):
+    """Host memory over TCP: torch's messages, of which `exchange` makes the collectives."""
+
+    name: ClassVar[str] = "gloo"
+
+
+class NcclBackend(TorchBackend):
+    """NVIDIA's library (and RCCL under the same name)."""
+
+    name: ClassVar[str] = "nccl"
+    library: ClassVar[str | None] = "libtorch_cuda.so"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        probe = super().probe()
+        spec = find_spec("torch")
+        if probe.usable or spec is None or spec.origin is None:
+            return probe
+        rocm = Path(spec.origin).parent / "lib" / "libtorch_hip.so"
+        return Probe(True, "torch.distributed with rccl") if rocm.exists() else probe
+
+
+class XcclBackend(TorchBackend):
+    """Intel GPUs, native in torch. Not run on hardware."""
+
+    name: ClassVar[str] = "xccl"
+    library: ClassVar[str | None] = "libtorch_xpu.so"
+
+
+class HcclBackend(TorchBackend):
+    """Two libraries of one name: Ascend's for `npu`, Gaudi's for `hpu`. Not run on hardware."""
+
+    name: ClassVar[str] = "hccl"
+    modules: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"npu": "torch_npu", "hpu": "habana_frameworks.torch.distributed.hccl"}
+    )
+
+
+class OutOfTreeBackend(TorchBackend):
+    """A backend that another package registers with torch: it did, or its entry point will."""
+
+    registrar: ClassVar[metadata.EntryPoint | None] = None
+
+    def register(self, accelerator: Accelerator) -> None:
+        import torch.distributed as dist
+
+        known = dist.Backend.backend_list
+        if self.registrar is None or self.name in known:
+            return
+        # Younger versions of torch do this themselves when the name is first used.
+        try:
+            self.registrar.load()()
+        except Exception as error:
+            raise CommError(
+                f"{self.registrar.value} could not register backend {self.name!r}: {type(error).__name__}: {error}",
+                cure=f"it is the entry point of a package, in group {REGISTRARS!r}: repair or uninstall that",
+                value=self.registrar.value,
+            ) from error
+        if self.name not in known:
+            raise CommError(
+                f"{self.registrar.value} registered no backend {self.name!r} with torch, which has {known}",
+                cure="the entry point's name is the backend's, in lower case",
+                value=self.name,
+            )

@@ -1,0 +1,186 @@
+"""`call`: the way into every communicator, which numbers a collective and makes what a backend does not do natively of
+what it does.
+
+[Note: What the base makes]
+A backend states what it does natively, so an operation that is added later breaks none. Uneven parts of an all-gather
+and of a reduce-scatter are padded to the longest and go as equal parts, which leaves the order of additions as it is.
+An all-to-all, a gather and a scatter are made of messages, all of them under way at once; so is a batch. These
+messages share the order of the pair's other messages: what a rank sends another outside of them must stand at the same
+place among its collectives as the other's receive does. Nothing here needs a second round, hence no rank's `wait` is
+needed by another's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.comm.arguments import pieces_of
+from polyaccel.comm.collective import EQUAL_PARTS, MESSAGES, UNEVEN_PARTS, Collective, Operation, ended
+from polyaccel.comm.work import CombinedWork, Work
+from polyaccel.errors import CommError
+
+_MESSAGES = frozenset({Operation.SEND, Operation.RECV})
+
+
+class ComposedCollectives(ABC):
+    """The part of a `Communicator` that turns calls into what its backend does natively."""
+
+    rank: int
+    world_size: int
+    backend: str
+    accelerator: Accelerator
+    natively: ClassVar[frozenset[Operation]] = EQUAL_PARTS
+    """The operations that `start` takes. See [Note: What the base makes]."""
+    natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
+    """Those of them that `start` also takes with `counts`."""
+    _numbers_given: int = 0
+    _part_of: int | None = None
+
+    @abstractmethod
+    def start(self, collective: Collective) -> Work:
+        """Start one of the operations that this communicator does natively; the work is done unless `async_op`.
+
+        Called by `call`, which has numbered it. `collective.check` refuses what no backend can mean; errors later than
+        that name the collective and the global ranks that did not take part. The work owns the buffers until waited
+        for, and marks what it wrote (`Buffer.mark_written`).
+        """
+
+    def call(self, collective: Collective) -> Work:
+        """Number a collective and start it, natively or made of others. Raises CommError where neither is possible."""
+        kind = collective.operation
+        if collective.number is None:
+            collective.number = self.last_number() if kind in MESSAGES else self.next_number()
+        if kind in (self.natively if collective.counts is None else self.natively_uneven):
+            return self.start(collective)
+        collective.check(self.rank, self.world_size)
+        work = self._compose(collective)
+        if work is None:
+            uneven = " of uneven parts" if collective.is_uneven else ""
+            raise CommError(
+                f"comm backend {self.backend!r} has no {kind.value}{uneven}, nor that of which it could be made",
+                cure="choose another backend: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+                value=kind.value,
+            )
+        return ended(work, collective)
+
+    def next_number(self) -> int | None:
+        """The number of the next collective; None where a wrapped communicator gives the numbers."""
+        if self._part_of is not None:
+            return self._part_of
+        number = self._numbers_given
+        self._numbers_given = number + 1
+        return number
+
+    def last_number(self) -> int | None:
+        """The number of the last collective, -1 before the first: messages have it, for ranks that do not take part
+        would fall behind."""
+        return self._numbers_given - 1 if self._part_of is None else self._part_of
+
+    def inside(self, number: int | None) -> AbstractContextManager[None]:
+        """Every call until the end of this context is part of call `number`, and has its number."""
+        return self._inside(number)
+
+    @contextmanager
+    def _inside(self, number: int | None) -> Iterator[None]:
+        outer = self._part_of
+        self._part_of = number if outer is None else outer
+        try:
+            yield
+        finally:
+            self._part_of = outer
+
+    def _compose(self, collective: Collective) -> Work | None:
+        """The collective made of others, asynchronous; None if this communicator lacks those too."""
+        kind, native = collective.operation, self.natively
+        if kind is Operation.BATCH and native >= _MESSAGES:
+            return self._start_messages(collective, [part.on(part.source, part.target) for part in collective.parts])
+        if collective.is_uneven and kind in native and kind in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER):
+            return self._compose_padded(collective)
+        if kind not in UNEVEN_PARTS or not native >= _MESSAGES:
+            return None
+        if kind is Operation.ALL_TO_ALL:
+            return self._compose_of_messages(
+                collective,
+                pieces_of(collective.buffer_sent(), collective.source_bounds(self.world_size)),
+                pieces_of(collective.buffer_received(), collective.bounds(self.world_size)),
+            )
+        here: list[Buffer | None] = [None] * self.world_size
+        here[collective.root] = collective.source if kind is Operation.GATHER else collective.target
+        if self.rank == collective.root:
+            whole = collective.target if kind is Operation.GATHER else collective.source
+            parts = [] if whole is None else pieces_of(whole, collective.bounds(self.world_size))
+            if kind is Operation.GATHER:
+                return self._compose_of_messages(collective, here, parts)
+            return self._compose_of_messages(collective, parts, here)
+        if kind is Operation.GATHER:
+            return self._compose_of_messages(collective, here, [None] * self.world_size)
+        if kind is Operation.SCATTER:
+            return self._compose_of_messages(collective, [None] * self.world_size, here)
+        return None
+
+    def _start_messages(self, collective: Collective, messages: Sequence[Collective]) -> CombinedWork:
+        """The messages that `collective` is made of, all under way."""
+        for message in messages:
+            message.async_op, message.number = True, collective.number
+            message.label, message.bucket = message.label or collective.label, collective.bucket
+        if Operation.BATCH in self.natively and messages:
+            batch = Collective(
+                Operation.BATCH,
+                numel=sum(message.numel for message in messages),
+                dtype=messages[0].dtype,
+                async_op=True,
+                label=collective.label,
+                bucket=collective.bucket,
+                number=collective.number,
+                parts=tuple(messages),
+            )
+            return CombinedWork([self.start(batch)])
+        return CombinedWork([self.start(message) for message in messages])
+
+    def _compose_of_messages(
+        self, collective: Collective, sent: Sequence[Buffer | None], received: Sequence[Buffer | None]
+    ) -> Work:
+        """`sent[j]` goes to rank j, `received[i]` comes from rank i; nothing where None or empty stands."""
+        messages = []
+        for kind, buffers in ((Operation.RECV, received), (Operation.SEND, sent)):
+            for peer, buffer in enumerate(buffers):
+                if buffer is None or not buffer.numel or peer == self.rank:
+                    continue
+                source, target = (buffer, None) if kind is Operation.SEND else (None, buffer)
+                messages.append(Collective(kind, source, target, buffer.numel, buffer.dtype, root=peer))
+        mine, own = sent[self.rank], received[self.rank]
+        if mine is not None and own is not None and mine.numel and mine.data_ptr() != own.data_ptr():
+            own.copy_from(mine)
+        return self._start_messages(collective, messages)
+
+    def _compose_padded(self, collective: Collective) -> Work:
+        """Uneven parts in a buffer of equal ones, as long as the longest."""
+        counts = collective.counts or ()
+        longest = max(counts)
+        source, target = collective.buffer_sent(), collective.buffer_received()
+        numel, bounds = longest * self.world_size, collective.bounds(self.world_size)
+        padded: Buffer = self.accelerator.allocate(numel, source.dtype)
+        own = padded.view(self.rank * longest, longest)
+        finish: Callable[[], None]
+        if collective.operation is Operation.ALL_GATHER:
+            own.view(0, source.numel).copy_from(source)
+            equal = collective.on(own, padded)
+
+            def finish() -> None:
+                for peer, piece in enumerate(pieces_of(target, bounds)):
+                    piece.copy_from(padded.view(peer * longest, piece.numel))
+        else:
+            for peer, piece in enumerate(pieces_of(source, bounds)):
+                padded.view(peer * longest, piece.numel).copy_from(piece)
+            equal = collective.on(padded, own)
+
+            def finish() -> None:
+                target.copy_from(own.view(0, target.numel))
+
+        equal.counts, equal.numel = None, numel
+        return CombinedWork([self.start(equal)], finish)

@@ -1,0 +1,162 @@
+"""Making the default process group and ending it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
+from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
+from polyaccel.comm.default import (
+    default_communicator,
+    is_initialized,
+    own_thread_communicator,
+    set_default_communicator,
+    set_thread_communicator,
+)
+from polyaccel.comm.discovery import discover, publish
+from polyaccel.comm.join.backends import comm_backend, fitting_backend
+from polyaccel.comm.join.hosts import share_hosts
+from polyaccel.comm.torch_group import initialized_world
+from polyaccel.comm.watch.dump import Dumper, default_folder
+from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.errors import CommError, RanksApart
+
+_log = logging.getLogger(__name__)
+
+BACKEND_VARIABLE = "POLYACCEL_COMM"
+DEBUG_VARIABLE = "POLYACCEL_COMM_DEBUG"
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join all ranks in the default process group; nothing happens if it exists. DeepSpeed's arguments and meaning.
+
+    `dist_backend` is the name of a comm plugin, or of a backend that a package registers with torch; None takes
+    `POLYACCEL_COMM`, else the config's, else what `connect` chooses. One process connects to nobody. `timeout` (a
+    timedelta, or seconds; 600 s if None) limits every collective. `init_method` is a torch URL that replaces address
+    and port. `dist_init_required=False` refuses to make a group and raises CommError if there is none; True and None
+    make it where it is missing. `config` may hold `comm` (backend, timeout_s, debug, dump_dir) as mapping or as a
+    config object, which arguments and variables override; its `accelerator` chooses the device. `rank` and `world_size`
+    below 0 are found by `comm.discovery`; under another launcher than torchrun, torchrun's variables are set to what
+    was found. `auto_mpi_discovery=False` finds the ranks of mpirun without mpi4py, which only the backend `mpi` then
+    imports; they need MASTER_ADDR and MASTER_PORT. `distributed_port` is where ranks meet unless MASTER_PORT says
+    where; None is a free port that mpirun's rank 0 tells the others, one that follows from the job under srun, else the
+    launcher's own or 29500. Raises CommError and CommTimeout as `CommBackend.connect`.
+    """
+    if is_initialized():
+        return
+    section = _value(config, "comm")
+    name = dist_backend or os.environ.get(BACKEND_VARIABLE) or _value(section, "backend")
+    limit = timeout if timeout is not None else _value(section, "timeout_s")
+    timeout_s = _seconds(limit)
+    rendezvous = discover(
+        rank=rank if rank >= 0 else None,
+        world_size=world_size if world_size >= 0 else None,
+        init_method=init_method,
+        port=distributed_port,
+        ask_mpi=auto_mpi_discovery,
+        timeout_s=timeout_s,
+    )
+    publish(rendezvous, os.environ)
+    if dist_init_required is False and initialized_world() is None:
+        raise CommError(
+            "dist_init_required=False, but there is no process group",
+            cure="call torch.distributed.init_process_group first, or leave dist_init_required out",
+            value=dist_init_required,
+        )
+    debug = bool(_value(section, "debug")) or os.environ.get(DEBUG_VARIABLE) == "1"
+    wanted = _value(config, "accelerator")
+    if wanted is not None:
+        set_accelerator(choose_accelerator(wanted))
+    accelerator = get_accelerator()
+    if accelerator.device_count() > rendezvous.local_rank:
+        accelerator.set_device(rendezvous.local_rank)
+    communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
+    if communicator.world_size > 1:
+        folder = _value(section, "dump_dir")
+        dumper = Dumper(
+            communicator.recorder,
+            communicator.rank,
+            communicator.world_size,
+            Path(folder) if folder else default_folder(os.environ),
+        )
+        dumper.start()
+        communicator.at_close.append(dumper.stop)
+    set_default_communicator(communicator)
+    if verbose and communicator.rank == 0:
+        _log.info(
+            "process group of %d ranks over %s (%s)", communicator.world_size, communicator.backend, rendezvous.source
+        )
+
+
+def connect(
+    rendezvous: Rendezvous,
+    accelerator: Accelerator,
+    *,
+    backend: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    debug: bool = False,
+) -> RecordingCommunicator:
+    """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
+    would use gloo and can do without, else the accelerator's own; gloo between hosts that have equally many ranks each,
+    two or more, is joined by `shm` inside them."""
+    name = backend or fitting_backend(rendezvous, accelerator)
+
+    def join(name: str) -> Communicator:
+        return comm_backend(name)().connect(rendezvous, accelerator, timeout_s=timeout_s)
+
+    try:
+        communicator = join(name)
+    except RanksApart as error:
+        own = accelerator.capabilities().default_comm
+        if backend is not None or own in (name, "local"):
+            raise
+        # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
+        _log.info("%s; using %s", error.message, own)
+        communicator = join(own)
+    if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
+        communicator = share_hosts(communicator, rendezvous.local_rank)
+    return RecordingCommunicator(communicator, debug=debug)
+
+
+def destroy_process_group(group: Communicator | None = None) -> None:
+    """Close `group`, by default the default one, after which `init_distributed` may be called again."""
+    if group is not None:
+        group.close()
+        return
+    if not is_initialized():
+        return
+    default_communicator().close()
+    if own_thread_communicator() is not None:
+        set_thread_communicator(None)
+    else:
+        set_default_communicator(None)
+
+
+def _seconds(limit: timedelta | float | None) -> float:
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+    if seconds is None:
+        return DEFAULT_TIMEOUT_S
+    if seconds <= 0:
+        raise CommError(f"a timeout of {seconds:g} s", cure="give a positive number of seconds", value=seconds)
+    return float(seconds)
+
+
+def _value(section: Any, key: str) -> Any:
+    """`key` of a mapping or a config object; None if it has none."""
+    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)

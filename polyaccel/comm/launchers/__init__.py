@@ -1,0 +1,1 @@
+"""The launchers that discovery knows, a file each: which variables they set and what those mean."""

@@ -1,0 +1,162 @@
+"""Agreeing through MPI on where the ranks meet: rank 0 hears everybody, decides and answers.
+
+Messages are point to point and looked for until a deadline, so that whoever is missing has a name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from polyaccel.comm import host_address
+from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.launchers.request import LOOPBACK, MEETING_VARIABLES, LaunchedRank, Request, meeting_port
+from polyaccel.errors import CommError, CommTimeout, PolyaccelError
+from polyaccel.port import free_port
+
+_TAG = 29500
+_LOOK_EVERY_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A rank's message to rank 0: its host's name and addresses, and the address that its user has set (None: none)."""
+
+    host: str
+    addresses: tuple[str, ...]
+    master_addr: str | None
+    master_port: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where all meet, and this rank's place among those on its host; or why they cannot."""
+
+    address: str = ""
+    port: int = 0
+    local_rank: int = 0
+    local_world_size: int = 0
+    problem: str = ""
+
+
+def why_not() -> str:
+    """Why MPI cannot be asked here; empty if it can, as far as is known without starting it."""
+    return "" if find_spec("mpi4py") else "mpi4py is not installed"
+
+
+def meet(here: LaunchedRank, request: Request) -> Rendezvous:
+    """Start MPI, verify `here` against MPI.COMM_WORLD and agree on the meeting place. Collective.
+
+    Raises CommError where MPI contradicts the launcher or no address can be found, and CommTimeout naming the ranks
+    that were not heard of within `request.timeout_s`.
+    """
+    mpi, library = _start(here)
+    world = mpi.COMM_WORLD
+    if world.rank != here.rank or here.world_size not in (None, world.size):
+        raise CommError(
+            f"{here.launcher} says {here.shown}, but MPI.COMM_WORLD of {library.name()} says "
+            f"rank {world.rank} of {world.size}",
+            cure="install an mpi4py for the MPI whose mpirun starts the ranks (pip install --no-binary=mpi4py mpi4py), "
+            "or set MASTER_ADDR and MASTER_PORT and pass auto_mpi_discovery=False",
+            value=(world.rank, world.size),
+        )
+    deadline = time.monotonic() + request.timeout_s
+    env = request.environ
+    note = Note(mpi.Get_processor_name(), host_address.own_addresses(), *(env.get(name) for name in MEETING_VARIABLES))
+    if world.rank == 0:
+        heard = {0: note, **_receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)}
+        answers = decide([heard[rank] for rank in range(world.size)], env, request.port)
+        for rank in range(1, world.size):
+            world.send(answers[rank], dest=rank, tag=_TAG)
+        answer = answers[0]
+    else:
+        world.send(note, dest=0, tag=_TAG)
+        answer = _receive(mpi, {0}, deadline, request.timeout_s)[0]
+    if answer.problem:
+        raise CommError(answer.problem, cure="set MASTER_ADDR and MASTER_PORT for all ranks, to rank 0's host")
+    local_rank = answer.local_rank if here.local_rank is None else here.local_rank
+    local_world_size = answer.local_world_size if here.local_world_size is None else here.local_world_size
+    place = replace(here, world_size=world.size, local_rank=local_rank, local_world_size=local_world_size)
+    return place.meeting(answer.address, answer.port, request.init_method)
+
+
+def decide(notes: Sequence[Note], environ: Mapping[str, str], port: int | None) -> list[Answer]:
+    """Rank 0's answers to the notes of all ranks, by rank."""
+    try:
+        address, port = notes[0].master_addr or _address(notes), _port(notes, environ, port)
+        for rank, note in enumerate(notes):
+            for name, theirs, ours in zip(
+                MEETING_VARIABLES, (note.master_addr, note.master_port), (address, str(port)), strict=True
+            ):
+                if theirs not in (None, ours):
+                    raise CommError(f"{name}={theirs} is set on rank {rank}, but rank 0 says {ours}")
+    except PolyaccelError as error:
+        return [Answer(problem=error.message) for _ in notes]
+    hosts = [(note.host, note.addresses) for note in notes]
+    return [Answer(address, port, hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
+
+
+def _port(notes: Sequence[Note], environ: Mapping[str, str], port: int | None) -> int:
+    return meeting_port(environ, 1) if notes[0].master_port is not None else port or free_port()
+
+
+def _address(notes: Sequence[Note]) -> str:
+    """The address of rank 0's host, by which the other hosts reach it."""
+    ours = notes[0]
+    elsewhere = [note for note in notes if (note.host, note.addresses) != (ours.host, ours.addresses)]
+    if not elsewhere:
+        return LOOPBACK
+    # A bridge for containers has the same address on every host; the way to it leads nowhere.
+    theirs = Counter(address for note in set(elsewhere) for address in note.addresses)
+    for address in theirs:
+        way = host_address.address_facing(address)
+        if address not in ours.addresses and theirs[address] == 1 and way in ours.addresses:
+            return str(way)
+    raise CommError(
+        f"rank 0 on {ours.host} ({', '.join(ours.addresses) or 'no address'}) finds no way to the other hosts: "
+        + "; ".join(sorted({f"{note.host} ({', '.join(note.addresses) or 'no address'})" for note in elsewhere}))
+    )
+
+
+def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> dict[int, Any]:
+    """One message of each of `sources`."""
+    received: dict[int, Any] = {}
+    world, status = mpi.COMM_WORLD, mpi.Status()
+    while waiting := sources - received.keys():
+        message = world.improbe(source=mpi.ANY_SOURCE, tag=_TAG, status=status)
+        if message is not None:
+            received[status.Get_source()] = message.recv()
+        elif time.monotonic() > deadline:
+            raise CommTimeout(
+                f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",
+                missing_ranks=sorted(waiting),
+                cure="look for the first error among them: all ranks must get as far as init_distributed",
+                value=tuple(sorted(waiting)),
+            )
+        else:
+            time.sleep(_LOOK_EVERY_S)
+    return received
+
+
+def _start(here: LaunchedRank) -> tuple[Any, Any]:
+    """`mpi4py.MPI`, with MPI started and this rank's failure the whole job's end; and `library`."""
+    try:
+        # These start MPI.
+        from mpi4py import MPI
+
+        from polyaccel.comm.mpi import library
+        from polyaccel.comm.mpi.abort import abort_on_failure
+    except (ImportError, RuntimeError) as error:
+        raise CommError(
+            f"{here.launcher} started this process ({here.shown}), but mpi4py cannot be used: {error}",
+            cure="install an mpi4py for the MPI whose mpirun starts the ranks, or set MASTER_ADDR and MASTER_PORT and "
+            "pass auto_mpi_discovery=False",
+            value=str(error),
+        ) from error
+    if library.world().size > 1:
+        abort_on_failure()
+    return MPI, library

@@ -1,0 +1,52 @@
+"""A group of one rank: every collective is a copy at most, and in place not even that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.comm.arguments import check_members
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.collective import ALL_OPERATIONS, MESSAGES, UNEVEN_PARTS, Collective, Operation
+from polyaccel.comm.work import DONE, Work
+from polyaccel.errors import CommError
+
+
+class SingleCommunicator(Communicator):
+    """The communicator of world size 1. Connects to nobody and is deterministic."""
+
+    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    deterministic = True
+
+    def __init__(
+        self, accelerator: Accelerator, *, timeout_s: float, global_rank: int = 0, backend: str = "local"
+    ) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.ranks = (global_rank,)
+        self.backend = backend
+        self.accelerator = accelerator
+        self.timeout_s = timeout_s
+
+    def start(self, collective: Collective) -> Work:
+        if collective.operation in MESSAGES and (collective.parts or collective.operation is not Operation.BATCH):
+            raise CommError(
+                f"{collective.described()}: this group has one rank", cure="start more ranks", value=collective.root
+            )
+        collective.check(0, 1)
+        source, target = collective.source, collective.target
+        if source is not None and target is not None and target.numel and source.data_ptr() != target.data_ptr():
+            target.copy_from(source)
+        return DONE
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        check_members("split", tuple(ranks), 1)
+        return self
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,263 @@
+"""The flight recorder: what this rank's collectives were, how much they sent, and who is missing when one hangs.
+
+`RecordingCommunicator` wraps any communicator and changes nothing but errors. Each call on a group has a sequence
+number there; ranks that call the same collectives in the same order have the same numbers, so after a timeout the
+number of each rank's last call, which a watchdog keeps on the communicator's board, tells who stayed behind and where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from time import time
+from typing import Any
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.collective import MESSAGES, Collective, Operation
+from polyaccel.comm.watch.log import CommLog, Timing
+from polyaccel.comm.watch.watchdog import Watchdog, read_notes, where_ranks_are
+from polyaccel.comm.work import Work
+from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
+from polyaccel.errors import CommError, CommTimeout
+from polyaccel.types import DType
+
+_RING_LENGTH = 1024
+
+
+class Entry:
+    """A call on the group of these (global) ranks, when it began, and when it ended or was waited for (None: not yet),
+    in seconds of the wall clock. `timing` is the communication log's, if that records it."""
+
+    __slots__ = ("collective", "ended_s", "group", "started_s", "timing")
+
+    def __init__(self, group: tuple[int, ...], collective: Collective) -> None:
+        self.group = group
+        self.collective = collective
+        self.started_s = time()
+        self.ended_s: float | None = None
+        self.timing: Timing | None = None
+
+    @property
+    def seq(self) -> int:
+        """The call's number on its group."""
+        number = self.collective.number
+        return -1 if number is None else number
+
+    @property
+    def done(self) -> bool:
+        return self.ended_s is not None
+
+    def __str__(self) -> str:
+        return str(self.collective)
+
+
+class Recorder:
+    """The last calls of this process over all its groups, and the traffic of all of them.
+
+    `sent_numel[operation]` counts the elements that this rank sent (`Collective.sent_numel`), `calls[operation]` the
+    calls.
+    """
+
+    def __init__(self, length: int = _RING_LENGTH) -> None:
+        self.entries: deque[Entry] = deque(maxlen=length)
+        self.sent_numel: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        self.last: dict[tuple[int, ...], Entry] = {}
+        self.on_failure: Callable[[str], object] | None = None
+        """Called when a call has failed, with a sentence that says so, before its error is raised."""
+
+    def start(self, group: tuple[int, ...], collective: Collective, sent_numel: float) -> Entry:
+        entry = Entry(group, collective)
+        operation = collective.operation
+        self.entries.append(entry)
+        self.last[group] = entry
+        self.calls[operation] += 1
+        self.sent_numel[operation] += sent_numel
+        return entry
+
+    def reset_traffic(self) -> None:
+        """Count calls and elements from 0 again; the entries stay."""
+        self.sent_numel.clear()
+        self.calls.clear()
+
+
+class RecordedWork(Work):
+    """A recorded collective under way."""
+
+    def __init__(self, work: Work, entry: Entry, owner: RecordingCommunicator) -> None:
+        self._work = work
+        self._entry = entry
+        self._owner = owner
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except CommError as error:
+            raise self._owner.explain(self._entry, error) from error
+        self._owner.end(self._entry)
+
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
+
+class RecordingCommunicator(WrappedCommunicator):
+    """`inner` with a record of every call.
+
+    With `debug`, ranks compare each collective before they run it, which costs one small object gather a call; calls
+    that differ are a CommError on every rank. `watch_s` is how often the watchdog looks for news (None: no watchdog).
+    """
+
+    def __init__(
+        self,
+        inner: Communicator,
+        recorder: Recorder | None = None,
+        *,
+        debug: bool = False,
+        watch_s: float | None = 1.0,
+    ) -> None:
+        super().__init__(inner)
+        self.debug = debug
+        self.recorder = recorder or Recorder()
+        self.log: CommLog | None = None
+        """Where latencies go; see `summary.start_log`."""
+        self.at_close: list[Callable[[], object]] = []
+        """Called in this order when the communicator is closed."""
+        self._board = inner.board() if self.world_size > 1 else None
+        self._watchdog: Watchdog | None = None
+        if self._board is not None and watch_s is not None:
+            self._watchdog = Watchdog(self._board, self.ranks[self.rank], self.recorder.last, watch_s)
+
+    def call(self, collective: Collective) -> Work:
+        if collective.number is None:
+            collective.number = self.last_number() if collective.operation in MESSAGES else self.next_number()
+        return self.start(collective)
+
+    def start(self, collective: Collective) -> Work:
+        entry = self._enter(collective)
+        try:
+            work = self.inner.call(collective)
+        except CommError as error:
+            raise self.explain(entry, error) from error
+        if collective.async_op:
+            return RecordedWork(work, entry, self)
+        self.end(entry)
+        return work
+
+    def next_number(self) -> int | None:
+        return Communicator.next_number(self)
+
+    def last_number(self) -> int | None:
+        return Communicator.last_number(self)
+
+    def inside(self, number: int | None) -> AbstractContextManager[None]:
+        return Communicator.inside(self, number)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self._recorded(Collective(Operation.OBJECTS)):
+            return self.inner.all_gather_object(value)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        with self._recorded(Collective(Operation.SPLIT, members=tuple(ranks))):
+            part = self.inner.split(ranks)
+        if part is None:
+            return None
+        # One watchdog a process: it reports the last call on every group.
+        group = RecordingCommunicator(part, self.recorder, debug=self.debug, watch_s=None)
+        group.log = self.log
+        return group
+
+    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+        with self._recorded(Collective(Operation.SHARED, numel=numel, dtype=dtype)):
+            return self.inner.allocate_shared(numel, dtype)
+
+    def close(self) -> None:
+        while self.at_close:
+            self.at_close.pop(0)()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        self.inner.close()
+
+    def board(self) -> Board | None:
+        return self._board
+
+    def end(self, entry: Entry) -> None:
+        """`entry`'s call has ended well, or has been waited for."""
+        if entry.ended_s is not None:
+            return
+        if entry.timing is not None and self.log is not None:
+            self.log.end(entry.timing)
+        entry.ended_s = time()
+        entry.collective.let_go()
+
+    def explain(self, entry: Entry, error: CommError) -> CommError:
+        """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
+        if self.recorder.on_failure is not None:
+            self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
+        known = _missing_of(error)
+        notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
+        places = where_ranks_are(
+            entry.group, self.ranks[self.rank], entry.seq, entry.collective.described(), notes, known, now_s=time()
+        )
+        if not places and not known:
+            return error
+        said = error.message if str(entry.collective) in error.message else f"{entry.collective}: {error.message}"
+        message = "; ".join([said, *places.values()])
+        if isinstance(error, CommTimeout):
+            missing = tuple(sorted({*known, *places}))
+            return CommTimeout(message, missing_ranks=missing, cure=error.cure, value=missing)
+        return CommError(message, cure=error.cure, value=error.value)
+
+    @contextmanager
+    def _recorded(self, collective: Collective) -> Iterator[None]:
+        """Record a call that the inner communicator makes of others, which have its number."""
+        collective.number = number = self.next_number()
+        entry = self._enter(collective)
+        try:
+            with self.inner.inside(number):
+                yield
+        except CommError as error:
+            raise self.explain(entry, error) from error
+        self.end(entry)
+
+    def _enter(self, collective: Collective) -> Entry:
+        sent_numel = collective.sent_numel(self.rank, self.world_size)
+        self.sent_numel += round(sent_numel)
+        entry = self.recorder.start(self.ranks, collective, sent_numel)
+        if self.debug and collective.operation not in MESSAGES:
+            try:
+                check_same_call(self.inner, collective)
+            except CommTimeout as error:
+                raise self.explain(entry, error) from error
+        if self.log is not None:
+            entry.timing = self.log.begin(collective, self.world_size)
+        return entry
+
+
+def check_same_call(communicator: Communicator, collective: Collective) -> None:
+    """Debug mode: compare (number, operation, size, type, root or reduction, counts) over all ranks.
+
+    Raises CommError, the same on every rank, which names the ranks that differ from the first one and both calls.
+    """
+    mine = (collective.number, *collective.agreed_key())
+    with communicator.inside(collective.number):
+        calls = communicator.all_gather_object((mine, str(collective)))
+    wanted, wanted_text = calls[0]
+    others = [(rank, text) for rank, (theirs, text) in enumerate(calls) if theirs != wanted]
+    if others:
+        named = ", ".join(f"rank {communicator.ranks[rank]} called {text}" for rank, text in others)
+        raise CommError(
+            f"ranks disagree about a collective: rank {communicator.ranks[0]} called {wanted_text}, {named}",
+            cure="every rank of a group must make the same calls in the same order, with the same sizes and types",
+            value=tuple(communicator.ranks[rank] for rank, _ in others),
+        )
+
+
+def _missing_of(error: CommError) -> tuple[int, ...]:
+    """The global ranks that the inner communicator found missing."""
+    if isinstance(error, CommTimeout):
+        return error.missing_ranks
+    value = error.value
+    return value if isinstance(value, tuple) and all(isinstance(rank, int) for rank in value) else ()

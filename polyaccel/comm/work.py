@@ -1,0 +1,119 @@
+"""Works: collectives under way, ended, combined or deferred, and a thread that carries works through."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+
+
+class Work(ABC):
+    """A collective under way. Owns the buffers that it reads and writes until waited for."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the result visible: to the host on synchronous devices, to the current stream on others.
+
+        Raises CommTimeout or CommError. Waiting twice is allowed.
+        """
+
+    @abstractmethod
+    def is_done(self) -> bool: ...
+
+
+class DoneWork(Work):
+    """A collective that finished inside its call."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_done(self) -> bool:
+        return True
+
+
+DONE = DoneWork()
+
+
+class CombinedWork(Work):
+    """Several works as one, and `finish`, which runs once they have ended."""
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)
+
+
+class DeferredWork(Work):
+    """A call that runs in `wait`. Owns its buffers until then."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    def is_done(self) -> bool:
+        return self._run is None
+
+
+class BackgroundWork(Work):
+    """A work that `Background` carries through; `wait` waits for that and raises what went wrong."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._ended = Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+
+class Background:
+    """One daemon thread that waits for works in the order in which they were started."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[BackgroundWork | None] = SimpleQueue()
+        self._last: BackgroundWork | None = None
+        Thread(target=self._run, daemon=True, name=name).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was carried has ended. For the thread that calls `carry`."""
+        return self._last is None or self._last.is_done()
+
+    def carry(self, work: Work) -> BackgroundWork:
+        carried = self._last = BackgroundWork(work)
+        self._queue.put(carried)
+        return carried
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+            del work  # its buffers are not ours to keep until the next one comes

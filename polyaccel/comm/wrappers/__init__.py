@@ -1,0 +1,1 @@
+"""Communicators over other communicators: staged through host memory, of two levels, quantised."""

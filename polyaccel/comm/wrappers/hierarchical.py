@@ -1,0 +1,233 @@
+"""One group over several hosts: inside a host by what is fast there, across hosts by what reaches them.
+
+[Note: Two levels]
+The ranks that have the same number on their hosts form a group across hosts, so there are as many of those groups as
+ranks on a host, and all of them use the network at once. A reduction adds inside each host first; then each rank sends
+only the part that it answers for, 1/L of what a flat reduction sends with L ranks on a host. Gathers go the other way
+round. Element by element the result is (host 0's ranks in order) + (host 1's) + ..., rounded to the element type
+where a host's sum leaves it, whatever the sizes; an average is the average of the hosts' averages, which does not
+overflow where the sum would. Messages and all-to-alls are direct.
+
+Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
+otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.arguments import check_members
+from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
+from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.work import DONE, Background, DeferredWork, Work
+from polyaccel.errors import CommError
+from polyaccel.types import DType
+
+_SMALL_NBYTES = 32 << 10  # up to here two all-reduces of the whole beat three collectives of parts
+
+
+class HierarchicalCommunicator(Communicator):
+    """The group of `flat`, whose ranks on host h are `hosts[h]`, equally many on each and more than one.
+
+    `intra` joins the ranks of this host, in the order of `hosts[h]`, and `inter` those with this rank's place on every
+    host, in the order of hosts. `flat` carries what has one level. All three belong to this communicator from now on.
+    """
+
+    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
+
+    def __init__(
+        self, flat: Communicator, intra: Communicator, inter: Communicator, hosts: Sequence[Sequence[int]]
+    ) -> None:
+        self.rank = flat.rank
+        self.world_size = flat.world_size
+        self.ranks = flat.ranks
+        self.backend = f"{intra.backend}+{flat.backend}"
+        self.accelerator = flat.accelerator
+        self.timeout_s = flat.timeout_s
+        self.hosts = tuple(tuple(members) for members in hosts)
+        self.deterministic = intra.deterministic and inter.deterministic
+        self.summed_first = self.hosts
+        if {len(members) for members in self.hosts} != {intra.world_size} or len(self.hosts) != inter.world_size:
+            raise CommError(
+                f"hosts of {[len(members) for members in self.hosts]} ranks are not {inter.world_size} hosts of "
+                f"{intra.world_size}",
+                cure="use the flat communicator where hosts are uneven",
+                value=self.hosts,
+            )
+        self.flat = flat
+        self.intra = intra
+        self.inter = inter
+        self._places = {rank: (h, index) for h, members in enumerate(self.hosts) for index, rank in enumerate(members)}
+        self._scratch = ScratchPool(flat.accelerator)
+        self._helper: Background | None = None
+        self._closed = False
+
+    def start(self, collective: Collective) -> Work:
+        collective.check(self.rank, self.world_size)
+        run = _TWO_LEVELS.get(collective.operation)
+        if run is None:
+            return self.flat.call(collective)
+        return self._start(collective, partial(run, self, collective))
+
+    def _all_reduce(self, collective: Collective) -> None:
+        buffer = collective.buffer_received()
+        numel = buffer.numel // self.intra.world_size if buffer.nbytes > _SMALL_NBYTES else 0
+        whole = buffer.view(0, numel * self.intra.world_size)
+        rest = buffer.view(whole.numel, buffer.numel - whole.numel)
+        if numel:
+            own = whole.view(self.intra.rank * numel, numel)
+            self._call(self.intra, collective, Operation.REDUCE_SCATTER, whole, own)
+            self._call(self.inter, collective, Operation.ALL_REDUCE, own, own)
+            self._call(self.intra, collective, Operation.ALL_GATHER, own, whole)
+        if rest.numel or not numel:
+            self._call(self.intra, collective, Operation.ALL_REDUCE, rest, rest)
+            self._call(self.inter, collective, Operation.ALL_REDUCE, rest, rest)
+
+    def _reduce_scatter(self, collective: Collective) -> None:
+        source, out = collective.buffer_sent(), collective.buffer_received()
+        numel = out.numel
+        sums = self._scratch.take(numel * len(self.hosts), out.dtype)
+        for host, members in enumerate(self.hosts):
+            block, parts = None, _run_of(source, members, numel)
+            if parts is None:
+                block = self._scratch.take(numel * len(members), source.dtype)
+                parts = block.view(0, numel * len(members))
+                for index, rank in enumerate(members):
+                    parts.view(index * numel, numel).copy_from(source.view(rank * numel, numel))
+            self._call(self.intra, collective, Operation.REDUCE_SCATTER, parts, sums.view(host * numel, numel))
+            if block is not None:
+                self._scratch.give_back(block)
+        of_hosts = sums.view(0, numel * len(self.hosts))
+        self._call(self.inter, collective, Operation.REDUCE_SCATTER, of_hosts, out)
+        self._scratch.give_back(sums)
+
+    def _all_gather(self, collective: Collective) -> None:
+        source, out = collective.buffer_sent(), collective.buffer_received()
+        numel = source.numel
+        block = self._scratch.take(numel * len(self.hosts), out.dtype)
+        self._call(self.inter, collective, Operation.ALL_GATHER, source, block.view(0, numel * len(self.hosts)))
+        for host, members in enumerate(self.hosts):
+            mine, parts = block.view(host * numel, numel), _run_of(out, members, numel)
+            if parts is not None:
+                self._call(self.intra, collective, Operation.ALL_GATHER, mine, parts)
+                continue
+            packed = self._scratch.take(numel * len(members), out.dtype)
+            self._call(self.intra, collective, Operation.ALL_GATHER, mine, packed.view(0, numel * len(members)))
+            for index, rank in enumerate(members):
+                out.view(rank * numel, numel).copy_from(packed.view(index * numel, numel))
+            self._scratch.give_back(packed)
+        self._scratch.give_back(block)
+
+    def _broadcast(self, collective: Collective) -> None:
+        buffer = collective.buffer_received()
+        host, index = self._places[collective.root]
+        if self.intra.rank == index:
+            self._call(self.inter, collective, Operation.BROADCAST, buffer, buffer, host)
+        self._call(self.intra, collective, Operation.BROADCAST, buffer, buffer, index)
+
+    def _barrier(self, collective: Collective) -> None:
+        self._call(self.intra, collective, Operation.BARRIER)  # this host is here
+        self._call(self.inter, collective, Operation.BARRIER)  # and so is every other one
+
+    def _call(
+        self,
+        group: Communicator,
+        collective: Collective,
+        operation: Operation,
+        source: Buffer | None = None,
+        target: Buffer | None = None,
+        root: int = 0,
+    ) -> None:
+        """One step of `collective` inside `group`, which has its number."""
+        whole = source if operation is Operation.REDUCE_SCATTER else target
+        step = collective.on(source, target)
+        step.operation, step.root, step.async_op = operation, root, False
+        step.numel, step.dtype = (0, None) if whole is None else (whole.numel, whole.dtype)
+        group.call(step)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """Shared by one host: `intra`'s kind of group; by several evenly: of two levels again; else `flat`'s."""
+        members = tuple(ranks)
+        check_members("split", members, self.world_size)
+        positions: dict[int, list[int]] = {}
+        for position, rank in enumerate(members):
+            positions.setdefault(self._places[rank][0], []).append(position)
+        mine = positions.get(self._places[self.rank][0], [])
+        found: list[Communicator | None] = []
+        collective = Collective(Operation.SPLIT, number=self.next_number(), members=members)
+
+        def run() -> None:
+            flat = self.flat.split(members) if len(positions) > 1 else None
+            near = None
+            if len(positions) == 1 or is_two_level(list(positions.values())):
+                near = self.intra.split([self._places[members[at]][1] for at in mine]) if mine else None
+            if flat is not None and near is not None:
+                found.append(two_level(flat, near, list(positions.values())))
+            else:
+                found.append(near or flat)
+
+        with self.inside(collective.number), self.flat.inside(collective.number), self.intra.inside(collective.number):
+            self._start(collective, run)
+        return found[0]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._helper is not None:
+            self._helper.close()
+        for communicator in (self.inter, self.intra, self.flat):
+            communicator.close()
+
+    def allocate(self, numel: int, dtype: DType) -> Buffer:
+        return self.intra.allocate(numel, dtype)
+
+    def board(self) -> Board | None:
+        return self.flat.board()
+
+    def _start(self, collective: Collective, run: Callable[[], None]) -> Work:
+        if self._closed:
+            raise closed_error(collective)
+        if not collective.async_op and (self._helper is None or self._helper.is_idle):
+            run()
+            return DONE
+        if self._helper is None:
+            self._helper = Background("polyaccel two levels")
+        return ended(self._helper.carry(DeferredWork(run)), collective)
+
+
+_TWO_LEVELS: Mapping[Operation, Callable[[HierarchicalCommunicator, Collective], None]] = {
+    Operation.ALL_REDUCE: HierarchicalCommunicator._all_reduce,
+    Operation.REDUCE_SCATTER: HierarchicalCommunicator._reduce_scatter,
+    Operation.ALL_GATHER: HierarchicalCommunicator._all_gather,
+    Operation.BROADCAST: HierarchicalCommunicator._broadcast,
+    Operation.BARRIER: HierarchicalCommunicator._barrier,
+}
+
+
+def is_two_level(hosts: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks on these hosts gain by two levels: several hosts, and more than one rank on each, equally many."""
+    sizes = {len(members) for members in hosts}
+    return len(hosts) > 1 and len(sizes) == 1 and sizes != {1}
+
+
+def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[int]]) -> HierarchicalCommunicator:
+    """`flat`'s group with `intra` inside this host; `hosts[h]` are the ranks (of `flat`) of host h. Collective."""
+    inter = None
+    for place in zip(*hosts, strict=True):
+        inter = flat.split(place) or inter
+    if inter is None:
+        raise CommError(f"rank {flat.rank} is on none of the hosts {list(hosts)}", value=hosts)
+    return HierarchicalCommunicator(flat, intra, inter, hosts)
+
+
+def _run_of(whole: Buffer, members: Sequence[int], numel: int) -> Buffer | None:
+    """The parts of these ranks in `whole` if they lie side by side there, in order; None if they do not."""
+    if list(members) != list(range(members[0], members[0] + len(members))):
+        return None
+    return whole.view(members[0] * numel, numel * len(members))

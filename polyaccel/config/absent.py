@@ -1,0 +1,373 @@
+"""DeepSpeed's keys whose feature does not exist yet: one table, from which errors and suggestions are made.
+
+Such a key may stand in a config as long as its value asks for nothing: it is read and forgotten. Any other value is an
+error, never ignored. A feature that comes takes its rows out of the table and brings a section of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BELOW = ".**"
+"""Ends a pattern that stands for a key and for everything below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A feature that does not exist.
+
+    `keys` maps the patterns of its keys to the value that asks for nothing (DeepSpeed's default). Where there is a
+    `switch`, that key alone asks for the feature, and the others are options of it. `cure` names the nearest thing
+    there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value.
+    """
+
+    feature: str
+    keys: Mapping[str, Any]
+    cure: str = "leave the key out"
+    switch: str | None = None
+    is_removed: bool = False
+
+
+def _under(section: str, **keys: Any) -> dict[str, Any]:
+    return {f"{section}.{name}": value for name, value in keys.items()}
+
+
+def _removed(feature: str, *patterns: str, cure: str = "remove it") -> Absent:
+    return Absent(feature, dict.fromkeys(patterns), cure, is_removed=True)
+
+
+def _alone(key: str, harmless: Any, feature: str, cure: str = "leave the key out") -> Absent:
+    return Absent(feature, {key: harmless}, cure)
+
+
+_ZERO = "zero_optimization"
+_METRICS = 'set "monitors": {"jsonl": {}}, or name the plugin of another monitor there'
+
+_STORAGE = 'name a plugin in "checkpoint.storage"'
+_ANY_RANKS = "leave it out: any number of ranks loads every checkpoint"
+
+ABSENT: tuple[Absent, ...] = (
+    # The step and its numbers.
+    _alone("managed_gradient_accumulation", True, "gradient accumulation counted by the caller"),
+    _alone("optimizer.legacy_fusion", False, "DeepSpeed's older fused Lamb"),
+    _alone("fp16.fp16_master_weights_and_grads", False, "float16 master weights"),
+    _alone("bf16.immediate_grad_update", False, "immediate float32 accumulation"),
+    _alone("bf16.bf16_master_weights_and_grads", False, "bfloat16 master weights"),
+    _alone("bf16.bf16_optimizer_states", False, "bfloat16 optimizer states"),
+    _alone(
+        "torch_autocast.lower_precision_safe_modules",
+        None,
+        "a choice of modules whose gradients travel in 16 bits",
+        'set "communication_data_type"',
+    ),
+    _alone("disable_allgather", False, "a switch that DeepSpeed itself does not read"),
+    # ZeRO.
+    _alone(f"{_ZERO}.use_multi_rank_bucket_allreduce", True, "one reduction an owner"),
+    _alone(f"{_ZERO}.allgather_partitions", True, "one broadcast an owner"),
+    _alone(f"{_ZERO}.contiguous_gradients", True, "gradients outside contiguous buckets"),
+    _alone(f"{_ZERO}.reduce_scatter", True, "reducing sharded gradients without a reduce-scatter"),
+    _alone(f"{_ZERO}.round_robin_gradients", False, "rotating ownership (slices are equal already)"),
+    _alone(f"{_ZERO}.legacy_stage1", False, "the older stage 1", 'use "stage": 1'),
+    _alone(f"{_ZERO}.load_from_fp32_weights", True, "loading master weights from 16-bit ones"),
+    _alone(
+        f"{_ZERO}.elastic_checkpoint", False, "DeepSpeed's elastic checkpoint format", "every checkpoint is elastic"
+    ),
+    Absent(
+        "SuperOffload",
+        _under(f"{_ZERO}.offload_optimizer", super_offload=False, cpuadam_cores_perc=0.8),
+        'leave it out; "device": "cpu" updates on the host',
+        switch=f"{_ZERO}.offload_optimizer.super_offload",
+    ),
+    _alone(f"{_ZERO}.zenflow{BELOW}", None, "ZenFlow", "use offload_optimizer alone"),
+    _alone(f"{_ZERO}.sub_group_size", 1_000_000_000, "updating in tiles (stage 3)", "set reduce_bucket_size"),
+    Absent(
+        "gathering by an all-reduce",
+        _under(_ZERO, stage3_use_all_reduce_for_fetch_params=False, use_all_reduce_for_fetch_params=False),
+    ),
+    Absent(
+        "gathering parameter by parameter", _under(_ZERO, stage3_allgather_sequential=False, allgather_sequential=False)
+    ),
+    _alone(f"{_ZERO}.pipeline_loading_checkpoint", False, "loading rank after rank"),
+    _alone(f"{_ZERO}.save_muon_momentum_buffer_in_memory", False, "Muon"),
+    Absent(
+        "tuning of file access",
+        _under(
+            "aio",
+            block_size=1_048_576,
+            queue_depth=8,
+            intra_op_parallelism=1,
+            single_submit=False,
+            overlap_events=True,
+            use_gds=False,
+        ),
+    ),
+    # Watching.
+    _alone("memory_breakdown", False, "the memory breakdown", "read engine.metrics.peak_memory_nbytes"),
+    _alone(
+        "timers.throughput.enabled", True, "training without the throughput figures", "leave it on; it costs nothing"
+    ),
+    _alone("timers.throughput.synchronized", False, "timing that waits for the device"),
+    Absent(
+        "the operation profiler",
+        _under(
+            "flops_profiler",
+            enabled=False,
+            recompute_fwd_factor=0.0,
+            profile_step=1,
+            module_depth=-1,
+            top_modules=1,
+            detailed=True,
+            output_file=None,
+        ),
+        switch="flops_profiler.enabled",
+    ),
+    Absent(
+        "the TensorBoard monitor",
+        _under("tensorboard", enabled=False, output_path="", job_name="DeepSpeedJobName"),
+        _METRICS,
+        switch="tensorboard.enabled",
+    ),
+    Absent(
+        "the CSV monitor",
+        _under("csv_monitor", enabled=False, output_path="", job_name="DeepSpeedJobName"),
+        _METRICS,
+        switch="csv_monitor.enabled",
+    ),
+    Absent(
+        "the Weights & Biases monitor",
+        _under("wandb", enabled=False, group=None, team=None, project="deepspeed"),
+        _METRICS,
+        switch="wandb.enabled",
+    ),
+    Absent(
+        "the Comet monitor",
+        _under(
+            "comet",
+            enabled=False,
+            samples_log_interval=100,
+            project=None,
+            workspace=None,
+            api_key=None,
+            experiment_name=None,
+            experiment_key=None,
+            online=None,
+            mode=None,
+        ),
+        _METRICS,
+        switch="comet.enabled",
+    ),
+    Absent(
+        "autotuning",
+        _under(
+            "autotuning",
+            enabled=False,
+            fast=True,
+            results_dir="autotuning_results",
+            exps_dir="autotuning_exps",
+            overwrite=True,
+            start_profile_step=3,
+            end_profile_step=5,
+            metric="throughput",
+            tuner_type="gridsearch",
+            tuner_early_stopping=5,
+            tuner_num_trials=50,
+            arg_mappings=None,
+            mp_size=1,
+            max_train_batch_size=None,
+            min_train_batch_size=1,
+            max_train_micro_batch_size_per_gpu=1024,
+            min_train_micro_batch_size_per_gpu=1,
+            num_tuning_micro_batch_sizes=3,
+        )
+        | {f"autotuning.model_info{BELOW}": None},
+        "compare settings with `polyaccel plan`",
+        switch="autotuning.enabled",
+    ),
+    # Data.
+    Absent(
+        "the data efficiency library",
+        _under("data_efficiency", enabled=False, seed=1234)
+        | _under("data_efficiency.data_sampling", enabled=False, num_epochs=1000, num_workers=0, pin_memory=False)
+        | _under("data_efficiency.data_sampling.curriculum_learning", enabled=False, data_cluster_path=None)
+        | {f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics{BELOW}": {}}
+        | _under(
+            "data_efficiency.data_sampling.dynamic_batching",
+            enabled=False,
+            max_tokens=None,
+            lr_scaling_method="linear",
+            metrics_path=None,
+            min_batch_size=1,
+            max_batch_size=None,
+            sequence_picking_order="dataloader",
+            verbose=False,
+        )
+        | _under("data_efficiency.data_routing", enabled=False)
+        | _under(
+            "data_efficiency.data_routing.random_ltd",
+            enabled=False,
+            total_layer_num=None,
+            random_ltd_layer_num=None,
+            random_ltd_layer_id=None,
+            model_mask_name=None,
+            model_type=None,
+            hidden_state_order=None,
+        )
+        | {f"data_efficiency.data_routing.random_ltd.random_ltd_schedule{BELOW}": None},
+        switch="data_efficiency.enabled",
+    ),
+    # Checkpoints and activations.
+    _alone(
+        "checkpoint.load_universal", False, "DeepSpeed's universal checkpoint format", "every checkpoint is universal"
+    ),
+    _alone("checkpoint.use_node_local_storage", False, "checkpoints on each host's own disk"),
+    _alone("checkpoint.parallel_write.pipeline_stage", False, "a choice of writing ranks"),
+    _alone("checkpoint.checkpoint_serialization", True, "a choice of serialisation"),
+    _alone(
+        f"checkpoint.writer{BELOW}", None, "DeepSpeed's fast checkpoint writer", 'name a plugin in "checkpoint.storage"'
+    ),
+    _alone(
+        f"datastates_ckpt{BELOW}", None, "the DataStates checkpoint writer", 'name a plugin in "checkpoint.storage"'
+    ),
+    _alone("activation_checkpointing.partition_activations", False, "sharding activations over model-parallel ranks"),
+    Absent(
+        "one buffer for all activations",
+        _under("activation_checkpointing", number_checkpoints=None, contiguous_memory_optimization=False),
+    ),
+    _alone(
+        "activation_checkpointing.synchronize_checkpoint_boundary", False, "waiting for the device at each checkpoint"
+    ),
+    _alone("activation_checkpointing.profile", False, "timing each checkpoint"),
+    # Models cut over ranks, and rewritten ones.
+    Absent("sequence parallelism", {"sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32"}),
+    Absent(
+        "pipeline parallelism",
+        _under(
+            "pipeline",
+            stages="auto",
+            partition="best",
+            seed_layers=False,
+            activation_checkpoint_interval=0,
+            pipe_partitioned=True,
+            grad_partitioned=True,
+            use_reentrant=True,
+        ),
+        'shard the parameters: "zero_optimization": {"stage": 3}',
+    ),
+    Absent(
+        "tensor parallelism",
+        _under(
+            "tensor_parallel",
+            autotp_size=0,
+            dtype="fp16",
+            tp_overlap_comm=False,
+            vocab_parallel_lm_head=None,
+            vocab_parallel_ce_backend="torch",
+            preset_model=None,
+            keep_module_on_host=False,
+            injection_policy_tuple=None,
+        )
+        | _under("tensor_parallel.tp", tp_size=1, tp_grain_size=1)
+        | {f"tensor_parallel.partition_config{BELOW}": None},
+        'shard the parameters: "zero_optimization": {"stage": 3}',
+    ),
+    _alone("use_data_before_expert_parallelism", False, "expert parallelism"),
+    Absent(
+        "expert parallelism",
+        _under(
+            "expert_parallel",
+            enabled=False,
+            autoep_size=1,
+            expert_tensor_parallel_size=1,
+            preset_model=None,
+            use_grouped_mm=True,
+            comm_backend="comm",
+        )
+        | {f"expert_parallel.patterns{BELOW}": None},
+        'shard the experts: "zero_optimization": {"stage": 3}',
+        switch="expert_parallel.enabled",
+    ),
+    Absent(
+        "DeepCompile",
+        _under(
+            "compile",
+            deepcompile=False,
+            free_activation=False,
+            offload_activation=False,
+            offload_opt_states=False,
+            offload_parameters=False,
+            double_buffer=False,
+            symmetric_memory=False,
+            debug_log=False,
+            sync_before_reduce=False,
+            sync_after_reduce=False,
+            sync_before_allgather=False,
+            sync_after_allgather=False,
+            autoep_non_moe=False,
+            passes=None,
+        ),
+    ),
+    Absent(
+        "the hybrid engine",
+        _under(
+            "hybrid_engine",
+            enabled=False,
+            max_out_tokens=512,
+            inference_tp_size=1,
+            release_inference_cache=False,
+            pin_parameters=True,
+            tp_gather_partition_size=8,
+            enable_cuda_graph=False,
+        ),
+        "generate under polyaccel.zero.unwrap_model_for_generation",
+        switch="hybrid_engine.enabled",
+    ),
+    Absent(
+        "weight quantisation",
+        {
+            f"weight_quantization.quantized_initialization{BELOW}": {},
+            f"weight_quantization.post_init_quant{BELOW}": {},
+        },
+    ),
+    # What DeepSpeed has removed.
+    _removed("Apex mixed precision", f"amp{BELOW}", cure="use bf16, fp16 or torch_autocast"),
+    _removed("compression", f"compression_training{BELOW}"),
+    _removed("the top-level curriculum", f"curriculum_learning{BELOW}"),
+    _removed("eigenvalues for quantisation", f"eigenvalue{BELOW}"),
+    _removed("elasticity", f"elasticity{BELOW}"),
+    _removed("graph harvesting", f"graph_harvesting{BELOW}"),
+    _removed("the Nebula checkpoint writer", f"nebula{BELOW}"),
+    _removed("progressive layer drop", f"progressive_layer_drop{BELOW}"),
+    _removed("quantisation while training", f"quantize_training{BELOW}"),
+    _removed("sparse attention", f"sparse_attention{BELOW}"),
+    _removed("sparse gradients", f"sparse_gradients{BELOW}"),
+    _removed("MiCS", f"{_ZERO}.mics_shard_size", f"{_ZERO}.mics_hierarchical_params_gather"),
+    _removed("LoCo", f"{_ZERO}.zeropp_loco_param{BELOW}"),
+)
+
+ABSENT_OPTIMIZERS = ("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+"""Values of `optimizer.type`, in lower case, that DeepSpeed has and that are no class of the framework either."""
+
+
+def absent_keys() -> Iterator[str]:
+    """The dotted names of all absent keys that DeepSpeed still has, without patterns: for suggestions."""
+    for entry in ABSENT:
+        if not entry.is_removed:
+            yield from (pattern.removesuffix(BELOW) for pattern in entry.keys)
+
+
+def entry_of(key: str) -> tuple[Absent, Any] | None:
+    """The feature that the dotted `key` belongs to, and the key's harmless value; None for any other key."""
+    return _ENTRIES.get(key)
+
+
+def is_above(key: str) -> bool:
+    """Whether absent keys stand below the dotted `key`."""
+    return key in _ABOVE
+
+
+_ENTRIES = {pattern.removesuffix(BELOW): (entry, value) for entry in ABSENT for pattern, value in entry.keys.items()}
+_ABOVE = frozenset(
+    ".".join(parts[:length]) for parts in (key.split(".") for key in _ENTRIES) for length in range(1, len(parts))
+)

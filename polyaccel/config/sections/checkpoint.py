@@ -1,0 +1,40 @@
+"""Sections about saved states and recomputed ones: `checkpoint`, `activation_checkpointing`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from polyaccel.config.section import PluginTable, Section
+
+
+def _capitalised(value: Any) -> Any:
+    """DeepSpeed takes these words in any case."""
+    return value.capitalize() if isinstance(value, str) else value
+
+
+class CheckpointConfig(Section):
+    """Saved states."""
+
+    storage: str | Annotated[PluginTable, Field(min_length=1, max_length=1)] = "file"
+    """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
+    or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees. What is
+    passed to `save_checkpoint` and `load_checkpoint` as a directory is the plugin's location."""
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
+    """The reaction when ranks save or load under different tags."""
+
+    @property
+    def storage_plugin(self) -> tuple[str, dict[str, Any]]:
+        """The name in `storage`, and the options there."""
+        if isinstance(self.storage, str):
+            return self.storage, {}
+        ((name, options),) = self.storage.items()
+        return name, options
+
+
+class ActivationCheckpointingConfig(Section):
+    """Activations that are recomputed in backward instead of kept."""
+
+    cpu_checkpointing: bool = False
+    """Keep the inputs of regions under `polyaccel.checkpointing.checkpoint` in host memory until their backward."""

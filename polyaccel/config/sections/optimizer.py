@@ -1,0 +1,156 @@
+"""The section `optimizer`, and what the optimizers we know by name take as `params`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from polyaccel.config.section import Listed, NonNegativeFloat, Params, PositiveFloat, Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Listed[tuple[Beta, Beta]]
+
+
+def _only(allowed: bool, why: str) -> BeforeValidator:
+    """Refuse the value of a flag that has no implementation, saying why."""
+
+    def check(value: Any) -> Any:
+        if value is (not allowed):
+            raise ValueError(f"should be {str(allowed).lower()}: {why}")
+        return value
+
+    return BeforeValidator(check)
+
+
+# Flags with one permitted value; they are left out of a resolved optimizer's arguments.
+Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
+TorchAdam = Annotated[bool, _only(False, "there is one implementation of Adam, and its update equals torch's")]
+Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
+Decoupled = Annotated[bool, _only(True, "AdamW decays weights apart from the gradient; coupled decay is 'Adam'")]
+
+
+class OptimizerConfig(Section):
+    """The optimizer to build when the caller passes none."""
+
+    type: str
+    """Adam, AdamW, Adamax, SGD, Adagrad, Lion, Lamb in any case, or the exact name of a class in torch.optim."""
+    params: Params = Field(default_factory=dict, validate_default=True)
+    """Its arguments. Those of the named optimizers are checked; a torch class gets them as they are."""
+
+
+class AdamWParams(Section):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    bias_correction: bool = True
+    """Correct the moments for their start at zero."""
+    adam_w_mode: Decoupled = True
+    """Always true for AdamW."""
+    amsgrad: Amsgrad = Field(False, exclude=True)
+    """Not available."""
+    torch_adam: TorchAdam = Field(False, exclude=True)
+    """DeepSpeed's switch to torch's implementation; the update here is the same."""
+    fp32_optimizer_states: Fp32States = Field(True, exclude=True)
+    """Moments are float32."""
+
+
+class AdamParams(AdamWParams):
+    """DeepSpeed's Adam: decoupled decay unless `adam_w_mode` is false (then Kingma & Ba 2015 with L2)."""
+
+    adam_w_mode: bool = True
+    """Decouple weight decay from the gradient."""
+
+
+class SgdParams(Section):
+    """Stochastic gradient descent as in torch.optim.SGD."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    momentum: NonNegativeFloat = 0.0
+    """Momentum."""
+    dampening: float = 0.0
+    """Dampening of the momentum."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty."""
+    nesterov: bool = False
+    """Nesterov momentum; needs `momentum` above 0 and `dampening` 0."""
+
+
+class AdagradParams(Section):
+    """Adagrad (Duchi et al. 2011) as in torch.optim.Adagrad."""
+
+    lr: NonNegativeFloat = 1e-2
+    """Learning rate."""
+    lr_decay: NonNegativeFloat = 0.0
+    """Decay of the learning rate with the step."""
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    """The sum of squares at the start."""
+    eps: NonNegativeFloat = 1e-10
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty."""
+
+
+class AdamaxParams(Section):
+    """Adamax (Kingma & Ba 2015, algorithm 2) as in torch.optim.Adamax."""
+
+    lr: NonNegativeFloat = 2e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the average and of the largest magnitude."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the gradient's magnitude."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty."""
+
+
+class LionParams(Section):
+    """Lion (Chen et al. 2023)."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.99)
+    """Decay of the update's average and of the momentum."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+
+
+class LambParams(Section):
+    """LAMB (You et al. 2020)."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay, part of the direction."""
+    bias_correction: bool = True
+    """Correct the moments for their start at zero."""
+    max_coeff: PositiveFloat = 10.0
+    """Upper bound of the trust ratio."""
+    min_coeff: NonNegativeFloat = 0.01
+    """Lower bound of the trust ratio."""
+    amsgrad: Amsgrad = Field(False, exclude=True)
+    """Not available."""
+
+
+OPTIMIZER_PARAMS: dict[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamWParams,
+    "Adamax": AdamaxParams,
+    "SGD": SgdParams,
+    "Adagrad": AdagradParams,
+    "Lion": LionParams,
+    "Lamb": LambParams,
+}
+"""The optimizers whose parameters we check, by the name that a `ResolvedConfig` uses for them."""

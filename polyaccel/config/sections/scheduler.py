@@ -1,0 +1,111 @@
+"""The section `scheduler`, and what the learning-rate schedules we know by name take as `params`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from polyaccel.config.section import CountInt, Fraction, Listed, NonNegativeFloat, Params, PositiveInt, Section
+from polyaccel.config.sections.optimizer import Beta
+
+PerGroup = NonNegativeFloat | Listed[tuple[NonNegativeFloat, ...]]
+"""One number, or one for each optimizer group."""
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule to build when the caller passes none."""
+
+    type: str
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch.optim.lr_scheduler."""
+    params: Params = Field(default_factory=dict, validate_default=True)
+    """Its arguments. Those of the named schedules are checked; a torch class gets them as they are."""
+
+
+class WarmupParams(Section):
+    """WarmupLR: from the minimum to the maximum, then constant."""
+
+    warmup_min_lr: PerGroup = 0.0
+    """Learning rate at the start."""
+    warmup_max_lr: PerGroup | None = None
+    """Learning rate after the warm-up; null is each group's own."""
+    warmup_num_steps: PositiveInt = 1000
+    """Optimizer steps of the warm-up; fewer than 2 count as 2."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up."""
+
+
+class WarmupDecayParams(WarmupParams):
+    """WarmupDecayLR: after the warm-up linearly down to 0."""
+
+    total_num_steps: PositiveInt
+    """The step at which the learning rate is 0."""
+    warmup_max_lr: PerGroup | None = 0.001
+    """Learning rate after the warm-up; null is each group's own."""
+
+
+class WarmupCosineParams(Section):
+    """WarmupCosineLR: after the warm-up down a half cosine. Ratios are of each group's own learning rate."""
+
+    total_num_steps: PositiveInt
+    """The step at which the floor is reached."""
+    warmup_min_ratio: Fraction = 0.0
+    """Ratio at the start."""
+    warmup_num_steps: PositiveInt = 1000
+    """Optimizer steps of the warm-up; fewer than 2 count as 2."""
+    cos_min_ratio: Fraction = 0.0001
+    """Ratio at the floor."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up."""
+
+
+class OneCycleParams(Section):
+    """OneCycle (Smith 2018): one rise and fall of the learning rate, momentum the other way, then decay."""
+
+    cycle_min_lr: PerGroup
+    """Learning rate at the ends of the cycle."""
+    cycle_max_lr: PerGroup
+    """Learning rate at its top."""
+    decay_lr_rate: NonNegativeFloat = 0.0
+    """Decay of the learning rate after the cycle, for each `decay_step_size`."""
+    cycle_first_step_size: PositiveInt = 2000
+    """Steps of the rise."""
+    cycle_second_step_size: PositiveInt | None = None
+    """Steps of the fall; null is as many as of the rise."""
+    cycle_first_stair_count: CountInt = 0
+    """Stairs in the rise; 0 is smooth."""
+    cycle_second_stair_count: CountInt | None = None
+    """Stairs in the fall; null is as many as in the rise."""
+    decay_step_size: CountInt = 0
+    """Steps of one decay interval; 0 is no decay."""
+    cycle_momentum: bool = True
+    """Cycle the momentum (or the first beta) too."""
+    cycle_min_mom: Beta | Listed[tuple[Beta, ...]] = 0.8
+    """Momentum at the top of the cycle."""
+    cycle_max_mom: Beta | Listed[tuple[Beta, ...]] = 0.9
+    """Momentum at its ends."""
+    decay_mom_rate: NonNegativeFloat = 0.0
+    """Growth of the momentum after the cycle, for each `decay_step_size`."""
+
+
+class LrRangeTestParams(Section):
+    """LRRangeTest (Smith 2017): the learning rate grows until training diverges."""
+
+    lr_range_test_min_lr: PerGroup = 1e-3
+    """Learning rate at the start."""
+    lr_range_test_step_size: PositiveInt = 2000
+    """Steps of one interval."""
+    lr_range_test_step_rate: NonNegativeFloat = 1.0
+    """Growth for each interval, as a multiple of the start."""
+    lr_range_test_staircase: bool = False
+    """Grow at the ends of intervals only."""
+
+
+SCHEDULER_PARAMS: dict[str, type[Section]] = {
+    "WarmupLR": WarmupParams,
+    "WarmupDecayLR": WarmupDecayParams,
+    "WarmupCosineLR": WarmupCosineParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LrRangeTestParams,
+}
+"""The schedules whose parameters we check."""

@@ -1,0 +1,205 @@
+"""The engine of native mode: JAX exchanges gradients, updates and publishes in one program over all its devices.
+
+A process has one rank for each of its devices, and its batches hold the samples of all of them. What users call is as
+in views mode, and so are config, checkpoints and metrics; `params` are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.native.memory import NativeMemory
+from polyaccel.jax.native.mesh import DeviceMesh
+from polyaccel.jax.native.optimizers import slice_update
+from polyaccel.jax.native.program import StepProgram
+from polyaccel.jax.native.step import NativeStep
+from polyaccel.jax.program.function import LossFn, as_inputs
+from polyaccel.jax.pytree import dtype_of, named_leaves
+from polyaccel.jax.views import CopyCount
+from polyaccel.runtime import Runtime
+from polyaccel.types import DType
+from polyaccel.zero.plan.layout import Bucket
+from polyaccel.zero.update.optimizers import SliceOptimizer
+
+
+class NativeEngine(JaxEngine):
+    """A JAX function in training on `mesh`, for `"jax": {"execution": "native"}`."""
+
+    zero: NativeStep
+
+    def __init__(
+        self,
+        fn: LossFn,
+        params: Any,
+        runtime: Runtime,
+        slice_optimizer: SliceOptimizer | None,
+        hyperparameters: Mapping[str, Any],
+        seed: int,
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(fn, params, runtime, hyperparameters)
+        self._mesh = mesh
+        specs = tuple(self.adapter.param_specs())
+        layout = runtime.plan(specs, self.adapter.unit_names, world_size=mesh.world_size)
+        update = None if slice_optimizer is None else slice_update(slice_optimizer)
+        program = StepProgram(
+            *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
+        )
+        self._program = program
+
+        def starts(bucket: Bucket) -> dict[str, float]:
+            if slice_optimizer is None:
+                return {}
+            states = {name: allocate_numpy(1, DType.FLOAT32) for name in slice_optimizer.state_names}
+            slice_optimizer.initialise_states(states, self.optimizer.param_groups[bucket.kind.group])
+            return {name: float(state.raw[0]) for name, state in states.items()}
+
+        memory = NativeMemory(mesh, layout, runtime.policy, self._first_values(params), starts, program.publish)
+        self.zero = NativeStep(layout, memory, program, slice_optimizer, update)
+        self.adapter.let_go()
+        self._recorder.begin()
+
+    def _first_values(self, params: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Rank 0's parameters, flat in host memory, in the precision that they came in."""
+        found = {}
+        for fqn, leaf in named_leaves(params)[0].items():
+            dtype = dtype_of(fqn, leaf)
+            value = np.array(leaf, numpy_dtype(dtype)).reshape(-1)
+            if self.communicator.world_size > 1:
+                travels = self.communicator.allocate(value.size, dtype)
+                travels.copy_from(NumpyBuffer(value))
+                self.communicator.broadcast(travels, 0, label="parameters").wait()
+                value = np.frombuffer(travels.to_bytes(), numpy_dtype(dtype))
+            found[fqn] = value
+        return found
+
+    # Running the function.
+
+    @property
+    def params(self) -> Any:
+        """Copies of the parameters, in the caller's tree, on this process's first device."""
+        self._require_own_process()
+        self.zero.require_whole()
+        return jax.tree.unflatten(self.adapter.structure, self.zero.leaves())
+
+    @property
+    def copies(self) -> CopyCount:
+        """JAX has the parameters itself, and imports none."""
+        return CopyCount(0, 0)
+
+    def grad_step(self, batch: Any) -> jax.Array:
+        """The mean loss of one micro-batch of all own devices; its gradients are kept. Auxiliary output is in `aux`,
+        where there are several devices with an axis over them."""
+        self._require_own_process()
+        self._require_optimizer()
+        cut = self._cut(batch)
+        self._meet("gradients of JAX")
+        with self.timer("backward"):
+            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
+        return self._take(losses, aux)
+
+    def train_batch(self, data_iter: Any = None) -> jax.Array:
+        # The last micro-batch, the exchange and the update are one program.
+        *earlier, last = self._micro_batches(data_iter)
+        losses = []
+        for micro_batch in earlier:
+            losses.append(self.grad_step(micro_batch))
+            self.step()
+        if self.counters.is_boundary:
+            losses.append(self._step_with(last))
+        else:  # the caller has said so
+            losses.append(self.grad_step(last))
+            self.step()
+        return jnp.stack(losses).mean()
+
+    def _evaluate(self, batch: Any) -> tuple[Any, Any]:
+        self.zero.require_whole()
+        cut = self._cut(batch)
+        self._meet("evaluation of JAX")
+        losses, aux = self.zero.evaluate(cut)
+        return self._own_mean(losses), self._own_aux(aux)
+
+    def program(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled program of a step that is one micro-batch like `batch`, its exchange and its update."""
+        self._require_own_process()
+        self._require_optimizer()
+        return self.zero.program(self._cut(batch), self.optimizer.param_groups)
+
+    def destroy(self) -> None:
+        """Let go of arrays and connections. `params` taken before keep their values."""
+        self.zero.close()
+        self._recorder.close()
+
+    def _step_with(self, batch: Any) -> jax.Array:
+        self._require_own_process()
+        self._require_optimizer()
+        cut = self._cut(batch)
+        self._meet("step of JAX")
+        groups = self.optimizer.param_groups
+        with self.timer("update"):
+            losses, aux, result = self.zero.step(
+                cut, self.counters.micro_steps, self._factor(), groups, self.loss_scaler.loss_scale
+            )
+        loss = self._take(losses, aux)
+        self._take_result(result)
+        mean = float(jnp.stack(self._losses).mean())
+        self._losses.clear()
+        self._end_step(groups, mean, {})
+        return loss
+
+    def _factor(self) -> float:
+        return self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
+
+    def _cut(self, batch: Any) -> Any:
+        """A micro-batch over the devices, with an axis over them.
+
+        Raises PolyaccelError where it cannot be cut evenly, ShardingError for a function that closed over parameters.
+        """
+        cut = jax.tree.map(self._cut_leaf, as_inputs(batch))
+        arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
+        self._loss_function.check(self._program.differentiate, arguments)
+        return cut
+
+    def _cut_leaf(self, value: Any) -> jax.Array:
+        count = len(self._mesh.local)
+        if jnp.ndim(value) == 0:
+            return self._mesh.over_devices([np.asarray(value)[None]] * count)
+        length, rest = divmod(value.shape[0], count)
+        if rest:
+            raise PolyaccelError(
+                f"{value.shape[0]} samples cannot be cut over the {count} devices of this process",
+                cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
+                value=value.shape[0],
+            )
+        return self._mesh.over_devices([value[at * length : (at + 1) * length][None] for at in range(count)])
+
+    def _meet(self, what: str) -> None:
+        """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
+        wait without saying for whom."""
+        if self.communicator.world_size > 1:
+            self.communicator.barrier(label=what)
+
+    def _take(self, losses: jax.Array, aux: Any) -> jax.Array:
+        self.aux = self._own_aux(aux)
+        loss = self._own_mean(losses)
+        self._losses.append(loss)
+        return loss
+
+    def _own_mean(self, losses: jax.Array) -> jax.Array:
+        own = self._mesh.own_parts(losses)
+        return own[0].reshape(()) if len(own) == 1 else jnp.float32(np.mean([np.asarray(part) for part in own]))
+
+    def _own_aux(self, aux: Any) -> Any:
+        def own(value: jax.Array) -> Any:
+            parts = self._mesh.own_parts(value)
+            return parts[0][0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
+
+        return jax.tree.map(own, aux)

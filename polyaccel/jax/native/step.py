@@ -1,0 +1,184 @@
+"""The ZeRO step in native mode: the counterpart of `ZeroStep` for arrays of JAX on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import PolyaccelError
+from polyaccel.jax.native.memory import NativeMemory
+from polyaccel.jax.native.optimizers import SliceUpdate, stacked
+from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe, StepProgram
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.optimizers import Group, SliceOptimizer
+from polyaccel.zero.update.walk import StepResult
+
+
+class NativeStep:
+    """Parameters, gradients, optimizer states and their exchange for one layout, on this process's devices.
+
+    A `TrainedState`. `params` holds all arrays between steps. `update_of` is the traced form of `optimizer`.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        memory: NativeMemory,
+        program: StepProgram,
+        optimizer: SliceOptimizer | None,
+        update_of: SliceUpdate | None,
+    ) -> None:
+        self.layout = layout
+        self.params = memory
+        self.optimizer = optimizer
+        self._program = program
+        self._update_of = update_of
+        self._gradients: Gradients | None = None
+        self._is_incomplete = False
+        """Whether a pass failed and its gradients were not discarded."""
+
+    # A step.
+
+    def differentiate(self, batch: Any, micro_steps: int, factor: float) -> tuple[Any, Any]:
+        """(losses, auxiliary outputs) of a micro-batch, of each device; its gradients are added to those before.
+
+        Collective. `micro_steps` counts the micro-batches before, `factor` multiplies the loss. Raises PolyaccelError
+        as `require_whole` does.
+        """
+        self.require_whole()
+        self._is_incomplete, gradients = True, self._gradients
+        loss, aux, self._gradients = self._program.differentiate(
+            self.params.held.params, gradients, batch, np.uint32(micro_steps), np.float32(factor)
+        )
+        self._is_incomplete = False
+        return loss, aux
+
+    def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
+        """Update the slices and publish them; nothing changes on an overflow that is skipped. Collective.
+
+        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and as `require_whole`.
+        """
+        self.require_whole()
+        if self._is_incomplete or self._gradients is None:
+            raise PolyaccelError(
+                "the gradients are incomplete: a pass failed, or there was none",
+                cure="call engine.zero_grad() and start over",
+            )
+        recipe, inputs = self._prepare(groups, loss_scale)
+        gradients, self._gradients = self._gradients, None
+        with self.params.given_up() as held:
+            self.params.held, outcome = self._program.update(recipe, held, gradients, inputs)
+            return self._settle(outcome, loss_scale)
+
+    def step(
+        self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
+    ) -> tuple[Any, Any, StepResult]:
+        """`differentiate` of the last micro-batch and `update`, as one program."""
+        self.require_whole()
+        recipe, inputs = self._prepare(groups, loss_scale)
+        gradients, self._gradients = self._gradients, None
+        with self.params.given_up() as held:
+            arguments = (held, gradients, batch, np.uint32(micro_steps), np.float32(factor), inputs)
+            loss, aux, self.params.held, outcome = self._program.step(recipe, *arguments)
+            return loss, aux, self._settle(outcome, loss_scale)
+
+    def evaluate(self, batch: Any) -> tuple[Any, Any]:
+        """(losses, auxiliary outputs) of a micro-batch, of each device. Collective."""
+        losses, aux = self._program.evaluate(self.params.held.params, batch)
+        return losses, aux
+
+    def program(self, batch: Any, groups: Sequence[Group]) -> jax.stages.Compiled:
+        """The compiled program of `step` for a batch like `batch`, where it is the only micro-batch."""
+        self.require_whole()
+        recipe, inputs = self._prepare(groups, 1.0)
+        arguments = (self.params.held, None, batch, np.uint32(0), np.float32(1.0), inputs)
+        return self._program.step.lower(recipe, *arguments).compile()
+
+    def leaves(self) -> list[jax.Array]:
+        """Copies of the parameters in tree order, on this process's first device."""
+        own = [self.params.mesh.own_parts(bucket)[0] for bucket in self.params.held.params]
+        found: list[jax.Array] = self._program.leaves(own)
+        return found
+
+    def _prepare(self, groups: Sequence[Group], loss_scale: float) -> tuple[Recipe, Inputs]:
+        """The recipe of the next update, and its inputs: terms once for all buckets that have them in common."""
+        assert self._update_of is not None  # the engine refuses to train without an optimizer
+        after = {fqn: count + 1 for fqn, count in self.steps.items()}
+        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        terms: list[Any] = []
+        indices, variants = [], []
+        for bucket in self._program.trained:
+            group = groups[bucket.kind.group]
+            steps = tuple(after[slot.param.fqn] for slot in bucket.slots)
+            steps = steps[:1] if len(set(steps)) == 1 else steps
+            key = (bucket.kind.group, steps)
+            if key not in known:
+                known[key] = len(terms)
+                each = [self._update_of.terms(group, step) for step in steps]
+                terms.append(each[0] if all(one == each[0] for one in each) else stacked(each))
+            indices.append(known[key])
+            variants.append(self._update_of.variant(group))
+        inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale))
+        return Recipe(tuple(indices), tuple(variants)), inputs
+
+    def _settle(self, outcome: Outcome, loss_scale: float) -> StepResult:
+        found = jax.device_get(jax.tree.map(lambda value: value.addressable_data(0), outcome))
+        applied, norm = bool(found.applied), float(found.norm)
+        if applied:
+            for fqn in self.steps:
+                self.steps[fqn] += 1
+            if isinstance(self.optimizer, OptaxOptimizer):
+                self.optimizer.numbers = {name: float(value) for name, value in found.numbers.items()}
+        factor = float(found.clip_factor) if applied else 1.0
+        return StepResult(applied, norm, norm * factor, self._culprit(found.bad))
+
+    def _culprit(self, bad: Any) -> str | None:
+        """The first parameter whose gradient is not finite."""
+        for bucket, first in zip(self._program.trained, bad, strict=True):
+            inside = [slot.param.fqn for slot in bucket.slots if slot.offset <= first < bucket.numel]
+            if inside:
+                return inside[-1]
+        return None
+
+    # What engines and checkpoints ask.
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many updates each parameter has had."""
+        return self.params.steps
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that no update has used yet."""
+        return self._gradients is not None or self._is_incomplete
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients."""
+        self._gradients, self._is_incomplete = None, False
+
+    def require_whole(self) -> None:
+        """Raise PolyaccelError where an update failed: its arrays were given up."""
+        self.params.require_whole()
+
+    def mend(self) -> None:
+        """Does nothing: after all parameters and states were loaded, `params.publish_masters` makes them whole."""
+
+    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """Like `ZeroStep.owned_pieces`: the pieces that this process saves."""
+        self.require_whole()
+        return self.params.owned_pieces()
+
+    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """Like `ZeroStep.needed_pieces`, as buffers in host memory, from which `params.publish_masters` takes the
+        values."""
+        return self.params.needed_pieces()
+
+    def close(self) -> None:
+        """Let go of all arrays."""
+        self.discard_gradients()
+        self.params.close()

@@ -1,0 +1,171 @@
+"""The user's function, compiled: loss and gradients of one micro-batch, and the loss alone.
+
+[Note: Constants of a program]
+A value that a function closes over becomes a constant of the compiled program. A parameter there would keep the value
+of the first call for good and have no gradient, so before a program runs for the first time its constants, and those of
+the jitted functions in it, are compared with the memory of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.jax.views import ParamViews, address_of
+
+LossFn = Callable[[Any, Any, Any], Any]
+"""`fn(params, batch, rng)` -> a scalar loss, or (loss, auxiliary output). In evaluation `rng` is None."""
+
+
+class LossFunction:
+    """`fn` on parameters of the given tree structure, `is_trained` for each leaf.
+
+    `cast_inputs` is the type that floating arrays of a batch are converted to; None leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        fn: LossFn,
+        structure: Any,
+        is_trained: Sequence[bool],
+        views: ParamViews,
+        originals: Mapping[str, Any],
+        cast_inputs: Any = None,
+    ) -> None:
+        self._fn = fn
+        self._structure = structure
+        self._is_trained = tuple(is_trained)
+        self._views = views
+        self._originals = {fqn: ref(array) for fqn, array in originals.items()}
+        self._cast_inputs = cast_inputs
+        self._with_gradients = jax.jit(self.differentiate)
+        self._without = jax.jit(self._evaluate)
+        self._checked: set[Any] = set()
+
+    def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
+        """(loss, auxiliary output, gradients of `loss * factor` for the trained leaves), all of it computed.
+
+        Raises PolyaccelError for a function that returns no scalar loss, ShardingError for one that closed over
+        parameters.
+        """
+        arguments = self._arguments(leaves, batch, rng, factor)
+        self.check(self._with_gradients, arguments)
+        loss, aux, gradients = jax.block_until_ready(self._with_gradients(*arguments))
+        return loss, aux, gradients
+
+    def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
+        """(loss, auxiliary output), computed, with None for `rng`. Raises as `gradients` does."""
+        arguments = (list(leaves), as_inputs(batch))
+        self.check(self._without, arguments)
+        loss, aux = jax.block_until_ready(self._without(*arguments))
+        return loss, aux
+
+    def compiled(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> jax.stages.Compiled:
+        """The compiled program of `gradients`, which knows the memory and operations that it needs."""
+        return self._with_gradients.lower(*self._arguments(leaves, batch, rng, factor)).compile()
+
+    def _arguments(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, ...]:
+        trained = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if wanted]
+        frozen = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if not wanted]
+        return trained, frozen, as_inputs(batch), rng, np.float32(factor)
+
+    def differentiate(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
+        """The results of `gradients`, to be traced by JAX: leaves in tree order, the trained ones and the others."""
+
+        def scaled(trained: Any) -> Any:
+            remaining, others = iter(trained), iter(frozen)
+            leaves = [next(remaining) if wanted else next(others) for wanted in self._is_trained]
+            loss, aux = self.call(leaves, batch, rng)
+            return loss * factor, (loss, aux)
+
+        gradients, (loss, aux) = jax.grad(scaled, has_aux=True)(trained)
+        return loss, aux, gradients
+
+    def _evaluate(self, leaves: Any, batch: Any) -> Any:
+        return self.call(leaves, batch, None)
+
+    def call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        """(loss as at least float32, auxiliary output), to be traced by JAX."""
+        if self._cast_inputs is not None:
+            batch = jax.tree.map(self._cast, batch)
+        found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+        loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise PolyaccelError(
+                f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
+                cure="return a scalar such as losses.mean(), or (loss, auxiliary output)",
+                value=jnp.shape(loss),
+            )
+        wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
+        return jnp.reshape(loss, ()).astype(wide), aux
+
+    def _cast(self, value: Any) -> Any:
+        return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    def check(self, compiled: Any, arguments: Any) -> None:
+        """`refuse_closed_over` for a program that is new."""
+        leaves, structure = jax.tree.flatten(arguments)
+        signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
+        if signature in self._checked:
+            return
+        self.refuse_closed_over(compiled.trace(*arguments).jaxpr)
+        self._checked.add(signature)
+
+    def refuse_closed_over(self, program: ClosedJaxpr) -> None:
+        """Raise ShardingError for a program that closed over parameters: the engine's, or the arrays that it was built
+        from. See [Note: Constants of a program]."""
+        require_no_parameter(program, self._owner_of)
+
+    def _owner_of(self, constant: Any) -> str | None:
+        address = address_of(constant)
+        if address is None:
+            return None
+        found = (fqn for fqn, original in self._originals.items() if address_of(original()) == address)
+        return self._views.owner_of(constant) or next(found, None)
+
+
+def as_inputs(batch: Any) -> Any:
+    """`batch` with tensors of other libraries in host memory as numpy arrays. Raises PolyaccelError for no array."""
+    return jax.tree.map(_as_input, batch)
+
+
+def _as_input(value: Any) -> Any:
+    if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        return value
+    array = np.asarray(value)
+    if array.dtype == object:
+        kind = type(value).__name__
+        raise PolyaccelError(f"a batch has a {kind}", cure="pass arrays, in any pytree", value=kind)
+    return array
+
+
+def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | None]) -> None:
+    """Raise ShardingError for a constant of `program` that `owner_of` knows by name. See [Note: Constants of a
+    program]."""
+    for constant in _constants(program):
+        fqn = owner_of(constant)
+        if fqn is not None:
+            raise ShardingError(
+                f"the function closed over parameter {fqn!r}: it would keep today's value for good",
+                cure="use what the function gets as its first argument",
+                value=fqn,
+            )
+
+
+def _constants(program: ClosedJaxpr) -> Iterator[Any]:
+    yield from program.consts
+    for equation in program.jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            if _is_program(inner):
+                yield from _constants(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()))
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (ClosedJaxpr, Jaxpr))

@@ -1,0 +1,1 @@
+"""The ops on arrays of JAX."""

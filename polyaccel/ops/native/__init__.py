@@ -1,0 +1,1 @@
+"""The compiled ops of csrc/."""

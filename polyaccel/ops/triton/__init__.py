@@ -1,0 +1,1 @@
+"""The ops as Triton kernels."""

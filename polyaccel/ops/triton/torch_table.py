@@ -1,0 +1,178 @@
+"""The ops on torch tensors of a device that Triton compiles for.
+
+Triton compiles a kernel when it is first called with a combination of types, and keeps the result on disk. Whether
+Triton can compile (it needs a C compiler and a driver) is tried when the table is made, not in a step; where it cannot,
+torch's kernels stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import ShardingError
+from polyaccel.ops.base import (
+    CAST,
+    DEQUANTIZE,
+    LARGEST_CODE,
+    QUANTIZE,
+    SQUARE_SUMS,
+    UPDATE,
+    Formula,
+    KernelTable,
+    StochasticRounding,
+    code_bits,
+)
+from polyaccel.ops.fused import COMPUTED_IN_FLOAT32, FusedKernels
+from polyaccel.ops.rounding import halves
+from polyaccel.ops.torch.rounding import signed
+from polyaccel.ops.triton.blocks import add_up, dequantize_blocks, partial_square_sums, quantize_blocks
+from polyaccel.ops.triton.numbers import BFLOAT16, FLOAT16, NOTHING, PLAIN
+from polyaccel.ops.triton.updates import SWEEPS, sweep
+from polyaccel.types import DType
+
+_log = logging.getLogger(__name__)
+
+_KINDS = {DType.BFLOAT16: BFLOAT16.value, DType.FLOAT16: FLOAT16.value}
+_BLOCK_NUMEL = 1024
+_SUM_BLOCK_NUMEL = 4096
+_MOST_BLOCK_NUMEL = 1 << 14  # of a quantised block, which one program holds in registers
+_ARRAYS, _CONSTANTS = 5, 9  # that a sweep takes
+
+
+def triton_kernels(fallback: KernelTable, device_type: str) -> KernelTable:
+    """`fallback` with these kernels in front of it for tensors on `device_type`; `fallback` where they do not run."""
+    if (lack := why_not(device_type)) is not None:
+        _log.warning("no Triton kernels, torch computes instead: %s", lack)
+        return fallback
+    kernels = _TritonKernels(fallback, device_type)
+    return fallback.replaced(
+        f"triton {triton.__version__}",
+        {
+            CAST: kernels.cast,
+            SQUARE_SUMS: kernels.square_sums,
+            UPDATE: kernels.update,
+            QUANTIZE: kernels.quantize,
+            DEQUANTIZE: kernels.dequantize,
+        },
+    )
+
+
+@cache
+def why_not(device_type: str) -> str | None:
+    """The reason why Triton compiles nothing for this device; None where a trial kernel ran."""
+    try:
+        code = torch.tensor([3], dtype=torch.int8, device=device_type)
+        scale, out = (torch.ones(1, device=device_type) for _ in range(2))
+        _launch(dequantize_blocks, 1, out, code, scale, 1, 1, KIND=PLAIN.value, PACKED=False, BLOCK=16)
+        found = out.item()
+    except Exception as error:  # a compiler, a linker and a driver are involved, and each raises its own
+        return f"{type(error).__name__}: {error}"
+    return None if found == 3 else f"a trial gave {found} in place of 3"
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def _pointer(buffer: Buffer) -> torch.Tensor:
+    """The tensor to launch kernels with, 16-bit floats as int16."""
+    tensor: torch.Tensor = buffer.raw
+    return tensor.view(torch.int16) if buffer.dtype in _KINDS else tensor
+
+
+def _kind(buffer: Buffer) -> int:
+    return _KINDS.get(buffer.dtype, PLAIN.value)
+
+
+class _TritonKernels(FusedKernels):
+    """The kernels as methods; each has the signature of its op."""
+
+    def __init__(self, fallback: KernelTable, device_type: str) -> None:
+        super().__init__(fallback)
+        self._device_type = device_type
+
+    def _is_here(self, buffer: Buffer) -> bool:
+        return buffer.device.type == self._device_type
+
+    def _has(self, formula: Formula) -> bool:
+        return formula.name in SWEEPS
+
+    def _fits(self, buffers: Sequence[Buffer | None]) -> bool:
+        return all(b is None or (b.dtype in COMPUTED_IN_FLOAT32 and self._is_here(b)) for b in buffers)
+
+    def _sweep(
+        self,
+        name: str,
+        arrays: Sequence[Buffer],
+        out: Buffer | None,
+        constants: Sequence[float],
+        rounding: StochasticRounding | None,
+    ) -> None:
+        weights = arrays[0]
+        if not weights.numel:
+            return
+        *constants, factor = constants or (1.0,)
+        absent = _ARRAYS - len(arrays)
+        nothing = _pointer(weights)  # in place of what a call has not: a pointer that is not followed
+        low, high = (0, 0) if rounding is None else map(signed, halves(rounding.key))
+        _launch(
+            sweep,
+            triton.cdiv(weights.numel, _BLOCK_NUMEL),
+            *(*map(_pointer, arrays), *[nothing] * absent),
+            nothing if out is None else _pointer(out),
+            *(weights.numel, low, high, 0 if rounding is None else signed(rounding.start)),
+            *(*map(float, constants), *[0.0] * (_CONSTANTS - len(constants)), float(factor)),
+            *(name, *map(_kind, arrays), *[NOTHING.value] * absent),
+            NOTHING.value if out is None else _kind(out),
+            rounding is not None,
+            _BLOCK_NUMEL,
+        )
+
+    def square_sums(self, out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
+        """See `SquareSumsFn`. What a piece adds depends on its contents only."""
+        if out.dtype is not DType.FLOAT64 or not all(p.dtype.is_floating and self._is_here(p) for _, p in pieces):
+            self._fallback[SQUARE_SUMS](out, pieces)
+            return
+        most = max((triton.cdiv(piece.numel, _SUM_BLOCK_NUMEL) for _, piece in pieces), default=0)
+        partials = torch.empty(most, dtype=torch.float64, device=out.raw.device)
+        for index, piece in pieces:
+            if not 0 <= index < out.numel:
+                raise ShardingError(f"{out!r} has no place {index} for the sum of {piece!r}", value=index)
+            if piece.numel:
+                count = triton.cdiv(piece.numel, _SUM_BLOCK_NUMEL)
+                constants = {"KIND": _kind(piece), "BLOCK": _SUM_BLOCK_NUMEL}
+                _launch(partial_square_sums, count, _pointer(piece), partials, piece.numel, **constants)
+                _launch(add_up, 1, partials, out.raw, index, count)
+        out.mark_written()
+
+    def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """See `QuantizeFn`."""
+        if not self._fits((source,)) or block_numel > _MOST_BLOCK_NUMEL:
+            self._fallback[QUANTIZE](source, codes, scales, block_numel)
+            return
+        bits = code_bits(source, codes, scales, block_numel)
+        if source.numel:
+            constants = {"KIND": _kind(source), "PACKED": bits == 4, "BLOCK": triton.next_power_of_2(block_numel)}
+            arguments = (_pointer(source), codes.raw, scales.raw, source.numel, block_numel, float(LARGEST_CODE[bits]))
+            _launch(quantize_blocks, scales.numel, *arguments, **constants)
+        codes.mark_written()
+        scales.mark_written()
+
+    def dequantize(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
+        """See `DequantizeFn`."""
+        if not self._fits((out,)):
+            self._fallback[DEQUANTIZE](out, codes, scales, block_numel)
+            return
+        bits = code_bits(out, codes, scales, block_numel)
+        if out.numel:
+            constants = {"KIND": _kind(out), "PACKED": bits == 4, "BLOCK": _BLOCK_NUMEL}
+            arguments = (_pointer(out), codes.raw, scales.raw, out.numel, block_numel)
+            _launch(dequantize_blocks, triton.cdiv(out.numel, _BLOCK_NUMEL), *arguments, **constants)
+        out.mark_written()

@@ -1,0 +1,105 @@
+"""A communicator's bookkeeping as tests: it notes that a result was written, and keeps nothing of ended calls."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.work import DoneWork, Work
+from polyaccel.types import DType
+
+T = TypeVar("T")
+
+_LARGE = 20_000  # beyond what backends call small
+_ROUNDS = 20
+_OPEN_FILES = Path("/proc/self/fd")
+
+
+def results_are_marked_written(comm: Communicator) -> int:
+    if comm.world_size == 1:
+        return 1  # nothing need be written
+    for numel in (3, _LARGE):
+        whole, part = comm.allocate(numel * comm.world_size, DType.FLOAT32), comm.allocate(numel, DType.FLOAT32)
+        for what, target, call in (
+            ("all_reduce", whole, partial(comm.all_reduce, whole)),
+            ("reduce_scatter", part, partial(comm.reduce_scatter, part, whole)),
+            ("all_gather", whole, partial(comm.all_gather, whole, part)),
+            ("in-place all_gather", whole, partial(comm.all_gather, whole, whole.view(comm.rank * numel, numel))),
+            ("broadcast", part, partial(comm.broadcast, part, 0)),
+        ):
+            before = target.generation
+            call()
+            if target.generation <= before and not (what == "broadcast" and comm.rank == 0):
+                raise AssertionError(f"{what} wrote a buffer without counting it in its generation")
+    return 1
+
+
+def finished_calls_leave_nothing_behind(comm: Communicator) -> int:
+    """Works and buffers are let go of once waited for, those of the last calls excepted, and with them the library's
+    requests, which own their buffers; no thread or open file is added."""
+    for _ in range(2):  # what is made once
+        _call_everything(comm)
+    before = _in_turn(comm, _held_by_process)
+    refs = [ref for _ in range(_ROUNDS) for ref in _call_everything(comm)]
+    after = _in_turn(comm, _held_by_process)
+    _in_turn(comm, gc.collect)
+    of_last_round = len(refs) // _ROUNDS
+    left = [type(one).__name__ for ref in refs[:-of_last_round] if (one := ref()) is not None]
+    if left:
+        raise AssertionError(f"after {_ROUNDS} rounds of calls rank {comm.rank} still holds {len(left)} of {left[:5]}")
+    if any(now > then for now, then in zip(after, before, strict=True)):
+        raise AssertionError(f"threads and open files were {before}, and are {after} after {_ROUNDS} rounds of calls")
+    return 1
+
+
+def _call_everything(comm: Communicator) -> list[weakref.ref[Work | Buffer]]:
+    """References to the works and the buffers of one call of each kind, large and small."""
+    whole, other = (comm.allocate(_LARGE * comm.world_size, DType.FLOAT32) for _ in range(2))
+    part, inbox = (comm.allocate(_LARGE, DType.FLOAT32) for _ in range(2))
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    works = [
+        comm.all_reduce(whole, async_op=True),
+        comm.reduce_scatter(part, other, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    works += [
+        comm.all_gather(whole, part, async_op=True),
+        comm.broadcast(inbox, 0, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    works.append(comm.all_to_all(whole, other, async_op=True))
+    if comm.world_size > 1:
+        works += [comm.recv(inbox, before, async_op=True), comm.send(part, after, async_op=True)]
+    for work in works:
+        work.wait()
+    comm.all_reduce(part)
+    made: list[Work | Buffer] = [whole, other, part, inbox]
+    made += [work for work in works if not isinstance(work, DoneWork)]  # of those there may be one for all calls
+    return [weakref.ref(one) for one in made]
+
+
+def _in_turn(comm: Communicator, act: Callable[[], T]) -> T:
+    """What `act` gives. One rank after another: ranks may be threads, counting open files opens one, and a collection
+    of garbage does nothing while another thread is at it."""
+    comm.barrier()
+    found: list[T] = []
+    for rank in range(comm.world_size):
+        if rank == comm.rank:
+            found.append(act())
+        comm.barrier()
+    return found[0]
+
+
+def _held_by_process() -> tuple[int, int]:
+    """Threads, and open files where the system tells."""
+    return threading.active_count(), len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.is_dir() else 0

@@ -1,0 +1,234 @@
+"""A torch optimizer of the user's own, run on slices.
+
+While it steps, its parameters are exchanged for views of the master weights: flat slices when its update is
+elementwise, tensors of the true shape when it is not (possible only where optimizer states are replicated). At all
+other times its groups hold the module's parameters. Its states of a slice's length become views of flat buffers too, so
+that checkpoints hold them like those of any other optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import ShardingError
+from polyaccel.ops.base import CAST, SCALE
+from polyaccel.zero.plan.layout import Slice
+from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Optimizers of torch whose update of an element depends on that element alone."""
+
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States that torch's optimizers keep once for a parameter. For one without dimensions, the shape does not tell these
+from states of its elements."""
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
+    """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
+
+    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks.
+    """
+    known = type(optimizer) in ELEMENTWISE
+    if sharded and not known and not allow_untested:
+        name = type(optimizer).__name__
+        raise ShardingError(
+            f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
+            cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
+            value=name,
+        )
+    return known or sharded
+
+
+class ClientOptimizer(SliceOptimizer):
+    """Adapts `optimizer`, whose groups hold parameters of the module named by `names`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], *, flat: bool) -> None:
+        self.optimizer = optimizer
+        self._flat = flat
+        self._names = names
+        self._places: dict[tuple[int, str], tuple[Slice, Tensor]] = {}
+        self._shards: dict[int, Shard] = {}
+        self._members: list[list[Tensor]] = []
+        """For each group, what stands for its parameters on this rank while the optimizer steps."""
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class, and whether it steps on slices: states go over to an optimizer of the same kind."""
+        name = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+        return f"{name} on {'slices' if self._flat else 'whole parameters'}"
+
+    def bind(self, shards: Sequence[Shard]) -> None:
+        """Find the views of the shards' master weights that stand for the parameters; cut the states there are.
+
+        The shards are in resident tiers.
+        """
+        self._shards = {shard.bucket.index: shard for shard in shards}
+        parameters = {fqn: parameter for parameter, fqn in self._names.items()}
+        earlier = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        views: dict[str, Tensor] = {}
+        for shard in shards:
+            for piece in shard.slices:
+                view = shard.master.view(piece.shard_offset, piece.length).raw
+                parameter = parameters[piece.fqn]
+                tensor = view if self._flat else view.view(parameter.shape)
+                if parameter in earlier:
+                    self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
+                views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket
+                self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
+            self._adopt_states(shard)
+        for group in self.optimizer.param_groups:
+            names = [self._names[parameter] for parameter in group["params"]]
+            self._members.append([views[name] for name in names if name in views])
+
+    @contextmanager
+    def _on_slices(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold this rank's slices instead of the module's parameters."""
+        groups = self.optimizer.param_groups
+        originals = [group["params"] for group in groups]
+        for group, members in zip(groups, self._members, strict=True):
+            group["params"] = members
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, originals, strict=True):
+                group["params"] = parameters
+
+    def update(
+        self,
+        shards: Iterable[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        ready = []
+        for shard in shards:  # one step for all of them, which is why `bind` asks for resident tiers
+            ready.append(shard)
+            assert shard.grad is not None  # set by the step
+            reduced = grad = shard.grad
+            is_staged = shard.tier.compute is not communicator.accelerator  # in memory that the next shard uses
+            if is_staged or grad.dtype is not shard.master.dtype:
+                grad = shard.tier.compute.allocate(shard.master.numel, shard.master.dtype)
+                grad.copy_from(reduced)
+            if grad_scale != 1.0:
+                shard.kernels[SCALE](grad, grad_scale)
+            for piece in shard.slices:
+                _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+                view = grad.view(piece.shard_offset, piece.length).raw.view(tensor.shape)
+                tensor.grad = view if shard.updates(piece) else None
+        with self._on_slices():
+            self.optimizer.step()
+        for shard in ready:
+            self._adopt_states(self._shards[shard.bucket.index])
+            for piece in shard.slices:
+                self._places[(shard.bucket.index, piece.fqn)][1].grad = None
+            for run in shard.runs:
+                master, _, out, _ = shard.cut(run)
+                if out is not None:
+                    shard.kernels[CAST](master, out, run.rounding)
+            yield shard
+
+    def _adopt_states(self, shard: Shard) -> None:
+        """Move states as long as their slice into flat buffers of the shard, once, and leave views in their place."""
+        if not self._flat:
+            return
+        for piece in shard.slices:
+            _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+            state = self.optimizer.state.get(tensor, {})
+            for name, value in state.items():
+                if _is_elementwise(name, value, piece.length, tensor):
+                    held = shard.states.get(name) or shard.allocate_state(name, dtype_of(value.dtype))
+                    view = held.view(piece.shard_offset, piece.length)
+                    if value.data_ptr() != view.data_ptr():
+                        view.raw.copy_(value)
+                        state[name] = view.raw
+
+    def whole_state(self) -> bytes | None:
+        """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat."""
+        if self._flat:
+            return None
+        stream = io.BytesIO()
+        with self._on_slices():
+            torch.save(self.optimizer.state_dict(), stream)
+        return stream.getvalue()
+
+    def load_whole_state(self, data: bytes) -> None:
+        """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
+        groups = self.optimizer.param_groups
+        with self._on_slices():
+            saved = torch.load(io.BytesIO(data), weights_only=True)
+            self.optimizer.load_state_dict(saved)
+        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
+
+    def holds(self, shard: Shard, fqn: str, name: str) -> bool:
+        """Whether the parameter has state `name` in the shard: none before its first update, whatever others have."""
+        _, tensor = self._places[(shard.bucket.index, fqn)]
+        return name in self.optimizer.state.get(tensor, {})
+
+    def scalar_states(self) -> dict[str, dict[str, float]]:
+        """States of one number each, such as step counts, by parameter name."""
+        found: dict[str, dict[str, float]] = {}
+        for (_, fqn), (_, tensor) in self._places.items():
+            numbers = {name: _number(value) for name, value in self.optimizer.state.get(tensor, {}).items()}
+            found[fqn] = {name: number for name, number in numbers.items() if number is not None}
+        return {fqn: numbers for fqn, numbers in found.items() if numbers}
+
+    def restore(
+        self, shards: Sequence[Shard], scalars: Mapping[str, Mapping[str, float]], is_saved: Callable[[str, str], bool]
+    ) -> None:
+        """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
+
+        `is_saved(fqn, name)` says which states the parameters had; one that had none has none again.
+        """
+        for shard in shards:
+            for piece in shard.slices:
+                _, tensor = self._places[(shard.bucket.index, piece.fqn)]
+                state: dict[str, Any] = {
+                    name: torch.tensor(number, dtype=torch.float32)
+                    for name, number in scalars.get(piece.fqn, {}).items()
+                }
+                for name, buffer in shard.states.items():
+                    if is_saved(piece.fqn, name):
+                        state[name] = buffer.view(piece.shard_offset, piece.length).raw
+                self.optimizer.state.pop(tensor, None)
+                if state:
+                    self.optimizer.state[tensor] = state
+
+
+def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:
+    """The part of a parameter's present state that belongs to a slice of it."""
+    if not flat:
+        return dict(state)
+    end = piece.start + piece.length
+    return {
+        name: value.detach().flatten()[piece.start : end].clone()
+        if _is_elementwise(name, value, parameter.numel(), parameter)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _is_elementwise(name: str, value: Any, numel: int, parameter: Tensor) -> bool:
+    """Whether a state has one value for each of the `numel` elements of `parameter`, or of a slice of it."""
+    if not isinstance(value, Tensor) or value.numel() != numel:
+        return False
+    return value.dim() > 0 or (parameter.dim() == 0 and name not in _NUMBERS)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return float(value)
+    return None

@@ -1,0 +1,303 @@
+"""The loader that `initialize(training_data=...)` gives: a torch DataLoader that shuffles anew in each epoch, knows how
+far it has come, and goes on from there after a restart, at another world size too. And batches on their way: to the
+device, into another type, and the loss that a module makes of them.
+
+[Note: Positions]
+Every epoch has one global order of samples, a function of seed and epoch only. Micro-batch k of all ranks together is
+the next `micro_batch_size * world_size` samples of it, dealt out in turn: sample i of them goes to rank
+i % world_size, as torch's DistributedSampler does. So how far an epoch has come is one integer, counted in samples of
+all ranks, that means the same for any number of ranks and any micro-batch size. A micro-batch counts when it is handed
+out, not when a worker has prepared it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import cycle, islice
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from polyaccel.errors import CheckpointError, ConfigError, PolyaccelError, Problem
+
+_LOG = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PRIME = 1_000_003
+
+
+class PositionedSampler(DistributedSampler[Any]):
+    """torch's DistributedSampler, that can begin in the middle: at `position` samples (of all ranks) into the epoch.
+
+    Without `drop_last` the last samples are filled up from the beginning of the epoch's order, so that all ranks get
+    equally many; with it, what does not fill a micro-batch on every rank is left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        if not isinstance(dataset, Sized):
+            cure = "give it a __len__, or make it a torch IterableDataset"
+            problem = Problem("training_data", type(dataset).__name__, "has no length", cure)
+            raise ConfigError([problem], source="initialize")
+        super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.total_samples = len(dataset)
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = micro_batch_size * world_size
+        self.position = 0
+
+    def micro_batches_from(self, position: int) -> int:
+        """How many micro-batches each rank gets of the rest of an epoch after `position` samples."""
+        left = max(0, self.total_samples - position)
+        return left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order()
+        rest = order[self.position :]
+        if self.drop_last:
+            del rest[len(rest) // self.global_batch_size * self.global_batch_size :]
+        else:
+            rest += islice(cycle(order), -len(rest) % self.num_replicas)
+        return iter(rest[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        left = max(0, self.total_samples - self.position)
+        if self.drop_last:
+            return left // self.global_batch_size * self.micro_batch_size
+        return -(-left // self.num_replicas)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.total_samples))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        indices: list[int] = torch.randperm(self.total_samples, generator=generator).tolist()
+        return indices
+
+
+class ShardedDataLoader(Generic[_T]):
+    """This rank's micro-batches of a dataset. One iteration is one epoch; `RepeatingLoader` goes on for ever.
+
+    Each `iter` begins a new epoch with a new order, also when the last one was not finished; only the first one after
+    `load_state_dict` goes on where that was saved. One iteration at a time.
+
+    An IterableDataset is taken as it is: sharding it over ranks is its own business, and every rank must get equally
+    many micro-batches of it. Its `set_epoch` is called if it has one. It resumes by reading and dropping the samples
+    that were seen.
+
+    Workers have other random seeds in every epoch, on every rank and in every worker, and the process's own generators
+    are left alone. A resumed epoch seeds its workers afresh: only the *order* of samples is exactly continued there.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], _T] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """`micro_batch_size` samples on each of `world_size` ranks make a micro-batch.
+
+        Raises ConfigError for sizes that cannot be, and for a dataset that does not give a single micro-batch.
+        """
+        sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "world_size": world_size}
+        problems = [Problem(key, value, "expected at least 1") for key, value in sizes.items() if value < 1]
+        if not 0 <= rank < max(1, world_size):
+            problems.append(Problem("rank", rank, f"expected 0 to {world_size - 1}"))
+        if problems:
+            raise ConfigError(problems, source="training_data")
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.world_size = world_size
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._resuming = False
+        self.sampler: PositionedSampler | None = None
+        if not isinstance(dataset, IterableDataset):
+            self.sampler = PositionedSampler(
+                dataset,
+                micro_batch_size=micro_batch_size,
+                rank=rank,
+                world_size=world_size,
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+            )
+            self._refuse_empty(self.sampler)
+        self._worker_seeds = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=micro_batch_size,
+            sampler=self.sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=self._worker_seeds,
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a micro-batch of all ranks together."""
+        return self.micro_batch_size * self.world_size
+
+    def __len__(self) -> int:
+        """Micro-batches that a whole epoch gives each rank. Raises TypeError for a dataset without a length."""
+        return self.sampler.micro_batches_from(0) if self.sampler else len(self._loader)
+
+    def __iter__(self) -> Iterator[_T]:
+        if self.position and not self._resuming:
+            self._end_epoch()
+        self._resuming = False
+        return self._sampled(self.sampler) if self.sampler else self._streamed()
+
+    def _sampled(self, sampler: PositionedSampler) -> Iterator[_T]:
+        if not sampler.micro_batches_from(self.position):  # less is left than one micro-batch of the present size
+            self._end_epoch()
+        micro_batches = sampler.micro_batches_from(self.position)
+        sampler.position = self.position
+        sampler.set_epoch(self.epoch)
+        self._seed_workers()
+        for number, micro_batch in enumerate(self._loader, start=1):
+            # The epoch ends with its last micro-batch, not when somebody asks for one more: a state saved in between
+            # would otherwise resume into an empty epoch.
+            if number == micro_batches:
+                self._end_epoch()
+            else:
+                self.position += self.global_batch_size
+            yield micro_batch
+
+    def _streamed(self) -> Iterator[_T]:
+        handed_out = False
+        while not handed_out:
+            seen, rest = divmod(self.position, self.global_batch_size)
+            if rest:
+                _LOG.warning("an IterableDataset resumes at whole micro-batches: %d samples come again", rest)
+            if seen:
+                _LOG.info("reading past %d micro-batches of an IterableDataset to resume", seen)
+            self.position = seen * self.global_batch_size
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.epoch)
+            self._seed_workers()
+            for micro_batch in islice(self._loader, seen, None):
+                handed_out = True
+                self.position += self.global_batch_size
+                yield micro_batch
+            self._end_epoch()
+            if not seen:
+                return  # a whole epoch, even if it was empty; resumed at its very end, there is the next one to give
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next micro-batch is: the same on all ranks, and in terms of samples of all ranks."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` was made.
+
+        Raises CheckpointError when the position means nothing here: another dataset length, seed or shuffling.
+        """
+        wrong = {key: state_dict.get(key) for key, value in self._identity().items() if state_dict.get(key) != value}
+        wrong |= {key: value for key in ("epoch", "position") if not _is_count(value := state_dict.get(key))}
+        if wrong:
+            raise CheckpointError(
+                f"the saved position in the training data does not fit: {wrong!r} is saved, "
+                f"this loader has { {key: value for key, value in self._identity().items() if key in wrong}!r}",
+                cure="resume with the same training data and seed, or do not load the loader's state",
+                value=wrong,
+            )
+        self.epoch = state_dict["epoch"]
+        self.position = state_dict["position"]
+        self._resuming = True
+
+    def _identity(self) -> dict[str, Any]:
+        """The values that decide the order of samples, apart from the epoch."""
+        if self.sampler is None:
+            return {"samples": None, "seed": None, "shuffle": None}
+        return {"samples": self.sampler.total_samples, "seed": self.seed, "shuffle": self.sampler.shuffle}
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self.position = 0
+
+    def _seed_workers(self) -> None:
+        # DataLoader draws one base seed an epoch from this generator and adds the worker's number to it.
+        parts = ((self.seed * _PRIME + self.epoch) * _PRIME + self.position) * _PRIME + self.rank
+        self._worker_seeds.manual_seed(parts % 2**63)
+
+    def _refuse_empty(self, sampler: PositionedSampler) -> None:
+        if not sampler.micro_batches_from(0):
+            need = self.global_batch_size if sampler.drop_last else 1
+            expected = f"{sampler.total_samples} samples do not make one micro-batch: expected at least {need}"
+            cure = "give more data, lower the micro-batch size, or turn dataloader_drop_last off"
+            raise ConfigError([Problem("training_data", sampler.total_samples, expected, cure)], source="initialize")
+
+
+class RepeatingLoader(Generic[_T]):
+    """Goes through `loader` again and again. Raises ConfigError when it gives nothing at all."""
+
+    def __init__(self, loader: Iterable[_T]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[_T]:
+        while True:
+            empty = True
+            for item in self.loader:
+                empty = False
+                yield item
+            if empty:
+                problem = Problem("training_data", self.loader, "gives no micro-batch", "give it some data")
+                raise ConfigError([problem], source="RepeatingLoader")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch`, any nesting of containers, with its tensors on `device`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """`values`, any nesting of containers, with its floating tensors as `dtype`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss among a module's outputs: the tensor itself, `outputs.loss`, `outputs["loss"]`, or the first of a tuple.
+
+    Raises PolyaccelError when there is none.
+    """
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
+        found = outputs[0] if outputs else None
+    elif not isinstance(outputs, Tensor):
+        found = getattr(outputs, "loss", None)
+    if not isinstance(found, Tensor):
+        kind = type(outputs).__name__
+        cure = "let the module return its loss: alone, first in a tuple, or as `loss`"
+        raise PolyaccelError(f"the module returned a {kind} without a loss", cure=cure, value=kind)
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

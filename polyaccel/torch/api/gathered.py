@@ -1,0 +1,186 @@
+"""Sharded parameters made whole for a while, to be read or changed: `GatheredParameters`, and everything at once for
+generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from polyaccel.errors import ShardingError
+from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, note_version
+from polyaccel.torch.params.units import register_external_parameter
+
+
+@dataclass(eq=False)
+class _Opening:
+    """The parameters of one engine that are open: `fqns` were asked for, `neighbours` share their buckets and became
+    whole too."""
+
+    owner: ParameterOwner
+    fqns: list[str]
+    buckets: list[int]
+    neighbours: list[str]
+
+    def changed(self) -> list[str]:
+        """Names of the parameters that somebody wrote to on this rank."""
+        params = self.owner.step.params
+        return [
+            fqn
+            for fqn in (*self.fqns, *self.neighbours)
+            if has_changed(self.owner.parameter(fqn)) or (self.owner.checks_contents and params.differs(fqn))
+        ]
+
+
+class GatheredParameters:
+    """A context in which `params` are whole. Collective: every rank enters and leaves it alike.
+
+    With `modifier_rank`, what that rank wrote into them is broadcast when the context is left, and master weights
+    follow. Without one nothing may be written: a change, noticed by the parameters' version counters (or by their
+    values, with `zero_optimization.enable_sanity_checks`), raises ShardingError on every rank and names the parameter;
+    sharded parameters keep their old values then. An exception that leaves the context writes nothing back.
+
+    `params` is a parameter or an iterable of them; those that belong to no engine are left alone. Contexts nest, and
+    one may be entered again. `fwd_module` will gather them in its forward from now on, as with
+    `register_external_parameter`. Works at every stage. `enabled=False` makes it do nothing.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._params = [param for param in given if isinstance(param, nn.Parameter)] if enabled else []
+        self._modifier_rank = modifier_rank
+        self._open: list[list[_Opening]] = []
+        if fwd_module is not None:
+            for param in self._params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        openings = self._openings()
+        self._open.append(openings)
+        for opening in openings:
+            params = opening.owner.step.params
+            params.settle_shared(opening.buckets)
+            for index in opening.buckets:
+                params.hold(index)
+            for fqn in (*opening.fqns, *opening.neighbours):
+                _open(opening.owner, fqn)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        openings = self._open.pop()
+        try:
+            if kind is None:
+                for opening in openings:
+                    self._write_back(opening)
+        finally:
+            for opening in openings:
+                _close(opening)
+
+    def _openings(self) -> list[_Opening]:
+        """The parameters to open, engine by engine, in the engine's own order, which is the same on every rank."""
+        asked: dict[ParameterOwner, set[str]] = {}
+        for param in self._params:
+            home = home_of(param)
+            if home is not None and home.owner is not None:
+                asked.setdefault(home.owner, set()).add(home.fqn)
+        openings = []
+        for owner, names in asked.items():
+            step = owner.step
+            ranks = step.communicator.world_size
+            if self._modifier_rank is not None and not 0 <= self._modifier_rank < ranks:
+                raise ShardingError(
+                    f"modifier_rank {self._modifier_rank} is none of the {ranks} ranks",
+                    cure=f"use 0 to {ranks - 1}",
+                    value=self._modifier_rank,
+                )
+            fqns = sorted(names, key=step.layout.position.__getitem__)
+            buckets = sorted({step.layout.locate(fqn)[0].index for fqn in fqns})
+            members = [
+                slot.param.fqn
+                for index in buckets
+                if index in step.params.gathering
+                for slot in step.layout.buckets[index].slots
+            ]
+            openings.append(_Opening(owner, fqns, buckets, [fqn for fqn in members if fqn not in names]))
+        return openings
+
+    def _write_back(self, opening: _Opening) -> None:
+        """Broadcast the changes of the modifier rank. Raises ShardingError on all ranks for a change by anybody
+        else."""
+        step = opening.owner.step
+        changed = [set(names) for names in step.communicator.all_gather_object(opening.changed())]
+        may_change = set() if self._modifier_rank is None else set(opening.fqns)
+        for rank, names in enumerate(changed):
+            strangers = sorted(names - may_change)
+            if strangers:
+                raise _changed_in_vain(strangers, rank, asked_for=strangers[0] in opening.fqns)
+        if self._modifier_rank is None:
+            return
+        for fqn in opening.fqns:
+            place, slot = step.params.locate(fqn)
+            values = step.params.full(place.bucket.index).view(slot.offset, slot.param.numel)
+            if step.communicator.world_size > 1 and values.numel:
+                step.communicator.broadcast(
+                    values, self._modifier_rank, label="changed parameters", bucket=place.bucket.index
+                )
+            step.params.adopt(fqn)
+            note_version(opening.owner.parameter(fqn))
+        opening.owner.on_update()
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The module of an engine (or a module that an engine trains) with all its parameters whole.
+
+    Nothing is exchanged while it is used, so ranks may generate texts of different lengths. Needs memory for the whole
+    model; `stage3_max_live_parameters` does not bound it. Collective on entering.
+    """
+    own = model._modules.get("module")
+    inner = own if own is not None and hasattr(model, "zero_optimization_stage") else model
+    with GatheredParameters(inner.parameters()):
+        yield inner
+
+
+def _open(owner: ParameterOwner, fqn: str) -> None:
+    """Note where a parameter's changes start, unless it is open already."""
+    parameter = owner.parameter(fqn)
+    home = home_of(parameter)
+    assert home is not None  # it was found by it
+    if home.openings == 0:
+        if has_changed(parameter):  # written to before, while it was whole
+            owner.step.params.adopt(fqn)
+        note_version(parameter)
+    home.openings += 1
+
+
+def _close(opening: _Opening) -> None:
+    owner = opening.owner
+    for fqn in (*opening.fqns, *opening.neighbours):
+        parameter = owner.parameter(fqn)
+        home = home_of(parameter)
+        if home is not None:
+            home.openings -= 1
+            if home.openings == 0 and owner.is_sharded(fqn):
+                note_version(parameter)  # a change that was refused is reported once
+    for index in opening.buckets:
+        owner.step.params.drop(index)
+
+
+def _changed_in_vain(names: list[str], rank: int, *, asked_for: bool) -> ShardingError:
+    if asked_for:
+        what, cure = "without a modifier rank", "pass modifier_rank=, the rank whose changes count"
+    else:
+        what, cure = "although it was not among the given parameters", "pass it to GatheredParameters too"
+    return ShardingError(
+        f"parameter {names[0]!r} was changed on rank {rank} inside GatheredParameters {what}", cure=cure, value=names
+    )

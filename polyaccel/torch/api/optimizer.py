@@ -1,0 +1,93 @@
+"""The `optimizer` that torch users hold: groups whose learning rates they and their schedules change, and a `step`.
+
+The numbers live in the ZeRO step's slices. `ZeroOptimizer` is a `torch.optim.Optimizer` so that every scheduler accepts
+it; its `param_groups` are read anew at each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyaccel.engine.resuming import hyperparameters, load_groups
+from polyaccel.errors import ConfigError, InvariantError, Problem, ShardingError
+from polyaccel.ops.optimizers import OPTIMIZERS
+
+ParamGroups = list[dict[str, Any]]
+
+
+def make_groups(parameters: Iterable[Any] | None, module: nn.Module, defaults: Mapping[str, Any]) -> ParamGroups:
+    """Optimizer groups from what `initialize` was given: parameters, group dicts, or None for all of the module's."""
+    given = list(parameters) if parameters is not None else list(module.parameters())
+    groups = [dict(entry) for entry in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        group["params"] = [parameter for parameter in members if parameter.requires_grad]
+        for key, value in defaults.items():
+            group.setdefault(key, value)
+    return groups
+
+
+def torch_optimizer(name: str, params: Mapping[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
+    """An optimizer of torch by its exact class name. Raises ConfigError when torch has none, or refuses `params`."""
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
+        known = ", ".join(OPTIMIZERS)
+        cure = f"use one of {known}, or the exact name of a class of torch.optim"
+        raise ConfigError([Problem("optimizer.type", name, "no optimizer has this name", cure)])
+    try:
+        return kind(groups, **params)
+    except (TypeError, ValueError) as error:
+        cure = f"see torch.optim.{name}"
+        raise ConfigError([Problem("optimizer.params", dict(params), f"{name} refuses them: {error}", cure)]) from error
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer as torch sees it.
+
+    `param_groups` hold the module's parameters and the hyperparameters; `step` is the engine's update, without the
+    bookkeeping of `engine.step()`. Its state is sharded, so `state_dict` has the groups only: the engine's checkpoint
+    has the rest.
+    """
+
+    def __init__(self, groups: ParamGroups, update: Callable[[], None]) -> None:
+        # The base class refuses an empty list of groups; give it the fields that it promises to schedulers and leave
+        # the rest to the slices.
+        self._update = update
+        self._is_built = False
+        super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
+        self._is_built = True
+        self.param_groups = groups
+        self.defaults = hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise InvariantError("the engine's optimizer takes no closure", cure="compute the loss, then engine.step()")
+        self._update()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ShardingError: the trained parameters were laid out when the engine was built.
+
+        The base class's own would load torch's compiler, seconds of every start, for nothing.
+        """
+        if self._is_built:
+            raise ShardingError(
+                "a group of parameters was added to an engine's optimizer, which would not train it",
+                cure="pass all groups to polyaccel.initialize; lr 0 keeps one still until it is wanted",
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The hyperparameters of the groups."""
+        return {"param_groups": [hyperparameters(group) for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        load_groups(self.param_groups, state_dict["param_groups"])

@@ -1,0 +1,1 @@
+"""Parameters whose values are known but not computed: `zero.Init`."""

@@ -1,0 +1,243 @@
+"""Where sharded parameters are gathered: around the forward and the backward of the modules that use them.
+
+[Note: Forward]
+A *site* is a module and the buckets that it needs: a unit with all its parameters, or a module outside of the units
+with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
+
+[Note: Backward]
+The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
+around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
+when another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the
+order of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of
+its buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd
+asks for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from polyaccel.buffer import Buffer
+from polyaccel.torch.gathering.saved_views import SavedViews
+from polyaccel.torch.gathering.sharded import EngineHook
+from polyaccel.zero.step import ZeroStep
+
+log = getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Site:
+    """A module and the sharded buckets that it needs. `calls` count forwards whose backward is to come, `entries` the
+    backwards that began in this pass; `usual_entries` is their number in the last one."""
+
+    name: str
+    module: nn.Module
+    buckets: list[int]
+    held: list[int] | None = None
+    """The buckets that are held for the backward under way; None outside."""
+    calls: int = 0
+    entries: int = 0
+    usual_entries: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more gradients are expected of it in this pass."""
+        return self.held is None and self.entries >= max(self.calls, self.usual_entries)
+
+    def is_around(self, other: Site) -> bool:
+        return self.name == "" or other.name.startswith(f"{self.name}.")
+
+
+@dataclass(eq=False)
+class Call:
+    """A site whose forward is running, or has run; `held` is what will be dropped after it."""
+
+    site: Site
+    held: list[int] = field(default_factory=list)
+    hooks: saved_tensors_hooks | None = None
+    has_entered: bool = False
+    """Its backward has begun."""
+
+
+class Sites:
+    """The sites of `module`, by hooks on its parts. `buckets_of` gives the sharded buckets of a part, by its full
+    name. `begin` is called when the backward of a site begins."""
+
+    def __init__(
+        self, module: nn.Module, step: ZeroStep, buckets_of: dict[str, list[int]], begin: Callable[[], None]
+    ) -> None:
+        self._step = step
+        self._begin = begin
+        self._gathering = step.params.gathering
+        self._saved = SavedViews(self._gathering, self._want)
+        self._calls: list[Call] = []
+        self._loose: list[int] = []
+        """Buckets that are held until the backward pass ends, outside of any site."""
+        self._in_backward: list[Site] = []
+        self._handles: list[Any] = []
+        self._names = {part: name for name, part in module.named_modules()}
+        self._is_compiled = any("_orig_mod" in part._modules or part._compiled_call_impl for part in self._names)
+        self._sites: dict[nn.Module, Site] = {}
+        self._of_bucket: dict[int, list[Site]] = {}
+        for part, name in self._names.items():
+            if name in buckets_of or part is module:
+                self._add_site(part, buckets_of.get(name, ()))
+
+    def _add_site(self, part: nn.Module, buckets: Iterable[int]) -> Site:
+        site = self._sites[part] = Site(self._names[part], part, [])
+        self.add_buckets(part, buckets)
+        self._handles += self._hook(site)
+        return site
+
+    def add_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """From now on gather `buckets` around `part` too."""
+        site = self._sites.get(part) or self._add_site(part, ())
+        for index in buckets:
+            if index not in site.buckets:
+                site.buckets.append(index)
+                self._of_bucket.setdefault(index, []).append(site)
+
+    def remove_buckets(self, part: nn.Module, buckets: Iterable[int]) -> None:
+        """No longer gather `buckets` around `part`."""
+        site = self._sites.get(part)
+        for index in buckets:
+            if site is not None and index in site.buckets:
+                site.buckets.remove(index)
+                self._of_bucket[index].remove(site)
+
+    def release(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # What the adapter reports.
+
+    def on_bound(self, index: int, view: Buffer) -> None:
+        """A parameter of a bucket was given values in `view`."""
+        self._saved.on_bound(index, view)
+
+    def on_freed(self, index: int) -> None:
+        """A bucket is sharded again."""
+        self._saved.on_freed(index)
+
+    def on_update(self) -> None:
+        """Parameters have changed: graphs built on the old values are of no use."""
+        self._saved.on_update()
+
+    def end_pass(self) -> None:
+        """The backward pass is over, or given up."""
+        while self._in_backward:
+            self._leave(self._in_backward[-1])
+        while self._loose:
+            self._gathering.drop(self._loose.pop())
+        for site in self._sites.values():
+            site.usual_entries, site.entries, site.calls = site.entries, 0, 0
+
+    def demand(self, buckets: Iterable[int]) -> bool:
+        """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
+        if self._calls:
+            call = self._calls[-1]
+            for index in buckets:
+                if index not in call.site.buckets:
+                    log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
+                    self.add_buckets(call.site.module, [index])
+                    self._gathering.will_change_order()
+                self._hold(call, index)
+            return True
+        if self._step.in_pass:
+            for index in buckets:
+                self._want(index)
+            return True
+        return False
+
+    # Forward.
+
+    def _hook(self, site: Site) -> Iterable[Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not site.module:  # a copy of the module, which took the hooks along
+                return
+            call = Call(site)
+            self._calls.append(call)
+            for index in site.buckets:
+                self._hold(call, index)
+            if torch.is_grad_enabled():
+                call.hooks = self._saved.enter()
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._calls or self._calls[-1].site is not site or module is not site.module:
+                return  # the forward raised before `before` ran
+            call = self._calls.pop()
+            if call.hooks is not None:
+                call.hooks.__exit__(None, None, None)
+            if torch.is_grad_enabled():
+                self._watch(call, output)
+            for index in reversed(call.held):
+                self._gathering.drop(index)
+
+        enter, leave = EngineHook(before), EngineHook(after)
+        if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
+            disable: Callable[[EngineHook], EngineHook] = torch.compiler.disable
+            enter, leave = disable(enter), disable(leave)
+        yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def _hold(self, call: Call, index: int) -> None:
+        self._gathering.hold(index, learn=self._learns)
+        call.held.append(index)
+
+    @property
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and self._step.optimizer is not None
+
+    # Backward.
+
+    def _watch(self, call: Call, output: Any) -> None:
+        """Notice when the backward of `call` begins."""
+        watched = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None
+        ]
+        for leaf in watched:
+            leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
+        if watched and not self._step.in_pass:  # else it is a recomputation, whose call is counted already
+            call.site.calls += 1
+
+    def _enter(self, call: Call) -> None:
+        """The backward of `call` begins, unless it has begun already. See [Note: Backward]."""
+        self._begin()
+        site = call.site
+        for other in self._in_backward[::-1]:
+            if other is not site and not other.is_around(site) and not site.is_around(other):
+                self._leave(other)
+        if not call.has_entered:
+            call.has_entered = True
+            site.entries += 1
+        if site.held is None:
+            site.held = []
+            self._in_backward.append(site)
+            for index in list(site.buckets):
+                self._gathering.hold(index, learn=self._step.optimizer is not None)
+                site.held.append(index)
+
+    def _leave(self, site: Site) -> None:
+        """The backward of `site` is over, as far as it has begun."""
+        held, site.held = site.held or [], None
+        self._in_backward.remove(site)
+        for index in reversed(held):
+            self._gathering.drop(index)
+        self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
+
+    def _want(self, index: int) -> None:
+        """Hold a bucket until the backward pass ends."""
+        self._gathering.hold(index)
+        self._loose.append(index)

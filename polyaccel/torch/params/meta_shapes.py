@@ -1,0 +1,118 @@
+"""The shape of a torch model for the planner: built on the meta device, so that it costs no memory.
+
+The model comes from a function of the user's (`module:function`) or from a Hugging Face config directory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyaccel.errors import PolyaccelError
+from polyaccel.planning.model import ModelShape
+from polyaccel.policies import ModuleRules
+from polyaccel.torch.params.leaf_modules import mark_configured_leaves
+from polyaccel.torch.params.specs import convert_buffers, in_gradient_order, parameter_specs
+from polyaccel.torch.params.units import find_units, units_of_parameters
+
+
+def shape_of_function(path: str, rules: ModuleRules) -> ModelShape:
+    """The model that `module:function` returns when it is called without arguments on the meta device.
+
+    The module is looked for in the working directory too. Raises PolyaccelError when it has no such function, when that
+    fails or returns no module.
+    """
+    build = _function(path)
+    with torch.device("meta"):
+        try:
+            model = build()
+        except Exception as error:
+            raise PolyaccelError(
+                f"{path}() failed on the meta device: {type(error).__name__}: {error}",
+                cure="it is called without arguments and must not compute with values",
+                value=path,
+            ) from error
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise PolyaccelError(f"{path}() returned a {kind}", cure="return a torch.nn.Module", value=kind)
+    return shape_of_module(model, f"{path}()", rules)
+
+
+def shape_of_directory(directory: Path, rules: ModuleRules) -> ModelShape:
+    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model.
+
+    Raises PolyaccelError without transformers, and when it does not understand the directory.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise PolyaccelError(
+            f"{directory} is a directory, and reading a Hugging Face config needs transformers: {error}",
+            cure="pip install transformers, or pass module:function or a number of parameters",
+            value=str(directory),
+        ) from error
+    try:
+        described = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        architecture = _architecture(directory)
+        with torch.device("meta"):
+            if architecture is not None and isinstance(kind := getattr(transformers, architecture, None), type):
+                model = kind(described)
+            else:
+                model = transformers.AutoModel.from_config(described)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise PolyaccelError(
+            f"transformers makes no model of {directory}: {type(error).__name__}: {error}",
+            cure="pass a directory with the config.json of a model",
+            value=str(directory),
+        ) from error
+    return shape_of_module(model, f"{type(model).__name__} of {directory}", rules)
+
+
+def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules) -> ModelShape:
+    """The shape of a model whose parameters that require a gradient are all trained under `rules`; values are not read.
+
+    Raises ConfigError for leaf modules that the model does not have.
+    """
+    convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
+    mark_configured_leaves(model, rules.leaves)
+    specs = parameter_specs(model, [list(model.parameters())], rules.param_dtype)
+    units = units_of_parameters(model, find_units(model))
+    buffer_nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return ModelShape(summary, in_gradient_order(specs), units, buffer_nbytes)
+
+
+def _architecture(directory: Path) -> str | None:
+    named = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures") or [None]
+    return named[0] if isinstance(named[0], str) else None
+
+
+def _function(path: str) -> Callable[[], Any]:
+    name, _, attribute = path.partition(":")
+    with _working_directory_first():
+        try:
+            function = getattr(import_module(name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise PolyaccelError(
+                f"{path} cannot be imported: {error}", cure="write module:function, as seen from here", value=path
+            ) from error
+    if not callable(function):
+        raise PolyaccelError(f"{path} is a {type(function).__name__}", cure="name a function", value=path)
+    return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _working_directory_first() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,194 @@
+"""Which engine owns a parameter, and whether the parameter still has the values that its engine knows.
+
+`home_of` is the way from a parameter that a user holds to its engine. Homes are kept beside the parameters, not on
+them, so that parameters pickle and copy like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from polyaccel.errors import ShardingError
+from polyaccel.zero.buckets.params import ParamStore
+from polyaccel.zero.step import ZeroStep
+
+
+class ParameterOwner(Protocol):
+    """The adapter of an engine, as the functions see it that users call with one of its parameters."""
+
+    checks_contents: bool
+    """Look for changes of gathered parameters at their values, not only at their version counters."""
+
+    @property
+    def step(self) -> ZeroStep:
+        """The ZeRO step that holds the parameters. Raises ShardingError once the engine is closed, or while states are
+        offloaded."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """The gradients that the step holds were multiplied with this."""
+
+    @property
+    def whereabouts(self) -> tuple[str, str]:
+        """Where a parameter without values is, and what its user can do."""
+
+    def parameter(self, fqn: str) -> nn.Parameter: ...
+
+    def is_sharded(self, fqn: str) -> bool:
+        """Whether a parameter is whole only while it is gathered."""
+
+    def demand(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Make `parameters` whole if that is safe now; False if it is not."""
+
+    def answer(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
+        not."""
+
+    def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Gather `parameter` around `module` too, if it is sharded."""
+
+    def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Undo `register_external`."""
+
+    def on_update(self) -> None:
+        """The parameters have new values: graphs built on the old ones must not be used any more."""
+
+
+@dataclass(eq=False)
+class Home:
+    """Where a parameter's values live, and which adapter owns it.
+
+    `version` is its version counter when its values were last those that the engine knows. `is_whole` is False while it
+    is sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
+    `openings` counts the `GatheredParameters` that it is open in.
+    """
+
+    fqn: str
+    owner_ref: ReferenceType[ParameterOwner]
+    version: int
+    is_whole: bool = True
+    kind: type[nn.Parameter] = nn.Parameter
+    placeholder: Tensor | None = None
+    openings: int = 0
+
+    @property
+    def owner(self) -> ParameterOwner | None:
+        """The adapter; None once its engine is gone."""
+        return self.owner_ref()
+
+
+_homes = WeakIdKeyDictionary()
+
+
+def home_of(parameter: Tensor) -> Home | None:
+    """The home of a parameter; None if it belongs to no engine."""
+    home: Home | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
+    return home
+
+
+def has_changed(parameter: nn.Parameter) -> bool:
+    """Whether somebody wrote to `parameter` since its version was noted."""
+    home = home_of(parameter)
+    return home is not None and parameter._version != home.version
+
+
+def note_version(parameter: nn.Parameter) -> None:
+    """The values of `parameter` are known to its engine now."""
+    home = home_of(parameter)
+    if home is not None:
+        home.version = parameter._version
+
+
+class OwnedParameters:
+    """The parameters of `module`, which belong to `owner` until `leave`: their names, and changes by users.
+
+    Tied parameters appear once, under their first name.
+    """
+
+    def __init__(self, module: nn.Module, owner: ParameterOwner) -> None:
+        self.by_name = dict(module.named_parameters())
+        self.names = {parameter: fqn for fqn, parameter in self.by_name.items()}
+        """Each parameter's fully qualified name."""
+        self.homes: dict[str, Home] = {}
+        for fqn, parameter in self.by_name.items():
+            self.homes[fqn] = _homes[parameter] = Home(fqn, ref(owner), parameter._version)
+        self._frozen = {fqn: parameter for fqn, parameter in self.by_name.items() if not parameter.requires_grad}
+        self._changed_in_passing: list[str] = []
+        self._module = module
+        self._parts = list(module.modules())  # kept, so that no new object has the address of an old one
+        self._members = self._addresses()
+
+    def leave(self) -> None:
+        """The parameters belong to no engine any more, unless another one has taken them since."""
+        for fqn, parameter in self.by_name.items():
+            if home_of(parameter) is self.homes[fqn]:
+                del _homes[parameter]
+
+    def whole(self) -> list[tuple[nn.Parameter, Home]]:
+        """The parameters that have their values now."""
+        return [(self.by_name[fqn], home) for fqn, home in self.homes.items() if home.is_whole]
+
+    def before_freed(self, fqn: str) -> None:
+        """A gathered parameter is about to lose its values: remember if somebody wrote to them."""
+        home = self.homes[fqn]
+        if home.is_whole and home.version != self.by_name[fqn]._version:
+            self._changed_in_passing.append(fqn)
+
+    def on_update(self) -> None:
+        """The engine has changed the values: autograd must refuse graphs that were built on the old ones."""
+        whole = self.whole()
+        known = [(parameter, home) for parameter, home in whole if parameter._version == home.version]
+        torch.autograd.graph.increment_version([parameter for parameter, _ in whole])
+        for parameter, home in known:
+            home.version = parameter._version
+
+    def adopt_changes(self, params: ParamStore) -> None:
+        """Take over into `params` what the user wrote into parameters since the last update, as `load_state_dict` does.
+
+        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
+        """
+        lost, self._changed_in_passing = self._changed_in_passing, []
+        if lost:
+            raise ShardingError(
+                f"parameter {lost[0]!r} was changed while it was gathered for a forward or backward pass",
+                cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
+                value=lost,
+            )
+        for parameter, home in self.whole():
+            if parameter._version != home.version:
+                params.note_change(home.fqn)
+                params.adopt(home.fqn)
+                home.version = parameter._version
+
+    def check_trained(self) -> None:
+        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
+        now."""
+        for fqn, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ShardingError(
+                    f"parameter {fqn!r} was frozen when the engine was built and requires a gradient now",
+                    cure="call polyaccel.initialize again after changing requires_grad",
+                    value=fqn,
+                )
+        for fqn, parameter in self._added():
+            if parameter.grad is not None:
+                raise ShardingError(
+                    f"parameter {fqn!r} has a gradient, but the engine was built without it and does not update it",
+                    cure="add modules before polyaccel.initialize, or engine.destroy(), add them and initialize again",
+                    value=fqn,
+                )
+
+    def _added(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the module has got since, by name. Costs next to nothing while there are none."""
+        if self._addresses() != self._members:
+            yield from ((fqn, one) for fqn, one in self._module.named_parameters() if one not in self.names)
+
+    def _addresses(self) -> list[int]:
+        return [id(one) for part in self._parts for of in (part._parameters, part._modules) for one in of.values()]

@@ -1,0 +1,127 @@
+"""A module's weights as its users know them, at every stage: whole, under the module's own names, as a state dict or as
+one file that tools outside of any training engine read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from polyaccel.errors import CheckpointError
+from polyaccel.torch.adapter import TorchAdapter
+from polyaccel.zero.step import ZeroStep
+
+
+def whole_state_dict(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
+    """The state dict of the adapter's module with whole parameters, on every rank. Collective."""
+    zero.params.fence()
+    state: dict[str, Any] = adapter.module.state_dict()
+    if exclude_frozen:
+        for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
+            if not adapter.is_trained(adapter.names[parameter]):
+                state.pop(name, None)
+    return state
+
+
+def load_whole_state_dict(
+    adapter: TorchAdapter, zero: ZeroStep, state_dict: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
+
+    Collective. Raises torch's RuntimeError for other names or shapes.
+    """
+    zero.params.fence()
+    adapter.module.load_state_dict(state_dict, strict=strict)
+    for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
+        if name in state_dict:
+            adapter.write(adapter.names[parameter], state_dict[name])
+    adapter.on_update()
+
+
+def save_whole_model(
+    adapter: TorchAdapter,
+    zero: ZeroStep,
+    folder: str | os.PathLike[str],
+    filename: str,
+    *,
+    exclude_frozen: bool,
+) -> None:
+    """Write the whole state dict to `folder/filename`: safetensors if the name ends so, else as `torch.save` does.
+
+    Collective; the file is complete on rank 0's disk when it returns on any rank. Raises CheckpointError on all ranks
+    when it cannot be written, and PolyaccelError after half an update.
+    """
+    entries = _entries_of_writer(adapter, zero, exclude_frozen=exclude_frozen)
+    problem = ""
+    if zero.communicator.rank == 0:
+        try:
+            _write(entries, Path(folder) / filename)
+        except (OSError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    problem = zero.communicator.broadcast_object(problem)
+    if problem:
+        path = str(Path(folder) / filename)
+        raise CheckpointError(
+            f"the weights cannot be written to {path}: {problem}",
+            cure="look at the folder's room and rights",
+            value=path,
+        )
+
+
+def _entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
+    """The module's state dict on rank 0, in host memory and in the types that are trained with; empty elsewhere.
+
+    Collective. One bucket is whole at a time. Tied parameters share one tensor.
+    """
+    zero.require_whole()
+    values = {}
+    is_writer = zero.communicator.rank == 0
+    for place in zero.params:
+        with zero.params.peek(place.bucket.index) as full:
+            for slot in place.bucket.slots if is_writer else ():
+                flat = full.view(slot.offset, slot.param.numel).raw
+                values[slot.param.fqn] = flat.detach().to("cpu", copy=True).view(slot.param.shape)
+    if not is_writer:
+        return {}
+    entries: dict[str, Any] = {}
+    for key, entry in adapter.module.state_dict(keep_vars=True).items():
+        if isinstance(entry, nn.Parameter) and entry in adapter.names:
+            fqn = adapter.names[entry]
+            if adapter.is_trained(fqn) or not exclude_frozen:
+                entries[key] = values[fqn]
+        else:
+            entries[key] = entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
+    return entries
+
+
+def _write(entries: dict[str, Any], path: Path) -> None:
+    """Beside the target first, so that a crash leaves no half file under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        if path.suffix == ".safetensors":
+            save_file(_apart({name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}), draft)
+        else:
+            torch.save(entries, draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _apart(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each name with memory of its own, for the format knows no sharing: tied weights are written under every name."""
+    seen: set[int] = set()
+    apart = {}
+    for name, entry in entries.items():
+        key = entry.untyped_storage().data_ptr()
+        apart[name] = entry.clone() if key in seen else entry.contiguous()
+        seen.add(key)
+    return apart

@@ -1,0 +1,1 @@
+"""The life of a bucket: parameters gathered and freed, gradients filled in and reduced."""

@@ -1,0 +1,385 @@
+"""Sharded parameters while they are whole: gathered when something needs them, or ahead of that, and freed after use.
+
+[Note: Views that outlive their bucket]
+Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
+`GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is recognised by the number
+of references to it, and left to its holder instead.
+
+[Note: Holds]
+A caller that needs a bucket whole holds it (`hold`) and drops it afterwards; holds nest. A bucket without holds is
+idle: it is freed at once, or kept while its next use is near. What "near" means follows from the order in which the
+last step held its buckets: the same order is expected again, gives prefetching its targets, and tells how many
+elements will be held before a bucket is needed once more. An order that deviates is served on demand: the same
+collectives happen, only not ahead. Every rank sees the same holds in the same order, so every rank decides alike.
+
+[Note: Reading ahead]
+A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
+affair: a gather launched when the file happens to be there would meet other gathers in another order on another rank.
+So prefetching such a bucket has two beginnings, each at a hold. The first reserves its memory and starts to read. The
+gather follows when the next units begin (at the first hold after something was dropped), waiting for its own file only,
+or when the bucket is needed, if that is earlier. The bounds on what is gathered hold from the first beginning on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from polyaccel.buffer import Buffer, Cuts
+from polyaccel.comm.work import DoneWork, Work
+from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.offload.tier import DoneFetch, Fetch, Tier
+from polyaccel.zero.buckets.reuse import SecondCopies, UseOrder
+from polyaccel.zero.parts import Communicators
+from polyaccel.zero.plan.bucket_plan import BucketPlan
+from polyaccel.zero.plan.layout import Bucket
+from polyaccel.zero.plan.policy import GatherPolicy
+from polyaccel.zero.plan.pool import BufferPool
+
+
+class ShardedBucket:
+    """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed.
+
+    `source` is the tier that `own` rests in, off the device; None for one on the device, which is used as it is.
+    """
+
+    def __init__(self, plan: BucketPlan, own: Buffer, source: Tier | None) -> None:
+        self.plan = plan
+        self.bucket = bucket = plan.bucket
+        self.own = own
+        self.source = source
+        self.full: Buffer | None = None
+        self.slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
+        """The parameters in `full`."""
+        self.fetch: Fetch | None = None
+        """This rank's part of `full` is under way from `source`, and the gather not launched yet."""
+        self.work: Work | None = None
+        self.holds = 0
+        self.is_exact = True
+        """`full` has the values of the slices, not what is left of them after a quantised gather."""
+        self.is_ahead = False
+        """Gathered before it was needed."""
+        self.references = 0
+        """To the memory of `full` when it was lent."""
+        self.began_in = 0
+        """The period in which the fetch began."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.full is not None and self.fetch is None and self.work is None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether fetching takes so long that it is worth beginning ahead of the gather."""
+        return self.source is not None and not self.source.is_resident
+
+
+class Gathering:
+    """Makes sharded `buckets` whole and frees them again.
+
+    `on_bound(bucket, slots)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
+    nowhere now. `waiting` is entered around waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        policy: GatherPolicy,
+        communicators: Communicators,
+        on_bound: Callable[[Bucket, Sequence[Buffer]], None],
+        on_freed: Callable[[Bucket], None],
+        waiting: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._buckets = {place.bucket.index: place for place in buckets}
+        self._policy = policy
+        self._communicators = communicators
+        self._second = SecondCopies(communicators.near)
+        self._on_bound = on_bound
+        self._on_freed = on_freed
+        self._waiting = waiting
+        self._pool = BufferPool(communicators.exact.allocate, policy.max_live_numel)
+        numels = {index: place.bucket.numel for index, place in self._buckets.items()}
+        self._order = UseOrder(numels, warn=policy.warn_of_deviations)
+        self.live_numel = 0
+        """Elements gathered at present, those under way included."""
+        self.peak_numel = 0
+        self.is_suspended = False
+        """The ranks' slices are elsewhere; nothing can be gathered."""
+        self._ahead_numel = 0
+        self._period = 0
+        """Grows with every hold that follows a drop: each period works on other units than the one before."""
+        self._has_dropped = False
+        if not buckets:
+            communicators.say_nothing_is_gathered()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._buckets
+
+    def full(self, index: int) -> Buffer:
+        """The whole bucket. Raises ShardingError while it is sharded."""
+        place = self._buckets[index]
+        if place.full is None or not place.is_whole:
+            raise ShardingError(f"bucket {index} is sharded at present", cure="hold it first", value=index)
+        return place.full
+
+    def is_whole(self, index: int) -> bool:
+        return self._buckets[index].is_whole
+
+    def whole_or_none(self, index: int) -> Buffer | None:
+        """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
+        under way is forgotten."""
+        place = self._buckets[index]
+        if place.fetch is not None:
+            self._free(place)
+        if place.work is not None:
+            self._settle(place)
+        return place.full
+
+    def hold(self, index: int, *, learn: bool = True, exact: bool = False) -> None:
+        """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
+        step. `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
+        gathering is suspended."""
+        place = self._buckets[index]
+        self._require_active(index)
+        if place.holds == 0 and learn:
+            self._order.note(index)
+        self._period += self._has_dropped
+        self._has_dropped = False
+        if place.full is None:
+            self._make_room(place.bucket.numel)
+            self._begin(place, exact=exact)
+        if place.fetch is not None:
+            self._launch(place)
+        place.holds += 1
+        try:
+            if place.work is not None:
+                self._settle(place)
+            if exact and place.full is not None and not place.is_exact:
+                place.is_exact = True
+                self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
+            if learn:
+                self._prefetch()
+        except BaseException:
+            place.holds -= 1  # whoever failed to get it will not drop it
+            raise
+
+    def drop(self, index: int, *, keep: bool = True) -> None:
+        """Undo one `hold`. The bucket is freed with its last hold, unless it may be kept and its next use is near."""
+        place = self._buckets[index]
+        if place.holds == 0:
+            raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
+        place.holds -= 1
+        self._has_dropped = True
+        if place.holds == 0 and not (keep and self._is_worth_keeping(index)):
+            self._free(place)
+
+    def refresh(self, index: int) -> None:
+        """This rank's slice has new values: free the bucket, or gather it again if it is held. Collective."""
+        place = self._buckets[index]
+        self._second.forget(index)
+        if place.full is None:
+            return
+        if place.holds == 0:
+            self._free(place)
+        elif not self._is_own(place):
+            fetch = self._start_fetch(place, place.full)
+            self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
+
+    def note_change(self, index: int) -> None:
+        """A user changed values of the bucket, alike on all ranks."""
+        self._second.forget(index)
+
+    @contextmanager
+    def peek(self, index: int) -> Iterator[Buffer]:
+        """The whole bucket in exact values, to be read at once, while the frontend sees its parameters where they are.
+        Collective, unless it is whole already."""
+        place = self._buckets[index]
+        self._require_active(index)
+        whole = self.whole_or_none(index)
+        if (whole is not None and place.is_exact) or self._is_own(place):
+            yield place.own if whole is None else whole
+            return
+        self._make_room(place.bucket.numel)
+        self._count_live(place.bucket.numel)
+        full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        try:
+            self._gather(place, full, self._start_fetch(place, full), exact=True, async_op=False)
+            yield full
+        finally:
+            self._count_live(-place.bucket.numel)
+            self._pool.release(full)
+
+    def free_idle(self) -> None:
+        """Free every bucket without holds, prefetched ones too: parameters are about to change, or a step
+        ended."""
+        for place in self._buckets.values():
+            if place.holds == 0 and place.full is not None:
+                self._free(place)
+
+    def will_change_order(self) -> None:
+        """The next step uses buckets in another order than this one, and rightly so."""
+        self._order.will_change()
+
+    def suspend(self) -> None:
+        """Free everything and gather nothing until `is_suspended` is False again. Raises ShardingError if a bucket is
+        held."""
+        self.require_idle()
+        self.free_idle()
+        self._second.trim()
+        self.is_suspended = True
+
+    def trim(self) -> None:
+        """Free every bucket without holds, and give the memory back."""
+        self.free_idle()
+        self._pool.trim()
+        self._second.trim()
+
+    def end_step(self) -> None:
+        """The optimizer step is over: what was gathered is stale, and the next step begins.
+
+        Raises ShardingError if a bucket is still held.
+        """
+        self.require_idle()
+        self.free_idle()
+        self._second.forget_all()
+        self._order.end_step()
+
+    def require_idle(self) -> None:
+        """Raise ShardingError if a bucket is held."""
+        held = [index for index, place in self._buckets.items() if place.holds]
+        if held:
+            raise ShardingError(
+                f"buckets {held} are gathered and in use",
+                cure="leave GatheredParameters (and forward or backward passes) first",
+                value=held,
+            )
+
+    def close(self) -> None:
+        """Free everything, also what is held."""
+        for place in self._buckets.values():
+            place.holds = 0
+        self.free_idle()
+
+    def _is_worth_keeping(self, index: int) -> bool:
+        near = self._order.distance(index) <= self._policy.max_reuse_numel
+        return near and self.live_numel <= self._policy.max_live_numel
+
+    def _make_room(self, numel: int) -> None:
+        """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
+        idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
+        idle.sort(key=self._order.distance)
+        while idle and self.live_numel + numel > self._policy.max_live_numel:
+            self._free(self._buckets[idle.pop()])
+
+    def _prefetch(self) -> None:
+        """Begin with what comes next, then gather what was begun before. See [Note: Reading ahead]."""
+        begun = [self._buckets[index] for index in self._order.upcoming() if self._buckets[index].fetch is not None]
+        for index in self._order.upcoming():
+            place = self._buckets[index]
+            if place.full is not None:
+                continue
+            numel = place.bucket.numel
+            within = self._ahead_numel + numel <= self._policy.prefetch_numel
+            if not within or self.live_numel + numel > self._policy.max_live_numel:
+                break
+            self._begin(place, exact=False)
+            self._ahead_numel += numel
+            place.is_ahead = True
+            if not place.is_slow:
+                self._launch(place)
+        for place in begun:
+            if place.fetch is not None and place.began_in < self._period:
+                self._launch(place)
+
+    def _require_active(self, index: int) -> None:
+        if self.is_suspended:
+            raise ShardingError("parameters are offloaded", cure="call engine.reload_states() first", value=index)
+
+    def _count_live(self, numel: int) -> None:
+        self.live_numel += numel
+        self.peak_numel = max(self.peak_numel, self.live_numel)
+
+    def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
+        """Give a bucket its memory, and start to fetch this rank's part of it."""
+        place.is_exact = exact or self._is_own(place) or self._communicators.are_exact(place.bucket)
+        if self._is_own(place):
+            place.full, place.fetch = place.own, DoneFetch()
+        else:
+            place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+            place.slots.of(place.full)  # made here if at all: they are references too
+            place.references = place.full.references()
+            place.fetch = self._start_fetch(place, place.full)
+        place.began_in = self._period
+        self._count_live(place.bucket.numel)
+
+    def _launch(self, place: ShardedBucket) -> None:
+        """Gather a bucket that was begun. If that fails, it is as if it had not been."""
+        assert place.fetch is not None  # the callers' condition
+        assert place.full is not None
+        try:
+            place.work = self._gather(place, place.full, place.fetch, exact=place.is_exact, async_op=True)
+        except BaseException:
+            self._free(place)
+            raise
+        place.fetch = None
+
+    def _start_fetch(self, place: ShardedBucket, full: Buffer) -> Fetch:
+        """Start to bring this rank's slice to where `_gather` expects it: a slice off the device to its place in
+        `full`, so that it needs no other memory."""
+        if place.source is None:
+            return DoneFetch()
+        return place.source.fetch(place.own, self._own_part(place, full))
+
+    def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
+        fetch.finish()
+        if self._is_own(place):
+            return DoneWork()
+        work = self._second.gather(place.bucket, full, exact=exact, async_op=async_op)
+        if work is not None:
+            return work
+        communicator = self._communicators.exact if exact else self._communicators.of_passes(place.bucket)
+        own = place.own if place.source is None else self._own_part(place, full)
+        return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
+
+    def _own_part(self, place: ShardedBucket, full: Buffer) -> Buffer:
+        low, high = place.bucket.shard_bounds(self._communicators.exact.rank)
+        return full.view(low, high - low)
+
+    def _settle(self, place: ShardedBucket) -> None:
+        """Finish the gather under way and let the frontend see the parameters."""
+        assert place.work is not None  # the callers' condition
+        assert place.full is not None
+        with self._waiting():
+            place.work.wait()
+        place.work = None
+        self._end_ahead(place)
+        if place.is_exact is self._communicators.are_exact(place.bucket):  # as passes see it
+            self._second.keep(place.plan, place.full, is_exact=place.is_exact)
+        self._on_bound(place.bucket, place.slots.of(place.full))
+
+    def _end_ahead(self, place: ShardedBucket) -> None:
+        self._ahead_numel -= place.bucket.numel * place.is_ahead
+        place.is_ahead = False
+
+    def _free(self, place: ShardedBucket) -> None:
+        """Let go of a bucket; what is under way is waited for."""
+        assert place.full is not None  # the callers' condition
+        if place.work is not None:
+            self._settle(place)
+        if place.fetch is not None:
+            place.fetch.drop()
+            place.fetch = None
+            self._end_ahead(place)
+        else:
+            self._on_freed(place.bucket)
+        if not self._is_own(place):
+            is_kept = place.full.references() > place.references
+            (self._pool.forget if is_kept else self._pool.release)(place.full)
+        place.full = None
+        self._count_live(-place.bucket.numel)
+
+    @staticmethod
+    def _is_own(place: ShardedBucket) -> bool:
+        """Whether the own slice is the bucket: on a single rank nothing is gathered, nor copied if it is on the
+        device."""
+        return place.source is None and place.own.numel == place.bucket.numel

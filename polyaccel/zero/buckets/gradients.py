@@ -1,0 +1,332 @@
+"""The life of a bucket's gradients: they appear one by one, fill the bucket, are reduced, and rest where the update
+reads.
+
+[Note: Arrival, launch, late]
+Reductions are launched in bucket order on every rank, whatever the order in which gradients appear, for a collective
+must meet its like. A bucket is launched early, overlapping the backward pass, once every gradient that it has ever seen
+has arrived again; the end of the pass launches the rest, with zeros for what did not come. A gradient that arrives
+after its bucket was launched (a parameter used again, a second backward pass, an order never seen before) is *late*: it
+is kept aside, and the step's small all-reduce tells all ranks to reduce that bucket once more before the update. So no
+order of events gives wrong numbers; a strange one costs time.
+
+[Note: Where gradients accumulate]
+With replicated gradients each rank accumulates in one full buffer and reduces it at the accumulation boundary. With
+sharded gradients every pass reduces at once and accumulates in the rank's own slice, through a full buffer borrowed
+from a pool only while the bucket is under way. That slice is on the device, or in host memory where the host's kernels
+will update it: it leaves the device when its reduction has settled, on a stream of its own, so that it waits
+for nothing that the device computes after the launch. Passes that must not reduce (`no_sync`)
+accumulate in a full buffer of their own, which the next reducing pass takes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer, Cuts
+from polyaccel.ops.base import COMBINE, SCALE
+from polyaccel.types import ReduceOp
+from polyaccel.zero.parts import Staging, StepParts
+from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
+from polyaccel.zero.plan.layout import Bucket
+from polyaccel.zero.plan.placement import Place
+from polyaccel.zero.plan.policy import Placement, ReductionPolicy
+from polyaccel.zero.plan.pool import BufferPool
+
+
+class GradientBucket:
+    """The gradients of one bucket on one rank, from the first arrival to the update."""
+
+    def __init__(
+        self,
+        plan: TrainedBucketPlan,
+        reduction: ReductionPolicy,
+        parts: StepParts,
+        pool: BufferPool[Buffer],
+        staging: Staging,
+    ) -> None:
+        self.bucket = bucket = plan.bucket
+        self._plan = plan
+        self._reduction = reduction
+        self._communicator = parts.communicators.gradients
+        self._accelerator = parts.accelerator
+        self._kernels = parts.accelerator.kernels()
+        self._pool = pool
+        self._staging = staging
+        self._keeps_full = plan.zero.grads is Placement.REPLICATED
+        self._tier = parts.tiers.states[Place.DEVICE] if self._keeps_full else parts.tiers.of_update(plan)
+        self._is_off_device = self._tier.compute is not parts.accelerator
+        self._slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self._gaps = Cuts(_gaps(bucket))
+
+        self._full: Buffer | None = None
+        """Where gradients of this rank accumulate until they are reduced."""
+        self._full_slots: tuple[Buffer, ...] = ()
+        self._full_is_borrowed = False
+        self._filled: set[int] = set()
+        """Slots of `_full` that hold something; the others have undefined contents."""
+        self._late: Buffer | None = None
+        self._late_slots: set[int] = set()
+        self._own: Buffer | None = None
+        """Sharded gradients: this rank's reduced slice."""
+        self._closed = False
+        """Replicated gradients: the reduction was launched, `_full` takes no more."""
+        self._settled = False
+        """A reduced gradient stands where the update reads."""
+        self._pending: Callable[[], None] | None = None
+        """Ends the reduction under way."""
+
+        slots = len(bucket.slots)
+        self._expected = [1] * slots
+        self._most_arrivals = [0] * slots
+        self._arrivals = [0] * slots
+        self._missing = slots
+        self._launched = False
+        self.touched = [False] * slots
+        """Slots with a gradient on this rank since the last update."""
+
+        if self._keeps_full:
+            self._fill_into(self._allocate_full())
+        else:
+            allocate = self._tier.stage if self._is_off_device else parts.accelerator.allocate
+            self._own = allocate(plan.gradient.numel, plan.gradient.dtype)
+
+    # The backward pass.
+
+    def begin_pass(self) -> None:
+        """A backward pass starts: count arrivals anew."""
+        self._arrivals = [0] * len(self._arrivals)
+        self._missing = sum(self._expected)
+        self._launched = False
+
+    def end_pass(self) -> None:
+        """A backward pass is over: from now on expect what has ever arrived, as often as it did."""
+        self._most_arrivals = [max(pair) for pair in zip(self._most_arrivals, self._arrivals, strict=True)]
+        self._expected = list(self._most_arrivals)
+
+    @property
+    def is_ready(self) -> bool:
+        """Every expected gradient of this pass has arrived."""
+        return self._missing == 0
+
+    @property
+    def is_launched(self) -> bool:
+        return self._launched
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    def needs_staging(self) -> bool:
+        """Whether the next arrival of a reducing pass must borrow a buffer."""
+        return self._full is None and not self._launched
+
+    def needs_recasting(self) -> bool:
+        """Whether the launch must borrow a buffer, for gradients that travel in another type than they rest in."""
+        return self._full is not None and not self._closed and self._full.dtype is not self._plan.travelling.dtype
+
+    def add(self, slot_index: int, gradient: Buffer, *, reducing: bool) -> None:
+        """Take a gradient (flat, any floating type) into the bucket. `reducing`: this pass ends in a reduction."""
+        self.touched[slot_index] = True
+        if self._arrivals[slot_index] < self._expected[slot_index]:
+            self._missing -= 1
+        self._arrivals[slot_index] += 1
+        if self._launched or self._closed:
+            self._add_late(slot_index, gradient)
+            return
+        if self._full is None:
+            self._full_is_borrowed = reducing
+            self._fill_into(self._borrow() if reducing else self._allocate_full())
+        self._put(self._full_slots[slot_index], self._filled, slot_index, gradient)
+
+    def _allocate_full(self) -> Buffer:
+        """A buffer for the whole bucket, in which gradients accumulate."""
+        return self._communicator.allocate(self.bucket.numel, self._plan.gradient.dtype)
+
+    def _borrow(self) -> Buffer:
+        """A buffer for the whole bucket, in which gradients are reduced."""
+        return self._pool.acquire(self._plan.travelling.numel, self._plan.travelling.dtype)
+
+    def _fill_into(self, full: Buffer) -> None:
+        self._full, self._full_slots = full, self._slots.of(full)
+
+    def _add_late(self, slot_index: int, gradient: Buffer) -> None:
+        if self._late is None:
+            self._late = self._allocate_full()
+        self._put(self._slots.of(self._late)[slot_index], self._late_slots, slot_index, gradient)
+
+    def _put(self, place: Buffer, filled: set[int], slot_index: int, gradient: Buffer) -> None:
+        if slot_index in filled:
+            self._kernels[COMBINE](place, gradient, ReduceOp.SUM)
+        else:
+            place.copy_from(gradient)
+            filled.add(slot_index)
+
+    # The reduction.
+
+    def launch(self) -> None:
+        """Start the reduction of everything that has accumulated; zeros stand for what is missing."""
+        self._launched = True
+        if self._closed:  # a second pass over replicated gradients: what it brought is late
+            return
+        self.finish()
+        source = self._full
+        if source is None:
+            source = self._borrow()
+            self._full_is_borrowed = True
+        self._zero_the_rest(source, self._filled)
+        if not self._keeps_full:
+            self._full, self._full_slots = None, ()
+        borrowed, self._full_is_borrowed = self._full_is_borrowed, False
+        self._filled = set()
+        self._closed = self._keeps_full
+        self._pending = self._reduce(source, is_late=False, borrowed=borrowed)
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if any, and put its result where the update reads."""
+        if self._pending is not None:
+            settle, self._pending = self._pending, None
+            settle()
+
+    def reduce_late(self) -> None:
+        """Reduce what came late on any rank and add it to the result. Every rank calls this for the same buckets."""
+        self.finish()
+        late = self._allocate_full() if self._late is None else self._late
+        self._zero_the_rest(late, self._late_slots)
+        self._late, self._late_slots = None, set()
+        self._reduce(late, is_late=True, borrowed=False)()
+
+    @property
+    def has_late(self) -> bool:
+        return self._late is not None
+
+    def result(self) -> Buffer:
+        """The reduced gradient that this rank updates with: its own slice, or the whole bucket under a replicated
+        optimizer."""
+        return self._result
+
+    @cached_property
+    def _result(self) -> Buffer:
+        """The same memory in every step."""
+        if self._keeps_full:
+            assert self._full is not None  # allocated for good
+            low, high = self._own_bounds() if self._plan.updates_shard else (0, self.bucket.numel)
+            return self._full.view(low, high - low)
+        assert self._own is not None  # likewise
+        return self._own
+
+    @cached_property
+    def own_slices(self) -> tuple[tuple[str, Buffer], ...]:
+        """This rank's own part of `result`: the parameters that lie there by name, each with its part."""
+        low = self._own_bounds()[0] if self._result.numel > self.bucket.shard_numel else 0
+        slices = self.bucket.slices(self._communicator.rank)
+        return tuple((piece.fqn, self._result.view(low + piece.shard_offset, piece.length)) for piece in slices)
+
+    @property
+    def compute(self) -> Accelerator:
+        """Whose kernels reach `result`."""
+        return self._tier.compute
+
+    @property
+    def holds_result(self) -> bool:
+        return self._settled
+
+    @property
+    def has_content(self) -> bool:
+        """Gradients are held that no update has used yet."""
+        return any(self.touched) or self._settled or self.is_pending
+
+    def resident(self) -> Iterator[Buffer]:
+        """The buffers that this bucket holds now, apart from borrowed ones."""
+        for buffer in (self._own, None if self._full_is_borrowed else self._full, self._late):
+            if buffer is not None:
+                yield buffer
+
+    def discard(self) -> None:
+        """Forget all gradients, reduced or not. The buffers stay."""
+        self.finish()
+        if self._full is not None and not self._keeps_full:
+            if self._full_is_borrowed:
+                self._pool.release(self._full)
+            self._full, self._full_slots = None, ()
+        self._full_is_borrowed = False
+        self._filled = set()
+        self._late, self._late_slots = None, set()
+        self._closed = self._settled = self._launched = False
+        self.touched = [False] * len(self.touched)
+
+    def _own_bounds(self) -> tuple[int, int]:
+        return self.bucket.shard_bounds(self._communicator.rank)
+
+    def _zero_the_rest(self, full: Buffer, filled: set[int]) -> None:
+        for gap in self._gaps.of(full):
+            gap.fill(0.0)
+        for index, place in enumerate(self._slots.of(full)):
+            if index not in filled:
+                place.fill(0.0)
+
+    def _reduce(self, source: Buffer, *, is_late: bool, borrowed: bool) -> Callable[[], None]:
+        """Launch the collective on `source`; the returned function waits for it and settles the result."""
+        staged = source
+        if source.dtype is not self._plan.travelling.dtype:
+            staged = self._borrow()
+            staged.copy_from(source)
+        before, after, op = self._reduction.scaling(self._communicator.world_size)
+        if before != 1.0:
+            self._kernels[SCALE](staged, before)
+        overlap = self._reduction.overlap
+        label, index = "late gradients" if is_late else "gradients", self.bucket.index
+        if self._plan.updates_shard:
+            reduced = self._landing(staged)
+            work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
+        else:
+            reduced = staged
+            work = self._communicator.all_reduce(staged, op, async_op=overlap, label=label, bucket=index)
+
+        stream, launched = self._staging.stream, self._accelerator.current_stream().record()
+
+        def settle() -> None:
+            stream.wait(launched)
+            with stream.use():
+                work.wait()
+                if after != 1.0:
+                    self._kernels[SCALE](reduced, after)
+                self._settle(reduced)
+            self._accelerator.current_stream().wait(stream.record())
+            if staged is not source:
+                self._pool.release(staged)
+            if borrowed:
+                self._pool.release(source)
+
+        return settle
+
+    def _landing(self, staged: Buffer) -> Buffer:
+        """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
+        same type, on the device, which saves a copy here and the communicator a buffer for a peer's part; else in
+        place."""
+        own = self._own
+        if own is not None and not self._settled and not self._is_off_device and own.dtype is staged.dtype:
+            return own
+        low, high = self._own_bounds()
+        return staged.view(low, high - low)
+
+    def _settle(self, reduced: Buffer) -> None:
+        target = self.result()
+        staging = self._plan.staged_gradient
+        if self._settled and self._is_off_device and staging is not None:
+            near = self._staging.borrow(self._tier, "grad", staging, reduced.numel)
+            near.copy_from(reduced)
+            self._tier.compute.kernels()[COMBINE](target, near, ReduceOp.SUM)
+        elif self._settled:  # an earlier micro-batch, or what was not late
+            self._kernels[COMBINE](target, reduced, ReduceOp.SUM)
+        elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place
+            target.copy_from(reduced)
+        self._settled = True
+
+
+def _gaps(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """The padding: (offset, numel) of every run of the bucket that belongs to no slot."""
+    ends = [0, *(slot.end for slot in bucket.slots)]
+    starts = [*(slot.offset for slot in bucket.slots), bucket.numel]
+    return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)

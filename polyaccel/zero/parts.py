@@ -1,0 +1,125 @@
+"""The live parts that a step works with: an accelerator, communicators by what they carry, tiers by place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from logging import getLogger
+
+from polyaccel.accelerators.base import Accelerator, Stream
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.offload.tier import Tier
+from polyaccel.types import DType
+from polyaccel.zero.plan.bucket_plan import BucketPlan, PlannedBuffer, TrainedBucketPlan
+from polyaccel.zero.plan.layout import Bucket
+from polyaccel.zero.plan.placement import Place
+
+log = getLogger(__name__)
+_NOWHERE_ELSE: Mapping[Place, Tier] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """The communicators of a step, all over the same ranks but for `near`.
+
+    `trained` and `frozen` gather parameters of that kind for passes, `gradients` reduces, `exact` does all else. `near`
+    joins the neighbours of this rank that keep second copies with it, None where none are kept.
+    """
+
+    exact: Communicator
+    trained: Communicator
+    frozen: Communicator
+    gradients: Communicator
+    near: Communicator | None = None
+
+    @classmethod
+    def plain(cls, communicator: Communicator) -> Communicators:
+        """One communicator for everything."""
+        return cls(communicator, communicator, communicator, communicator)
+
+    def say_nothing_is_gathered(self) -> None:
+        """Log once that a config asks for another way of gathering where there is nothing to gather."""
+        altered = self.near is not None or self.trained is not self.exact or self.frozen is not self.exact
+        if altered and self.exact.rank == 0:
+            log.info(
+                "no parameters are gathered, for they are persistent or in memory that the ranks share: "
+                "zero_quantized_weights, zero_quantized_nontrainable_weights and zero_hpz_partition_size change nothing"
+            )
+
+    def of_passes(self, bucket: Bucket) -> Communicator:
+        """The communicator that gathers `bucket` for forward and backward passes."""
+        return self.trained if bucket.kind.trainable else self.frozen
+
+    def are_exact(self, bucket: Bucket) -> bool:
+        """Whether passes compute with the values of the slices."""
+        return self.of_passes(bucket) is self.exact
+
+    def close(self) -> None:
+        """Leave the group of near ranks, which belongs to this step alone."""
+        if self.near is not None:
+            self.near.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The open tiers of a step by place: those of master weights and states, and those of sharded parameters."""
+
+    states: Mapping[Place, Tier]
+    params: Mapping[Place, Tier]
+
+    @classmethod
+    def around(
+        cls, device: Tier, states: Mapping[Place, Tier] = _NOWHERE_ELSE, params: Mapping[Place, Tier] = _NOWHERE_ELSE
+    ) -> Tiers:
+        """`device` for what stays on the device, `states` and `params` for the other places of a plan."""
+        return cls({Place.DEVICE: device, **states}, {Place.DEVICE: device, **params})
+
+    def of_update(self, plan: TrainedBucketPlan) -> Tier:
+        """The tier of a bucket's master weights and states."""
+        return self.states[plan.place]
+
+    def of_params(self, plan: BucketPlan) -> Tier:
+        """The tier in which a bucket's parameters rest while they are sharded."""
+        if isinstance(plan, TrainedBucketPlan) and plan.master is None:
+            return self.of_update(plan)
+        return self.params[plan.params.place]
+
+    def close(self) -> None:
+        """Close all tiers; every buffer in them is lost."""
+        for tier in dict.fromkeys((*self.params.values(), *self.states.values())):
+            tier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The accelerator, communicators and tiers of a step. Tiers and near ranks are closed with the step."""
+
+    accelerator: Accelerator
+    communicators: Communicators
+    tiers: Tiers
+
+
+class Staging:
+    """Memory through which gradients and parameters pass between the device and the kernels of a tier.
+
+    One buffer for each tier, use and type, made when it is first asked for. Copies from the device run on `stream`,
+    behind the work that they depend on and nothing else.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._buffers: dict[tuple[Tier, str, DType], Buffer] = {}
+
+    def borrow(self, tier: Tier, use: str, planned: PlannedBuffer, numel: int) -> Buffer:
+        """`numel` elements where the kernels of `tier` reach them, undefined, until the next call for the same tier,
+        use and type."""
+        key = (tier, use, planned.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = tier.stage(planned.numel, planned.dtype)
+        return buffer.view(0, numel)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._buffers.clear()

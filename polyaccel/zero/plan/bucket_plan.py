@@ -1,0 +1,191 @@
+"""Every buffer that a rank will hold for a layout, in integers, before anything is allocated.
+
+The engine allocates the buffers of this plan and no others of their kinds; memory (`memory`) and traffic (`traffic`)
+of a setting are sums over it. Every rank has the same plan, because shards are equal.
+
+[Note: What is not planned]
+Gradients that come late (`GradientBucket`) or in a pass without a reduction take a full buffer more, for as long as
+they wait. Initial values pass through one buffer of a bucket's length. Both follow from a bucket's own figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from polyaccel.types import DType
+from polyaccel.zero.plan.layout import Bucket, ShardLayout
+from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
+from polyaccel.zero.plan.policy import AS_THEY_ARE, Placement, StepPolicy, TrafficPolicy, ZeroPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """A flat buffer of one rank: `numel` elements of `dtype` in `place`."""
+
+    numel: int
+    dtype: DType
+    place: Place = Place.DEVICE
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """The parameters of one bucket on one rank."""
+
+    bucket: Bucket
+    zero: ZeroPolicy
+    params: PlannedBuffer
+    """The parameters between uses: this rank's shard where `is_sharded`, else the whole bucket."""
+    is_sharded: bool
+    """The bucket is whole only while it is gathered."""
+    may_share: bool
+    """One memory of all ranks may hold the whole bucket, where the communicator has memory of that kind."""
+    second: PlannedBuffer | None
+    """The part of a gathered bucket that this rank keeps for the ranks near to it; None where nothing is kept."""
+    master: PlannedBuffer | None = None
+    """Master weights; None where the parameters are their own, and where nothing is trained."""
+
+    @property
+    def updates_shard(self) -> bool:
+        """Whether this rank updates its own shard; else everything that is trained."""
+        return self.is_sharded or (self.zero.optim is Placement.SHARDED and self.bucket.kind.trainable)
+
+    @property
+    def updated_numel(self) -> int:
+        """Elements that this rank updates."""
+        return self.bucket.shard_numel if self.updates_shard else self.bucket.numel
+
+    @property
+    def publishes(self) -> bool:
+        """Whether an update ends with an all-gather of the parameters, which stay whole."""
+        return self.zero.optim is Placement.SHARDED and not self.is_sharded
+
+    def once_a_host(self) -> Self:
+        """The plan of a bucket that stands whole in one memory of all ranks."""
+        whole = PlannedBuffer(self.bucket.numel, self.bucket.kind.dtype)
+        return replace(self, params=whole, is_sharded=False, second=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBucketPlan(BucketPlan):
+    """The parameters of a bucket that is trained, and the buffers of its gradients and its update."""
+
+    place: Place
+    """Where master weights and optimizer states rest, and with them the parameters if they are the master weights."""
+    states: Mapping[str, PlannedBuffer]
+    """Optimizer states by name."""
+    gradient: PlannedBuffer
+    """Where gradients accumulate and wait for the update: this rank's slice, or the whole bucket."""
+    travelling: PlannedBuffer
+    """The whole bucket in the type in which its gradients are reduced."""
+    is_reduced_in_place: bool
+    """Reductions take `gradient` as it is; else they borrow `travelling`."""
+    staged_gradient: PlannedBuffer | None
+    """Memory of the host through which gradients pass that do not come to rest where the update's kernels are."""
+    staged_params: PlannedBuffer | None
+    """Memory through which new parameters pass to where they rest, if the kernels that update them do not reach it."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All buckets of a layout, with the values that they follow from."""
+
+    layout: ShardLayout
+    zero: ZeroPolicy
+    policy: StepPolicy
+    micro_batches: int
+    offload: Offload
+    traffic: TrafficPolicy
+    buckets: tuple[BucketPlan, ...]
+
+    @cached_property
+    def trained(self) -> tuple[TrainedBucketPlan, ...]:
+        """The buckets that are updated, in layout order."""
+        return tuple(plan for plan in self.buckets if isinstance(plan, TrainedBucketPlan))
+
+    @cached_property
+    def sharded(self) -> tuple[BucketPlan, ...]:
+        """The buckets that are gathered for their uses, in layout order."""
+        return tuple(plan for plan in self.buckets if plan.is_sharded)
+
+
+def plan_step(
+    layout: ShardLayout,
+    zero: ZeroPolicy,
+    policy: StepPolicy,
+    *,
+    state_names: Sequence[str] = (),
+    micro_batches: int = 1,
+    offload: Offload = NO_OFFLOAD,
+    traffic: TrafficPolicy = AS_THEY_ARE,
+) -> StepPlan:
+    """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter.
+
+    A step is expected to have `micro_batches` passes. The types in which they accumulate are the `Precision`'s.
+    """
+    plans = [_plan_params(bucket, zero, offload, traffic) for bucket in layout.buckets]
+    longest = max((plan.updated_numel for plan in plans if plan.bucket.kind.trainable), default=0)
+    buckets = tuple(
+        _plan_update(plan, policy, state_names, offload, longest) if plan.bucket.kind.trainable else plan
+        for plan in plans
+    )
+    return StepPlan(layout, zero, policy, micro_batches, offload, traffic, buckets)
+
+
+def _plan_params(bucket: Bucket, zero: ZeroPolicy, offload: Offload, traffic: TrafficPolicy) -> BucketPlan:
+    """The plan of a bucket as if it were frozen."""
+    dtype = bucket.kind.dtype
+    is_sharded = zero.params is Placement.SHARDED and not bucket.kind.persistent
+    keeps_second = is_sharded and traffic.near_ranks > 1
+    _, place = offload.places(bucket.index)
+    return BucketPlan(
+        bucket=bucket,
+        zero=zero,
+        params=PlannedBuffer(bucket.shard_numel if is_sharded else bucket.numel, dtype, place),
+        is_sharded=is_sharded,
+        may_share=zero.optim is Placement.SHARDED and place is Place.DEVICE,
+        second=PlannedBuffer(bucket.numel // traffic.near_ranks, dtype) if keeps_second else None,
+    )
+
+
+def _plan_update(
+    frozen: BucketPlan, policy: StepPolicy, state_names: Sequence[str], offload: Offload, longest: int
+) -> TrainedBucketPlan:
+    """`frozen` with what gradients and the update need. Staging memory is as long as the longest update."""
+    bucket, precision, dtype = frozen.bucket, policy.precision, frozen.params.dtype
+    place, _ = offload.places(bucket.index)
+    is_far = place is not Place.DEVICE and offload.is_remote
+    memory = Place.DEVICE if place is Place.DEVICE else Place.HOST  # where kernels find what is at `place`
+    master_dtype, gradient_dtype = precision.master_of(dtype), precision.gradient_of(dtype)
+    travelling = PlannedBuffer(bucket.numel, precision.reduce_of(dtype))
+    # With equal types the optimizer works on a view of the parameters, if it works where those rest.
+    is_master = master_dtype is dtype and offload.are_one(bucket.index)
+    is_out_of_reach = not is_master and not offload.is_within_reach(bucket.index)
+    keeps_whole = frozen.zero.grads is Placement.REPLICATED
+    if keeps_whole:
+        gradient, staged = PlannedBuffer(bucket.numel, gradient_dtype), gradient_dtype
+    else:
+        gradient = PlannedBuffer(bucket.shard_numel, gradient_dtype, Place.HOST if is_far else Place.DEVICE)
+        staged = travelling.dtype
+    return TrainedBucketPlan(
+        bucket=bucket,
+        zero=frozen.zero,
+        params=replace(frozen.params, place=place) if is_master else frozen.params,
+        is_sharded=frozen.is_sharded,
+        may_share=frozen.may_share,
+        second=frozen.second,
+        place=place,
+        master=None if is_master else PlannedBuffer(frozen.updated_numel, master_dtype, place),
+        states={name: PlannedBuffer(frozen.updated_numel, precision.states, place) for name in state_names},
+        gradient=gradient,
+        travelling=travelling,
+        is_reduced_in_place=keeps_whole and gradient_dtype is travelling.dtype,
+        staged_gradient=PlannedBuffer(longest, staged, Place.HOST) if is_far else None,
+        staged_params=PlannedBuffer(longest, dtype, memory) if is_out_of_reach else None,
+    )

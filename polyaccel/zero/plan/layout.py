@@ -1,0 +1,195 @@
+"""Where every element of every parameter lives.
+
+A *bucket* is a flat run of parameters that travels in one collective. It is cut into equal *shards*, one a rank, so
+its gradients are one reduce-scatter and its parameters one all-gather. A *slot* is a parameter inside a bucket; a
+*slice* is the part of a parameter that lies in one rank's shard, in the parameter's own coordinates, which mean the
+same under any world size, bucket size and framework.
+
+Integers only: nothing here touches an array. Offsets and lengths count elements unless a name says `nbytes`.
+
+[Note: Padding]
+Padding stands in two places and nowhere else. Before a slot, so that each parameter starts on an `ALIGNMENT_NBYTES`
+boundary (DLPack imports a view without a copy only then). At the end of a bucket, so that it divides into equal aligned
+shards. Padding belongs to some rank's shard but to no slice; it is zero and stays zero, hence it adds nothing to a norm
+and an elementwise update leaves it alone. Boundaries are aligned for `ALIGNMENT_ITEMSIZE`-byte elements too, whatever
+the parameter's own type, because master weights and moments of another type share the bucket's offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType, ParamSpec
+
+ALIGNMENT_NBYTES = 64
+ALIGNMENT_ITEMSIZE = 2  # the smallest floating element; 64 bytes of it are also whole cache lines of every wider one
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter in a bucket: it fills the bucket's elements [offset, end)."""
+
+    param: ParamSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.param.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [start, start + length) of the flattened parameter `fqn`, at `shard_offset` of its owner's shard."""
+
+    fqn: str
+    start: int
+    length: int
+    shard_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKind:
+    """The properties that all parameters of a bucket share: element type, optimizer group, whether it is trained, and
+    the unit if any.
+
+    `persistent`: under sharded parameters these stay whole on every rank, because gathering them would cost more than
+    it saves.
+    """
+
+    dtype: DType
+    group: int
+    trainable: bool
+    unit: str = ""
+    persistent: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat run of slots of one kind, `numel` elements with padding, cut into `world_size` equal shards."""
+
+    index: int
+    kind: BucketKind
+    slots: tuple[Slot, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    def shard_bounds(self, rank: int) -> tuple[int, int]:
+        """The bucket's elements [low, high) that `rank` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def slices(self, rank: int) -> tuple[Slice, ...]:
+        """The parameter runs in `rank`'s shard, in the order in which they lie there; none if it is all padding."""
+        low, high = self.shard_bounds(rank)
+        return tuple(
+            Slice(slot.param.fqn, start=begin - slot.offset, length=end - begin, shard_offset=begin - low)
+            for slot in self.slots
+            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
+        )
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Every parameter's place, in every rank. Equal on all ranks when built from equal arguments."""
+
+    buckets: tuple[Bucket, ...]
+    world_size: int
+
+    @cached_property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Every parameter, bucket by bucket: the global parameter order in which norms are added."""
+        return tuple(slot.param for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Each parameter's index in `params`."""
+        return {param.fqn: index for index, param in enumerate(self.params)}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Bucket, Slot]]:
+        return {slot.param.fqn: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+
+    def locate(self, fqn: str) -> tuple[Bucket, Slot]:
+        """The bucket and slot of a parameter. Raises ShardingError for a name that was not laid out."""
+        try:
+            return self._places[fqn]
+        except KeyError:
+            raise ShardingError(
+                f"no parameter {fqn!r} in this layout of {len(self._places)} parameters", value=fqn
+            ) from None
+
+    def slices(self, rank: int) -> Iterator[tuple[Bucket, Slice]]:
+        """The slices that `rank` owns, bucket by bucket: the unit of optimizer state and of checkpoints."""
+        for bucket in self.buckets:
+            for piece in bucket.slices(rank):
+                yield bucket, piece
+
+
+def plan_layout(
+    params: Sequence[ParamSpec],
+    *,
+    world_size: int,
+    max_bucket_numel: int,
+    units: Mapping[str, str] | None = None,
+    persistent: Set[str] = frozenset(),
+) -> ShardLayout:
+    """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
+
+    A bucket holds parameters of one `BucketKind` and at most `max_bucket_numel` elements before its closing padding; a
+    larger parameter has a bucket to itself. `units` maps a parameter's name to its unit; buckets do not cross units,
+    and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
+    unit and come last. Raises ShardingError for a repeated name.
+    """
+    if world_size < 1 or max_bucket_numel < 1:
+        raise ShardingError(f"{world_size=} and {max_bucket_numel=} must both be at least 1")
+
+    runs: list[tuple[BucketKind, list[Slot]]] = []
+    open_runs: dict[BucketKind, list[Slot]] = {}
+    seen: set[str] = set()
+    last_unit = ""
+    for param in sorted(params, key=lambda param: param.fqn in persistent):
+        if param.fqn in seen:
+            raise ShardingError(
+                f"parameter {param.fqn!r} appears twice",
+                cure="tied parameters are laid out once, under their first name",
+                value=param.fqn,
+            )
+        seen.add(param.fqn)
+
+        stays = param.fqn in persistent
+        unit = "" if stays else (units or {}).get(param.fqn, "")
+        if unit != last_unit:
+            open_runs.clear()
+            last_unit = unit
+        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays)
+        run = open_runs.get(kind)
+        offset = _round_up(run[-1].end, _alignment(param.dtype)) if run else 0
+        if run is None or offset + param.numel > max_bucket_numel:
+            run, offset = [], 0
+            runs.append((kind, run))
+            open_runs[kind] = run
+        run.append(Slot(param, offset))
+
+    buckets = tuple(_close(index, kind, run, world_size) for index, (kind, run) in enumerate(runs))
+    return ShardLayout(buckets, world_size)
+
+
+def _close(index: int, kind: BucketKind, slots: list[Slot], world_size: int) -> Bucket:
+    """End a bucket with the padding that lets it be cut into equal shards that start aligned, none of them empty."""
+    numel = _round_up(max(1, slots[-1].end), world_size * _alignment(kind.dtype))
+    return Bucket(index, kind, tuple(slots), numel, world_size)
+
+
+def _alignment(dtype: DType) -> int:
+    """Elements between possible starts."""
+    return ALIGNMENT_NBYTES // min(dtype.itemsize, ALIGNMENT_ITEMSIZE)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,216 @@
+"""The decisions of a config about a step, as frozen values: ZeRO stages, types, reductions, gathers, the update.
+
+Stages are rows of a table of placements: each kind of state is held whole by every rank or cut over the ranks
+(Rajbhandari et al. 2020, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from polyaccel.errors import ShardingError
+from polyaccel.types import DType, ReduceOp
+
+
+class Placement(Enum):
+    """Where a kind of state lives along the data axis."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    SHARDED = "sharded"
+    """Every rank holds its own slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPolicy:
+    """Placement of optimizer states (master weights included), gradients and parameters.
+
+    Raises ShardingError when gradients or parameters are sharded but the states that update them are not.
+    """
+
+    optim: Placement
+    grads: Placement
+    params: Placement
+
+    def __post_init__(self) -> None:
+        if self.optim is Placement.REPLICATED and Placement.SHARDED in (self.grads, self.params):
+            raise ShardingError(
+                f"no rank can update everything when {self.grads=!s} and {self.params=!s}",
+                cure="shard the optimizer states too",
+                value=(self.optim, self.grads, self.params),
+            )
+
+    @classmethod
+    def of_stage(cls, stage: int) -> ZeroPolicy:
+        """The policy that DeepSpeed calls ZeRO stage `stage`. Raises ShardingError outside 0..3."""
+        try:
+            return _STAGES[stage]
+        except KeyError:
+            raise ShardingError(f"ZeRO stage {stage!r} does not exist", cure="use 0, 1, 2 or 3", value=stage) from None
+
+    def reduces_pass(self, *, is_last: bool) -> bool:
+        """Whether a backward pass reduces its gradients, unless it is told not to: each one does where gradients are
+        sharded, else the last of an accumulation."""
+        return is_last or self.grads is Placement.SHARDED
+
+
+_STAGES = {
+    0: ZeroPolicy(Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
+    1: ZeroPolicy(Placement.SHARDED, Placement.REPLICATED, Placement.REPLICATED),
+    2: ZeroPolicy(Placement.SHARDED, Placement.SHARDED, Placement.REPLICATED),
+    3: ZeroPolicy(Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Element types of master weights, optimizer states and gradients; parameters have the types of their buckets.
+
+    `master` is the type of master weights (never narrower than the parameter), `states` that of optimizer states.
+    Gradients travel in `reduce` and rest until the update in `accumulate`. `accumulates`: a step has several
+    micro-batches.
+    """
+
+    master: DType = DType.FLOAT32
+    states: DType = DType.FLOAT32
+    reduce: DType | None = None
+    """None: the parameter's own type."""
+    accumulate: DType | None = None
+    """None: the type that travels, or float32 where that has 16 bits and the step `accumulates`."""
+    accumulates: bool = False
+
+    def master_of(self, param: DType) -> DType:
+        """The type in which a parameter of type `param` is updated."""
+        return param if param.is_floating and param.itemsize >= self.master.itemsize else self.master
+
+    def reduce_of(self, param: DType) -> DType:
+        """The type in which gradients of a parameter of type `param` travel."""
+        return self.reduce or param
+
+    def gradient_of(self, param: DType) -> DType:
+        """The type in which gradients of a parameter of type `param` wait for the update."""
+        travels = self.reduce_of(param)
+        return self.accumulate or (DType.FLOAT32 if self.accumulates and travels.itemsize < 4 else travels)
+
+
+DEFAULT_PRECISION = Precision()
+"""Master weights and states in float32, gradients in the type of their parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionPolicy:
+    """How gradients are combined over ranks.
+
+    `average` divides by the number of ranks; `prescale` does so before adding, `predivide_factor` does a part of it
+    before and the rest after. `overlap` launches reductions while the backward pass still runs. At most `max_in_flight`
+    full buffers are under way at once where gradients are sharded or travel in another type than they rest in.
+    """
+
+    average: bool = True
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    overlap: bool = True
+    max_in_flight: int = 3
+
+    def __post_init__(self) -> None:
+        if self.predivide_factor <= 0.0:
+            raise ShardingError(
+                f"predivide_factor is {self.predivide_factor}",
+                cure="use a positive number",
+                value=self.predivide_factor,
+            )
+        if self.max_in_flight < 1:
+            raise ShardingError(
+                f"max_in_flight is {self.max_in_flight}", cure="use 1 or more", value=self.max_in_flight
+            )
+
+    @property
+    def most_in_flight(self) -> int:
+        """Full buffers that are under way at once: one where reductions do not overlap the backward pass."""
+        return self.max_in_flight if self.overlap else 1
+
+    def scaling(self, ranks: int) -> tuple[float, float, ReduceOp]:
+        """Factors before and after the collective over `ranks`, and its operation."""
+        if not self.average:
+            return 1.0, 1.0, ReduceOp.SUM
+        if self.prescale:
+            return 1.0 / ranks, 1.0, ReduceOp.SUM
+        factor = self.predivide_factor
+        if factor != 1.0:
+            return 1.0 / factor, factor / ranks, ReduceOp.SUM
+        return 1.0, 1.0, ReduceOp.AVG
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPolicy:
+    """Bounds on gathered parameters, in elements.
+
+    `max_live_numel`: gathered at any time, as long as what is held at once allows it. `prefetch_numel`: gathered ahead
+    of their use. `max_reuse_numel`: an idle bucket whose next use comes within so many elements is kept.
+    `warn_of_deviations`: warn in every step whose order of uses was not that of the step before, instead of once.
+    """
+
+    max_live_numel: int = 1_000_000_000
+    prefetch_numel: int = 50_000_000
+    max_reuse_numel: int = 1_000_000_000
+    warn_of_deviations: bool = False
+
+
+Bits = Literal[4, 8]
+BLOCK_NUMEL = 256
+"""Elements of quantised traffic that share a scale."""
+_SCALE_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPolicy:
+    """How sharded parameters and gradients travel between ranks (ZeRO++, Wang et al. 2023).
+
+    Bits an element of parameters that are gathered for a pass, trained or frozen, and of gradients; None: their own
+    types. With `near_ranks` above 1, that many neighbouring ranks keep a second copy of what was gathered first in a
+    step among them, and gather it again from each other.
+    """
+
+    trained_bits: Bits | None = None
+    frozen_bits: Bits | None = None
+    gradient_bits: Bits | None = None
+    near_ranks: int = 1
+
+    def gathered_bits(self, *, trainable: bool) -> Bits | None:
+        """Bits an element of a bucket that is gathered for a pass."""
+        return self.trained_bits if trainable else self.frozen_bits
+
+
+AS_THEY_ARE = TrafficPolicy()
+"""Everything travels in its own type."""
+
+
+def part_nbytes(numel: int, dtype: DType, bits: Bits | None) -> int:
+    """Bytes of one rank's part of a bucket on its way, scales included."""
+    if bits is None:
+        return numel * dtype.itemsize
+    return (numel * bits + 7) // 8 + -(-numel // BLOCK_NUMEL) * _SCALE_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """How a step reduces, gathers and updates.
+
+    `clip_norm` 0 is off. `skip_overflow`: a gradient that is not finite skips the update (mixed precision); otherwise
+    the update goes through, as in plain fp32 training. `defer_publish`: the all-gather of updated parameters may last
+    into the next forward pass, and every reader of parameters calls `wait_published` or `fence` first. `measure_norm`
+    False saves the norm where nothing needs it. `require_all` makes a trained parameter without a gradient an error.
+    `stochastic_rounding` is how parameters of 16 bits follow from master weights (`WeightRounding`).
+    """
+
+    clip_norm: float = 0.0
+    skip_overflow: bool = False
+    defer_publish: bool = False
+    measure_norm: bool = True
+    require_all: bool = False
+    stochastic_rounding: bool = False
+    precision: Precision = DEFAULT_PRECISION
+    reduction: ReductionPolicy = field(default_factory=ReductionPolicy)
+    gathering: GatherPolicy = field(default_factory=GatherPolicy)

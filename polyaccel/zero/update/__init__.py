@@ -1,0 +1,1 @@
+"""The update of slices: agreement, norms, optimizers, and the walk over the buckets."""

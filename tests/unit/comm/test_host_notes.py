@@ -1,0 +1,114 @@
+"""Ranks of one host tell each other where they are without torch; whoever does not belong to them is turned away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import count
+from threading import Event
+from typing import Any
+
+import pytest
+
+from polyaccel.comm.backends.shm import host_notes
+from polyaccel.comm.backends.shm.backend import ShmBackend
+from polyaccel.comm.backends.shm.host_notes import exchange_on_host
+from polyaccel.errors import CommError, CommTimeout
+
+pytestmark = [
+    pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux"),
+    pytest.mark.timeout(60),
+]
+_places = count()
+
+
+@pytest.fixture
+def place() -> str:
+    return f"{os.getpid()}:{next(_places)}"
+
+
+class Clock:
+    """Time that goes on when the test says so: a rank that is late on a busy machine is not late here."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(host_notes, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def enter(threads: ThreadPoolExecutor, place: str, rank: int, world: int, limit_s: float = 30.0) -> Future[list[str]]:
+    return threads.submit(exchange_on_host, place, rank, world, f"note {rank}", limit_s)
+
+
+def test_every_rank_gets_every_note_again_and_again(threads: ThreadPoolExecutor, place: str) -> None:
+    for world in (1, 2, 5, 5):
+        # The last ranks come first, and look for rank 0 before it is there.
+        found = [enter(threads, place, rank, world) for rank in reversed(range(world))]
+        assert [one.result() for one in found] == [[f"note {rank}" for rank in range(world)]] * world
+
+
+def test_who_does_not_come_is_named_by_everybody(
+    threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_there, take = Event(), host_notes._take
+
+    def noted(*arguments: Any) -> str:
+        problem = take(*arguments)
+        is_there.set()
+        return problem
+
+    monkeypatch.setattr(host_notes, "_take", noted)
+    found = [enter(threads, place, rank, 4, limit_s=0.5) for rank in (0, 2)]
+    assert is_there.wait(30)
+    clock.now_s = 1.0
+    for one in found:
+        with pytest.raises(CommTimeout, match=r"ranks \[1, 3\] did not come to .* within 0.5 s") as caught:
+            one.result()
+        assert caught.value.missing_ranks == (1, 3)
+
+
+def test_rank_0_that_does_not_come_is_named(place: str) -> None:
+    with pytest.raises(CommTimeout, match=r"ranks \[0\] did not come") as caught:
+        exchange_on_host(place, 1, 2, "note", 0.05)
+    assert caught.value.missing_ranks == (0,)
+
+
+def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str) -> None:
+    first = enter(threads, place, 0, 3)
+    one = enter(threads, place, 1, 3)
+    with pytest.raises(CommError, match="rank 1 is one of 2 ranks, and rank 0 one of 3"):
+        exchange_on_host(place, 1, 2, "stray", 30.0)
+    with pytest.raises(CommError, match=r"another job of yours|cannot be met"):
+        exchange_on_host(place, 0, 3, "stray", 30.0)
+    again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many, and learns it while they still meet
+    wait([one, again], return_when=FIRST_COMPLETED)
+    last = enter(threads, place, 2, 3)
+    assert first.result() == last.result() == ["note 0", "note 1", "note 2"]
+    problems = [error for error in (one.exception(), again.exception()) if error is not None]
+    assert [str(error).splitlines()[0] for error in problems] == [f"two jobs meet at {place}: there are two ranks 1"]
+
+
+def test_processes_of_another_user_are_neither_heard_nor_told(
+    threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_notes, "_user_of", lambda peer: os.geteuid() + 1)
+    listening = enter(threads, place, 0, 2, limit_s=0.5)
+    with pytest.raises(CommError, match=rf"a process of user {os.geteuid() + 1} waits at"):
+        exchange_on_host(place, 1, 2, "note", 30.0)
+    clock.now_s = 1.0
+    with pytest.raises(CommTimeout, match=r"ranks \[1\] did not come"):
+        listening.result()

@@ -1,0 +1,82 @@
+"""Every key whose feature does not exist is refused when it asks for it, and accepted when it asks for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyaccel.config import load_config
+from polyaccel.config.absent import ABSENT, BELOW, Absent
+from polyaccel.errors import ConfigError
+
+
+def _asking(harmless: Any) -> Any:
+    """A value that asks for the feature of a key whose harmless value is `harmless`."""
+    if isinstance(harmless, bool):
+        return not harmless
+    if isinstance(harmless, int | float):
+        return harmless + 1
+    return {"a": 1} if harmless in (None, {}) else f"{harmless}x"
+
+
+def _tree(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    if key.startswith("optimizer."):
+        value["optimizer"]["type"] = "Lamb"
+    return dict(value)
+
+
+CASES = [
+    pytest.param(entry, pattern.removesuffix(BELOW), harmless, id=pattern)
+    for entry in ABSENT
+    for pattern, harmless in entry.keys.items()
+]
+EXISTING = [case for case in CASES if not case.values[0].is_removed]
+
+
+@pytest.mark.parametrize(("entry", "key", "harmless"), CASES)
+def test_a_value_that_asks_for_an_absent_feature_is_refused(entry: Absent, key: str, harmless: Any) -> None:
+    if entry.switch not in (None, key):
+        assert load_config(_tree(key, _asking(harmless))) == load_config({})  # an option of a feature that is off
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(_tree(key, _asking(harmless)))
+    assert [(problem.key, problem.value) for problem in caught.value.problems] == [(key, _asking(harmless))]
+    problem = caught.value.problems[0]
+    if entry.is_removed:
+        assert problem.expected == f"was removed from DeepSpeed: {entry.feature}"
+    else:
+        assert problem.expected == f"belongs to {entry.feature}, which does not exist yet"
+    assert problem.cure
+
+
+@pytest.mark.parametrize(("entry", "key", "harmless"), EXISTING)
+def test_its_harmless_value_is_accepted(entry: Absent, key: str, harmless: Any) -> None:
+    assert load_config(_tree(key, harmless)) == load_config(
+        {"optimizer": {"type": "Lamb"}} if key.startswith("optimizer") else {}
+    )
+
+
+def test_a_feature_that_is_asked_for_is_one_problem_whatever_its_options() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"wandb": {"enabled": True, "project": "mine", "team": None}})
+    assert [problem.key for problem in caught.value.problems] == ["wandb.enabled"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": False, "ratio": 0.5}}},
+        {"zero_optimization": {"parameter_alignment": True}},
+    ],
+)
+def test_options_of_what_is_off_are_kept(config: dict[str, Any]) -> None:
+    assert load_config(config) != load_config({})
+
+
+def test_the_caller_s_dict_is_left_alone() -> None:
+    config = {"wandb": {"enabled": False, "project": "mine"}, "aio": {"queue_depth": 8}}
+    load_config(config)
+    assert config == {"wandb": {"enabled": False, "project": "mine"}, "aio": {"queue_depth": 8}}

@@ -1,0 +1,80 @@
+"""`polyaccel.initialize` as an editor shows it: DeepSpeed's arguments in DeepSpeed's order, then ours by keyword."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import polyaccel
+from polyaccel.errors import ConfigError, PolyaccelError
+
+DEEPSPEED_ORDER = (
+    "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port", "mpu",
+    "dist_init_required", "collate_fn", "config", "mesh_param", "config_params",
+)  # fmt: skip
+"""As its documentation and its 0.19 sources have them."""
+
+
+def test_arguments_stand_in_deepspeeds_order() -> None:
+    parameters = inspect.signature(polyaccel.initialize).parameters
+    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert tuple(positional) == DEEPSPEED_ORDER
+    assert [name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY] == ["params", "seed", "stacked"]
+    assert len(parameters) == len(positional) + 3  # no *positional, no **named
+    assert all(one.default is None for name, one in parameters.items() if name != "stacked")
+
+
+def test_each_argument_is_explained() -> None:
+    text = inspect.getdoc(polyaccel.initialize)
+    assert text is not None
+    assert [name for name in inspect.signature(polyaccel.initialize).parameters if f"- `{name}`: " not in text] == []
+
+
+def test_help_needs_no_framework() -> None:
+    script = """
+import sys, pydoc, polyaccel
+print(pydoc.render_doc(polyaccel.initialize, renderer=pydoc.plaintext))
+print(sorted({"torch", "jax"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    *shown, loaded = done.stdout.strip().splitlines()
+    assert "mesh_param" in "".join(shown)
+    assert "whose floating leaves are trained" in "".join(shown)
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("name", ["mpu", "mesh_param"])
+def test_a_feature_that_does_not_exist_is_named(name: str) -> None:
+    with pytest.raises(PolyaccelError, match=f"{name} is not available in this version: there are no .* yet"):
+        polyaccel.initialize(model=print, config={}, **{name: (2, 2)})
+
+
+def test_arguments_of_the_other_framework_are_refused() -> None:
+    with pytest.raises(PolyaccelError, match="initialize was given lr_scheduler, which JAX has no use for"):
+        polyaccel.initialize(model=print, params={}, lr_scheduler=1, config={})
+    with pytest.raises(PolyaccelError, match="initialize was given seed, stacked, which a torch module has no use for"):
+        polyaccel.initialize(model=print, seed=1, stacked=["layers"], config={})
+
+
+def test_a_model_in_the_place_of_args_is_noticed() -> None:
+    with pytest.raises(PolyaccelError, match=r"without a model\n  cure: pass it as model=; the first argument is args"):
+        polyaccel.initialize(print, config={})
+
+
+def test_a_function_without_params_is_no_torch_module() -> None:
+    with pytest.raises(PolyaccelError, match=r"is no torch module\n.*params= too where the model is a function of JAX"):
+        polyaccel.initialize(model=lambda batch: batch, config={})
+
+
+def test_the_config_may_stand_in_any_one_place() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="several configs were given"):
+        polyaccel.initialize(model=model, config={}, config_params={})
+    for given in ({"config_params": {"x": 1}}, {"args": SimpleNamespace(deepspeed_config={"x": 1})}):
+        with pytest.raises(ConfigError, match="x"):
+            polyaccel.initialize(model=model, **given)

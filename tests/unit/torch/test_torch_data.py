@@ -1,0 +1,279 @@
+"""The torch loader: every sample once an epoch, ranks apart, and a restart that goes on at the next micro-batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from polyaccel.errors import CheckpointError, ConfigError
+from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader
+
+
+class Numbers(Dataset[int]):
+    """Sample i is the number i."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The same without a length, that remembers which epochs it was asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Seeds(Dataset[tuple[int, float, int]]):
+    """What a worker's generators give: torch's seed, and a draw of Python's generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        return torch.initial_seed(), random.random(), index
+
+
+def loader(
+    count: int, *, batch: int = 1, rank: int = 0, world: int = 1, **options: Any
+) -> ShardedDataLoader[list[int]]:
+    return ShardedDataLoader(
+        Numbers(count), micro_batch_size=batch, rank=rank, world_size=world, collate_fn=list, **options
+    )
+
+
+def global_batches(loaders: list[ShardedDataLoader[list[int]]]) -> list[list[int]]:
+    """One epoch: the samples of all ranks, micro-batch by micro-batch, in the global order."""
+    epochs = [list(loader) for loader in loaders]
+    assert len({len(epoch) for epoch in epochs}) == 1  # or ranks would wait for one another for ever
+    return [[sample for row in zip(*batches, strict=True) for sample in row] for batches in zip(*epochs, strict=True)]
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+sizes = st.integers(1, 40)
+batches = st.integers(1, 5)
+worlds = st.integers(1, 4)
+
+
+@given(count=sizes, batch=batches, world=worlds)
+@settings(max_examples=60)
+def test_every_sample_comes_once_an_epoch(count: int, batch: int, world: int) -> None:
+    ranks = [loader(count, batch=batch, rank=rank, world=world) for rank in range(world)]
+    seen = flat(global_batches(ranks))
+    assert sorted(seen[:count]) == list(range(count))
+    # What fills up the last round is the epoch's beginning.
+    padding = -count % world
+    assert seen[count:] == (seen[:count] * world)[:padding]
+    assert [len(rank) for rank in ranks] == [-(-count // (batch * world))] * world
+
+
+@given(count=sizes, batch=batches, world=worlds)
+@settings(max_examples=60)
+def test_drop_last_gives_full_micro_batches_and_no_sample_twice(count: int, batch: int, world: int) -> None:
+    whole = count // (batch * world)
+    if not whole:
+        with pytest.raises(ConfigError, match=f"expected at least {batch * world}\n.*dataloader_drop_last"):
+            loader(count, batch=batch, world=world, drop_last=True)
+        return
+    ranks = [loader(count, batch=batch, rank=rank, world=world, drop_last=True) for rank in range(world)]
+    seen = global_batches(ranks)
+    assert [len(samples) for samples in seen] == [batch * world] * whole == [batch * world] * len(ranks[0])
+    assert len(set(flat(seen))) == whole * batch * world
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_order_is_that_of_torchs_own_sampler(shuffle: bool, drop_last: bool) -> None:
+    for rank in range(3):
+        ours = loader(23, batch=2, rank=rank, world=3, seed=7, shuffle=shuffle, drop_last=drop_last)
+        sampler = DistributedSampler(Numbers(23), 3, rank, shuffle=shuffle, seed=7, drop_last=drop_last)
+        theirs = DataLoader(Numbers(23), batch_size=2, sampler=sampler, collate_fn=list, drop_last=drop_last)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            assert list(ours) == list(theirs)
+
+
+def test_epochs_have_different_orders_and_the_same_seed_the_same() -> None:
+    first, again, other = loader(30), loader(30), loader(30, seed=1)
+    orders = [list(first) for _ in range(3)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert [list(again) for _ in range(3)] == orders
+    assert list(other) != orders[0]
+
+
+@given(count=sizes, batch=batches, world=worlds, drop_last=st.booleans(), data=st.data())
+@settings(max_examples=60)
+def test_a_restart_goes_on_at_the_next_micro_batch(
+    count: int, batch: int, world: int, drop_last: bool, data: st.DataObject
+) -> None:
+    if drop_last and count < batch * world:
+        return
+    rank = data.draw(st.integers(0, world - 1))
+    straight = loader(count, batch=batch, rank=rank, world=world, drop_last=drop_last)
+    stream = iter(RepeatingLoader(straight))
+    list(islice(stream, data.draw(st.integers(0, 3 * len(straight)))))
+    resumed = loader(count, batch=batch, rank=rank, world=world, drop_last=drop_last)
+    resumed.load_state_dict(straight.state_dict())
+    ahead = 2 * len(straight) + 1
+    assert list(islice(RepeatingLoader(resumed), ahead)) == list(islice(stream, ahead))
+    assert resumed.state_dict() == straight.state_dict()
+
+
+@given(count=st.integers(8, 60), before=worlds, after=worlds, batch=batches, data=st.data())
+@settings(max_examples=60)
+def test_a_restart_at_another_world_size_gives_the_rest_of_the_epoch(
+    count: int, before: int, after: int, batch: int, data: st.DataObject
+) -> None:
+    saved = [loader(count, batch=2, rank=rank, world=before) for rank in range(before)]
+    done = data.draw(st.integers(0, len(saved[0]) - 1))
+    seen = [list(islice(rank, done)) for rank in saved]
+    resumed = [loader(count, batch=batch, rank=rank, world=after) for rank in range(after)]
+    for rank in resumed:
+        rank.load_state_dict(saved[0].state_dict())
+    rest = flat(global_batches(resumed))[: count - done * 2 * before]
+    assert sorted(rest + [sample for rank in seen for batch_ in rank for sample in batch_]) == list(range(count))
+
+
+def test_a_state_saved_after_the_last_micro_batch_begins_the_next_epoch() -> None:
+    straight, resumed = loader(6, batch=2), loader(6, batch=2)
+    list(islice(iter(straight), 3))  # exhausted, but nobody has asked for a fourth
+    assert straight.state_dict() == {"epoch": 1, "position": 0, "samples": 6, "seed": 0, "shuffle": True}
+    resumed.load_state_dict(straight.state_dict())
+    assert list(resumed) == list(straight)
+
+
+def test_a_remainder_too_small_for_the_new_batch_is_left_out() -> None:
+    saved, resumed = loader(10, batch=2, drop_last=True), loader(10, batch=4, drop_last=True)
+    list(islice(iter(saved), 4))
+    resumed.load_state_dict(saved.state_dict())
+    assert len(list(resumed)) == 2
+    assert resumed.epoch == 2
+
+
+def test_an_epoch_left_early_is_not_gone_on_with() -> None:
+    left, whole = loader(12), loader(12)
+    list(islice(iter(left), 5))
+    list(whole)
+    assert list(left) == list(whole)
+
+
+@pytest.mark.parametrize("other", [loader(11), loader(12, seed=1), loader(12, shuffle=False)])
+def test_a_position_in_other_data_is_refused(other: ShardedDataLoader[list[int]]) -> None:
+    with pytest.raises(CheckpointError, match="does not fit"):
+        loader(12).load_state_dict(other.state_dict())
+
+
+def test_a_broken_position_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="'position': -1"):
+        loader(12).load_state_dict(loader(12).state_dict() | {"position": -1})
+
+
+def streaming(count: int, batch: int, world: int = 1, **options: Any) -> ShardedDataLoader[list[int]]:
+    return ShardedDataLoader(Stream(count), micro_batch_size=batch, world_size=world, collate_fn=list, **options)
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_a_stream_resumes_by_reading_past_what_was_seen(done: int) -> None:
+    straight, resumed = streaming(7, 2), streaming(7, 2)
+    ahead = iter(RepeatingLoader(straight))
+    list(islice(ahead, done))
+    resumed.load_state_dict(straight.state_dict())
+    assert list(islice(RepeatingLoader(resumed), 9)) == list(islice(ahead, 9))
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_a_stream_is_told_its_epoch_and_counts_for_all_ranks() -> None:
+    straight = streaming(6, 2, world=3, drop_last=True)
+    list(straight)
+    list(islice(iter(straight), 2))
+    assert isinstance(straight.dataset, Stream)
+    assert straight.dataset.epochs == [0, 1]
+    assert straight.state_dict()["position"] == 2 * 2 * 3
+    with pytest.raises(TypeError):
+        len(straight)
+
+
+def test_a_stream_resumed_in_the_middle_of_a_micro_batch_repeats_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved, resumed = streaming(12, 3), streaming(12, 2)
+    list(islice(iter(saved), 1))
+    resumed.load_state_dict(saved.state_dict())
+    assert next(iter(resumed)) == [2, 3]
+    assert "1 samples come again" in caplog.text
+
+
+def seeds(**options: Any) -> list[tuple[int, float, int]]:
+    made = ShardedDataLoader[list[tuple[int, float, int]]](
+        Seeds(), micro_batch_size=1, shuffle=False, collate_fn=list, num_workers=2, **options
+    )
+    return [sample for batch in made for sample in batch]
+
+
+def test_workers_have_their_own_seeds_and_leave_the_process_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, again = seeds(seed=3), seeds(seed=3)
+    assert one == again
+    assert len({torch_seed for torch_seed, _, _ in one}) == 2
+    assert len({draw for _, draw, _ in one}) == 4
+    others = {torch_seed for torch_seed, _, _ in seeds(seed=3, rank=1, world_size=2)}
+    assert others.isdisjoint(torch_seed for torch_seed, _, _ in one)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_worker_seeds_change_with_the_epoch() -> None:
+    made: ShardedDataLoader[Any] = ShardedDataLoader(Seeds(), micro_batch_size=1, collate_fn=list, num_workers=1)
+    first, second = ([batch[0][0] for batch in made] for _ in range(2))
+    assert set(first).isdisjoint(second)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"micro_batch_size": 0}, r"train_micro_batch_size_per_gpu = 0"),
+        ({"micro_batch_size": 1, "rank": 2, "world_size": 2}, r"rank = 2: expected 0 to 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShardedDataLoader(Numbers(3), **sizes)
+
+
+def test_data_that_gives_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="training_data = 0: 0 samples do not make one micro-batch"):
+        loader(0)
+    with pytest.raises(ConfigError, match="has no length"):
+        ShardedDataLoader(object(), micro_batch_size=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="gives no micro-batch"):
+        next(iter(RepeatingLoader([])))
+
+
+def test_tensors_are_collated_as_by_torch() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2), torch.arange(3))
+    features, labels = next(iter(ShardedDataLoader[Any](data, micro_batch_size=3, shuffle=False)))
+    assert torch.equal(features, torch.arange(6.0).reshape(3, 2))
+    assert torch.equal(labels, torch.arange(3))
