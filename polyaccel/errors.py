@@ -67,17 +67,18 @@ class ShardingError(PolyaccelError, ValueError):
 
 
 class CommError(PolyaccelError, RuntimeError):
-    """A collective failed, or ranks called different ones."""
-
-
-class CommTimeout(CommError, TimeoutError):
-    """A collective did not finish in time. Names the operation, its sequence number and the missing ranks."""
+    """A collective failed, or ranks called different ones. `missing_ranks` are the global ranks known not to have taken
+    part, and the `value` where no other is given."""
 
     def __init__(
         self, message: str, *, missing_ranks: Sequence[int] = (), cure: str = "", value: object = None
     ) -> None:
-        super().__init__(message, cure=cure, value=value)
         self.missing_ranks = tuple(missing_ranks)
+        super().__init__(message, cure=cure, value=self.missing_ranks or None if value is None else value)
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A collective did not finish in time. Names the operation, its sequence number and the missing ranks."""
 
 
 class RanksApart(CommError):

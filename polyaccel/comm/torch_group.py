@@ -67,7 +67,6 @@ def exchange_notes(topic: str, rank: int, world_size: int, text: str, timeout_s:
             f"ranks {missing} did not say within {timeout_s:g} s how they are reached ({topic})",
             missing_ranks=missing,
             cure="all ranks must use the same backend; look for the first error among them",
-            value=tuple(missing),
         ) from error
 
 

@@ -135,7 +135,6 @@ def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> 
                 f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",
                 missing_ranks=sorted(waiting),
                 cure="look for the first error among them: all ranks must get as far as init_distributed",
-                value=tuple(sorted(waiting)),
             )
         else:
             time.sleep(_LOOK_EVERY_S)

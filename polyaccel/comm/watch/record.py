@@ -196,7 +196,7 @@ class RecordingCommunicator(WrappedCommunicator):
         """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
         if self.recorder.on_failure is not None:
             self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
-        known = _missing_of(error)
+        known = error.missing_ranks
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         places = where_ranks_are(
             entry.group, self.ranks[self.rank], entry.seq, entry.collective.described(), notes, known, now_s=time()
@@ -207,8 +207,8 @@ class RecordingCommunicator(WrappedCommunicator):
         message = "; ".join([said, *places.values()])
         if isinstance(error, CommTimeout):
             missing = tuple(sorted({*known, *places}))
-            return CommTimeout(message, missing_ranks=missing, cure=error.cure, value=missing)
-        return CommError(message, cure=error.cure, value=error.value)
+            return CommTimeout(message, missing_ranks=missing, cure=error.cure)
+        return CommError(message, missing_ranks=known, cure=error.cure, value=error.value)
 
     @contextmanager
     def _recorded(self, collective: Collective) -> Iterator[None]:
@@ -253,11 +253,3 @@ def check_same_call(communicator: Communicator, collective: Collective) -> None:
             cure="every rank of a group must make the same calls in the same order, with the same sizes and types",
             value=tuple(communicator.ranks[rank] for rank, _ in others),
         )
-
-
-def _missing_of(error: CommError) -> tuple[int, ...]:
-    """The global ranks that the inner communicator found missing."""
-    if isinstance(error, CommTimeout):
-        return error.missing_ranks
-    value = error.value
-    return value if isinstance(value, tuple) and all(isinstance(rank, int) for rank in value) else ()

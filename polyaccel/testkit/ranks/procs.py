@@ -29,7 +29,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.join.backends import comm_backend
-from polyaccel.errors import CommTimeout, LaunchError
+from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.port import free_port
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
@@ -187,13 +187,23 @@ class RankPool:
 
 def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException:
     """The first failure, a death before everything else, with what became of the other ranks as notes."""
-    rank = next((r for r, error in failures.items() if isinstance(error, LaunchError)), next(iter(failures)))
+    rank = next((r for r, error in failures.items() if isinstance(error, LaunchError)), _cause(failures))
     notes = [f"rank {r} raised {type(error).__name__}: {error}" for r, error in failures.items() if r != rank]
     if late:
         notes.append(f"ranks {late} did not answer and were killed")
     first = failures[rank]
     first.__dict__["__notes__"] = [*first.__dict__["__notes__"], *notes]
     return first
+
+
+def _cause(failures: dict[int, BaseException]) -> int:
+    """The rank whose failure came first. The news that it was gone may have overtaken its own words: a rank that ran
+    out of time closes its connections, and the others see that before it has found out who was missing."""
+    rank = next(iter(failures))
+    error = failures[rank]
+    if isinstance(error, CommError) and not isinstance(error, CommTimeout):
+        rank = next((gone for gone in error.missing_ranks if gone in failures), rank)
+    return rank
 
 
 def work_for_pool(

@@ -68,7 +68,7 @@ def test_a_peer_that_is_only_late_is_not_named(tmp_path: Path) -> None:
 
 
 def stopped() -> CommTimeout:
-    with RankPool(3, comm_timeout_s=LIMIT_S) as trio:
+    with RankPool(3, comm_timeout_s=LIMIT_S, grace_s=LIMIT_S) as trio:
         return what_is_said_of_a_stopped_rank(trio)
 
 
@@ -91,7 +91,7 @@ def other_way(comm: Communicator, debug: bool) -> None:
 
 
 def parted() -> CommTimeout:
-    with RankPool(2, comm_timeout_s=LIMIT_S) as pair, pytest.raises(CommTimeout) as caught:
+    with RankPool(2, comm_timeout_s=LIMIT_S, grace_s=PATIENCE_S) as pair, pytest.raises(CommTimeout) as caught:
         pair.run(other_way, False)
     return caught.value
 

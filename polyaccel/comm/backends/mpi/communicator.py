@@ -121,6 +121,5 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
                 f"{who} timed out after {self.timeout_s:g} s{lost}",
                 missing_ranks=missing,
                 cure="find out what the missing ranks do: stopped, dead, or in another call",
-                value=missing,
             )
-        return CommError(f"{who} failed{lost} ({type(error).__name__}: {error})", value=missing)
+        return CommError(f"{who} failed{lost} ({type(error).__name__}: {error})", missing_ranks=missing)

@@ -190,30 +190,29 @@ def explain(
     if failure.status is Status.TIMEOUT:
         return CommTimeout(
             f"{what} timed out after {timeout_s:g} s: {lost}",
-            missing_ranks=missing,
             cure="find out what the missing ranks do: stopped, or in another call",
-            value=tuple(missing),
+            missing_ranks=missing,
         )
     if failure.status is Status.DEAD:
         return CommError(
             f"{what} failed: {lost} (their processes have ended)",
             cure="look for the first error among the ranks: what ended these",
-            value=tuple(missing),
+            missing_ranks=missing,
         )
     if failure.status is Status.LEFT:
         return CommError(
             f"{what} failed: {lost} (they have closed the group, or an earlier call of theirs failed)",
             cure="look for the first error among the ranks",
-            value=tuple(missing),
+            missing_ranks=missing,
         )
     if failure.status is Status.MISMATCH:
         return CommError(
             f"{what} failed: rank {missing[0]} called {_described(failure.theirs, collective)} instead",
             cure="every rank must call the same collectives in the same order",
-            value=tuple(missing),
+            missing_ranks=missing,
         )
     if failure.status is Status.BROKEN and earlier is not None:
-        return CommError(f"{what} failed, as {earlier.message}", cure=earlier.cure, value=earlier.value)
+        return CommError(f"{what} failed, as {earlier.message}", missing_ranks=earlier.missing_ranks, cure=earlier.cure)
     if failure.status is Status.BROKEN:
         return CommError(
             f"{what} failed: a signal interrupted an earlier call",

@@ -165,5 +165,4 @@ def _timeout(missing: list[int], where: str, timeout_s: float) -> CommTimeout:
         f"ranks {missing} did not come to {where} within {timeout_s:g} s",
         missing_ranks=missing,
         cure="check that all ranks were started here, with the same address and port, and that none has failed",
-        value=tuple(missing),
     )

@@ -197,12 +197,11 @@ class TorchCommunicator(Communicator):
                 f"{collective} on {who} timed out after {self.timeout_s:g} s{lost} ({reason})",
                 missing_ranks=missing,
                 cure="find out what the missing ranks do: stopped, dead, or in another call",
-                value=tuple(missing),
             )
         return CommError(
             f"{collective} on {who} failed{lost} ({reason})",
             cure="look for the first error among the ranks: a rank that ends closes its connections" if missing else "",
-            value=tuple(missing),
+            missing_ranks=missing,
         )
 
 
