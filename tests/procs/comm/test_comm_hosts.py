@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import norms_job
 import pytest
 
 from polyaccel.comm.backends.shm.backend import ShmBackend
@@ -82,25 +83,12 @@ SCRIPT = """
 import logging, sys, warnings
 warnings.simplefilter("error")
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-import torch
-torch.set_num_threads(1)
-import polyaccel
 from polyaccel import comm
 comm.init_distributed(timeout=100)
 print("BACKEND", comm.default_communicator().backend)
 if sys.argv[1] != "none":
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-              "zero_optimization": {"stage": int(sys.argv[1]), "stage3_param_persistence_threshold": 0}}
-    engine = polyaccel.initialize(model=model, config=config)[0]
-    for step in range(3):
-        torch.manual_seed(10 * step + comm.get_rank())
-        loss = engine(torch.randn(2, 64)).square().mean()
-        engine.backward(loss)
-        engine.step()
-    print("NORM", engine.get_global_grad_norm())
-    engine.destroy()
+    from norms_job import norm_of_three_steps
+    print("NORM", norm_of_three_steps(int(sys.argv[1])))
 comm.destroy_process_group()
 """
 
@@ -113,7 +101,7 @@ def run_script(
     script.write_text(SCRIPT)
     world = str(sum(ranks_of))
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), **environ}
+    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(norms_job.__file__).parent), **environ}
     processes = []
     for host, count in enumerate(ranks_of):
         for local_rank in range(count):
@@ -136,11 +124,14 @@ def said(outputs: list[str], word: str) -> list[str]:
     return [line.split()[1] for out in outputs for line in out.splitlines() if line.startswith(word)]
 
 
+def flat_norm(comm: Communicator) -> float:
+    assert comm.backend == "gloo"
+    return norms_job.norm_of_three_steps(2)
+
+
 @pytest.fixture(scope="module")
-def flat_norms(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    outputs = run_script(tmp_path_factory.mktemp("flat"), "2", (2, 2), POLYACCEL_COMM="gloo")
-    assert said(outputs, "BACKEND") == ["gloo"] * 4
-    return [float(norm) for norm in said(outputs, "NORM")]
+def flat_norms(rank_pool: Callable[[int], RankPool]) -> list[float]:
+    return rank_pool(4).run(flat_norm)
 
 
 def test_scripts_get_two_levels_by_default(tmp_path: Path, flat_norms: list[float]) -> None:
