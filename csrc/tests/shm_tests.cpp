@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -55,6 +56,63 @@ struct World {
     }
 };
 
+// All-gather, reduce-scatter and all-to-all of parts that differ: rank i has `part` + i elements, rank 0 none. In the
+// all-to-all rank i sends `part` * i + j elements to rank j.
+void play_uneven(const World& world, int32_t rank, int64_t part, const std::function<void(pa_shm_call)>& run) {
+    const int32_t n = world.size;
+    std::vector<int64_t> bounds(n + 1), sent(n + 1), received(n + 1);
+    for (int32_t i = 0; i < n; i++) {
+        bounds[i + 1] = bounds[i] + (i == 0 ? 0 : part + i);
+        sent[i + 1] = sent[i] + part * rank + i;
+        received[i + 1] = received[i] + part * i + rank;
+    }
+    const auto sized = [](std::vector<float>& values, int64_t numel) { values.assign(static_cast<size_t>(numel), -1); };
+    std::vector<float> whole, result, turned;
+    pa_shm_call call{};
+    call.told.type = PA_FLOAT32;
+    call.told.numel = bounds[n];
+    call.told.parts = 1;
+    call.bounds = bounds.data();
+    sized(whole, bounds[n]);
+    for (int64_t i = 0; i < bounds[n]; i++) whole[i] = value_of(rank, i);
+
+    sized(result, bounds[rank + 1] - bounds[rank]);
+    call.told.op = PA_SHM_REDUCE_SCATTER;
+    call.in = whole.data();
+    call.out = result.data();
+    run(call);
+    for (int64_t i = bounds[rank]; i < bounds[rank + 1]; i++) {
+        float total = 0;
+        for (int32_t other = 0; other < n; other++) total += value_of(other, i);
+        expect(result[i - bounds[rank]] == total, "uneven reduce-scatter");
+    }
+
+    call.told.op = PA_SHM_ALL_GATHER;
+    sized(turned, bounds[n]);
+    call.in = whole.data() + bounds[rank];
+    call.out = turned.data();
+    run(call);
+    for (int32_t i = 0; i < n; i++)
+        for (int64_t k = bounds[i]; k < bounds[i + 1]; k++) expect(turned[k] == value_of(i, k), "uneven all-gather");
+
+    sized(whole, sent[n]);
+    sized(turned, received[n]);
+    for (int64_t i = 0; i < sent[n]; i++) whole[i] = value_of(rank, i);
+    call.told.op = PA_SHM_ALL_TO_ALL;
+    call.told.numel = 0;
+    call.told.most = part * rank + n - 1;
+    call.bounds = received.data();
+    call.in_bounds = sent.data();
+    call.in = whole.data();
+    call.out = turned.data();
+    run(call);
+    for (int32_t i = 0; i < n; i++) {
+        const int64_t theirs = rank * (part * i) + static_cast<int64_t>(rank) * (rank - 1) / 2;  // where my part begins
+        for (int64_t k = received[i]; k < received[i + 1]; k++)
+            expect(turned[k] == value_of(i, theirs + k - received[i]), "uneven all-to-all");
+    }
+}
+
 // One rank's run through kinds and sizes, through stages and directly.
 void play(World& world, int32_t rank) {
     const int32_t n = world.size;
@@ -73,6 +131,7 @@ void play(World& world, int32_t rank) {
     char* const heap = static_cast<char*>(pa_shm_map(world.heaps[rank], PAGE, length));
     expect(heap != nullptr, "pa_shm_map");
     for (const int64_t part : {0, 1, 7, 4000, 60001, 300007}) {
+        play_uneven(world, rank, part, run);
         for (const bool is_direct : {false, true}) {
             const int64_t numel = part * n;
             std::vector<float> own(numel), result(part);
