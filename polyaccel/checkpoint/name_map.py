@@ -93,6 +93,18 @@ class RenamedReader:
     def has(self, fqn: str, kind: str) -> bool:
         return self._reader.has(self._source_of(fqn).name, kind)
 
+    def tensor(self, fqn: str, kind: str) -> TensorEntry:
+        """One saved tensor, as it was saved. Raises CheckpointError if it was not."""
+        return self._reader.tensor(self._source_of(fqn).name, kind)
+
+    def verify(self, fqn: str, kind: str, start: int, length: int) -> None:
+        """Like `CheckpointReader.verify`, for what `read_into` would read."""
+        source = self._source_of(fqn)
+        if source.axes is None:
+            self._reader.verify(source.name, kind, source.start + start, length)
+        else:
+            self._reader.verify(source.name, kind, 0, self._reader.tensor(source.name, kind).numel)
+
     def read_into(
         self,
         fqn: str,

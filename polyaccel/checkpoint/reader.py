@@ -7,7 +7,7 @@ import logging
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class CheckpointReader:
         self.storage = storage
         self.commit = commit
         self._manifest = manifest
+        self._verified: set[Piece] = set()
 
     @property
     def tag(self) -> str:
@@ -73,6 +74,16 @@ class CheckpointReader:
                 f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", cure=self._suggest(fqn), value=(fqn, kind)
             ) from None
 
+    def verify(self, fqn: str, kind: str, start: int, length: int) -> None:
+        """Read and verify every piece that elements [start, start + length) of a flattened tensor touch, each once in
+        the life of this reader. Raises CheckpointError naming file, tensor and elements. Memory is that of a piece."""
+        tensor = self.tensor(fqn, kind)
+        self._check_range(tensor, start, length)
+        for piece in _touched(tensor, start, length):
+            if piece not in self._verified:
+                self._read_piece(tensor, piece)
+                self._verified.add(piece)
+
     def read_into(
         self,
         fqn: str,
@@ -92,11 +103,8 @@ class CheckpointReader:
         """
         tensor = self.tensor(fqn, kind)
         self._check_request(tensor, start, length, buffer, may_cast=cast_through is not None)
-        first = max(0, bisect_right(tensor.pieces, start, key=lambda piece: piece.start) - 1)
-        for piece in tensor.pieces[first:]:
+        for piece in _touched(tensor, start, length):
             low, high = max(start, piece.start), min(start + length, piece.end)
-            if low >= high:
-                break
             data = memoryview(self._read_piece(tensor, piece))
             itemsize = tensor.dtype.itemsize
             wanted = data[(low - piece.start) * itemsize : (high - piece.start) * itemsize]
@@ -139,14 +147,18 @@ class CheckpointReader:
             )
         return data
 
-    def _check_request(self, tensor: TensorEntry, start: int, length: int, buffer: Buffer, *, may_cast: bool) -> None:
-        name = f"{tensor.fqn!r} ({tensor.kind})"
+    def _check_range(self, tensor: TensorEntry, start: int, length: int) -> None:
         if not 0 <= start <= start + length <= tensor.numel:
             raise CheckpointError(
-                f"elements [{start}, {start + length}) are not inside {name}, saved with shape {tensor.shape}",
+                f"elements [{start}, {start + length}) are not inside {tensor.fqn!r} ({tensor.kind}), "
+                f"saved with shape {tensor.shape}",
                 cure="load into a model of the same shapes",
                 value=(start, length),
             )
+
+    def _check_request(self, tensor: TensorEntry, start: int, length: int, buffer: Buffer, *, may_cast: bool) -> None:
+        name = f"{tensor.fqn!r} ({tensor.kind})"
+        self._check_range(tensor, start, length)
         if buffer.numel != length:
             raise CheckpointError(f"{length} elements of {name} do not fit a buffer of {buffer.numel}", value=length)
         if buffer.dtype is not tensor.dtype and not may_cast:
@@ -205,6 +217,15 @@ def list_checkpoints(source: Storage | str | os.PathLike[str]) -> tuple[TagStatu
     storage = as_storage(source)
     found = [_status(storage, tag) for tag in tag_names(storage)]
     return tuple(sorted(found, key=lambda status: (status.saved_at_s, status.tag), reverse=True))
+
+
+def _touched(tensor: TensorEntry, start: int, length: int) -> Iterator[Piece]:
+    """The pieces that hold elements [start, start + length) of a tensor, in order."""
+    first = max(0, bisect_right(tensor.pieces, start, key=lambda piece: piece.start) - 1)
+    for piece in tensor.pieces[first:]:
+        if max(start, piece.start) >= min(start + length, piece.end):
+            break
+        yield piece
 
 
 def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointReader:

@@ -1,21 +1,38 @@
 """Saving a run and going on with it, the same for every frontend: naming its parts, comparing, reading this rank's
-slices, taking over counts."""
+slices, taking over counts.
+
+[Note: A refused load]
+A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
+plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
+read the pieces again, into the buffers of the engine: the second reading comes from the system's cache of files as far
+as memory reaches, and no copy of the states is held beside them. Pieces are verified the second time too. What fails
+there (a file that changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained
+nor saved until a load has succeeded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from logging import getLogger
+from types import SimpleNamespace
 from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint import TensorEntry
+from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
+from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.types import DType
+
+log = getLogger(__name__)
 
 PARAM = "param"
 """The kind of the tensors that are parameters; the others are optimizer states."""
@@ -52,24 +69,130 @@ class TrainingRun:
             "client_state": dict(client_state),
         }
 
-    def resumes_optimizer(self, reader: StateReader, *, wanted: bool) -> bool:
+    def resumes_optimizer(self, tag: str, saved: SavedValues, *, wanted: bool) -> bool:
         """Whether optimizer states are taken over: they are `wanted`, they were saved, and this run has an optimizer.
 
-        Raises CheckpointError when the saved ones are of another kind than this run's.
+        Raises CheckpointError when the saved ones are of another kind than this run's, ConfigError when its groups are
+        not as many.
         """
-        if wanted:
-            check_optimizer(self.optimizer_kind, reader)
-        return wanted and self.groups is not None and reader.scalars["optimizer"] is not None
+        if not wanted:
+            return False
+        kind, theirs = self.optimizer_kind, saved.optimizer_kind
+        if kind is not None and theirs is not None and kind != theirs:
+            raise CheckpointError(
+                f"checkpoint {tag!r} has the optimizer state of {theirs}, this run has {kind}",
+                cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                value=theirs,
+            )
+        if self.groups is None or saved.optimizer is None:
+            return False
+        load_groups([dict(group) for group in self.groups], saved.optimizer.param_groups)
+        return True
 
-    def load_progress(self, reader: StateReader) -> None:
+    def check_progress(self, saved: SavedValues) -> None:
+        """Raise CheckpointError for counts and a loss scale that `load_progress` could not take over."""
+        try_out(self.counters, saved.counters)
+        try_out(self.loss_scaler, saved.loss_scaler)
+
+    def load_progress(self, saved: SavedValues) -> None:
         """Take over how far the run is, and its loss scale."""
-        self.counters.load_state_dict(reader.scalars["counters"])
-        self.loss_scaler.load_state_dict(reader.scalars["loss_scaler"])
+        self.counters.load_state_dict(saved.counters)
+        self.loss_scaler.load_state_dict(saved.loss_scaler)
 
-    def load_groups(self, reader: StateReader) -> None:
-        """Take over the hyperparameters of the optimizer's groups. Raises ConfigError when their number differs."""
-        if self.groups is not None:
-            load_groups(self.groups, reader.scalars["optimizer"]["param_groups"])
+    def load_groups(self, saved: SavedValues) -> None:
+        """Take over the hyperparameters of the optimizer's groups, if there are any, which `resumes_optimizer` found to
+        be as many."""
+        if self.groups is not None and saved.optimizer is not None:
+            load_groups(self.groups, saved.optimizer.param_groups)
+
+    def load_together(self, saved: CheckpointReader, check: Callable[[], Takeover]) -> None:
+        """Take over the checkpoint `saved` on all ranks or on none; gradients are forgotten. Collective.
+
+        `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: A refused load].
+        Raises CheckpointError on every rank, whichever rank refused.
+        """
+        tag, found = saved.tag, list[Takeover]()
+        try:
+            agreed(self.communicator, f"loading {tag!r} (nothing was changed)", lambda: found.append(check()))
+        except CheckpointError as error:
+            raise self._refusal(saved, error) from error
+        takeover = found[0]
+        try:
+            agreed(self.communicator, f"taking over {tag!r}", takeover.read)
+            self.zero.discard_gradients()
+            if takeover.is_whole:
+                self.zero.mend()
+            self.zero.steps.update(takeover.steps)  # before master weights are rounded, which depends on it
+            self.zero.params.publish_masters()
+        except BaseException:
+            self.zero.mark_half(f"loading {tag!r}")
+            raise
+
+    def _refusal(self, saved: CheckpointReader, error: CheckpointError) -> CheckpointError:
+        """`error` with the other checkpoints that there are."""
+
+        def others() -> list[str]:
+            return [each.tag for each in list_checkpoints(saved.storage) if not each.problem and each.tag != saved.tag]
+
+        tags = ", ".join(on_rank_0(self.communicator, "listing checkpoints", others)) or "none"
+        message = f"{error.message}\n  other complete checkpoints there, newest first: {tags}"
+        return CheckpointError(message, cure=error.cure, value=error.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takeover:
+    """What a load will do on this rank, once every rank has checked its part.
+
+    `read` brings everything here, without collective calls. `is_whole`: all parameters and optimizer states are among
+    it. `steps` has the number of updates of the parameters whose optimizer states are.
+    """
+
+    read: Callable[[], None]
+    is_whole: bool
+    steps: Mapping[str, int]
+
+
+class SavedGroups(BaseModel):
+    """The optimizer's groups in a checkpoint, without their parameters."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class SavedValues(BaseModel):
+    """The plain values of a checkpoint, as `TrainingRun.scalars` gives them, checked."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    counters: dict[str, Any]
+    loss_scaler: dict[str, Any]
+    optimizer: SavedGroups | None
+    optimizer_kind: str | None
+    param_steps: dict[str, NonNegativeInt]
+    client_optimizer: dict[str, dict[str, float]]
+    lr_scheduler: dict[str, Any] | None
+    data: dict[str, Any] | None
+    client_state: dict[str, Any]
+
+    @classmethod
+    def of(cls, reader: StateReader) -> SavedValues:
+        """Those of `reader`. Raises CheckpointError naming each value that is missing or of another type."""
+        try:
+            return cls.model_validate(reader.scalars)
+        except ValidationError as error:
+            what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:8])
+            raise CheckpointError(
+                f"the plain values of checkpoint {reader.tag!r} are not those of a training run: {what}",
+                cure="load another tag",
+                value=reader.tag,
+            ) from error
+
+
+def try_out(part: Any, saved: Mapping[str, Any]) -> None:
+    """Raise what `part.load_state_dict(saved)` would raise; `part` stays as it is, and so do its optimizer's groups."""
+    trial = copy(part)
+    if hasattr(trial, "optimizer"):
+        trial.optimizer = SimpleNamespace(param_groups=[dict(group) for group in trial.optimizer.param_groups])
+    trial.load_state_dict(saved)
 
 
 class StateReader(Protocol):
@@ -83,6 +206,8 @@ class StateReader(Protocol):
     def tensors(self) -> Sequence[TensorEntry]: ...
 
     def has(self, fqn: str, kind: str) -> bool: ...
+
+    def verify(self, fqn: str, kind: str, start: int, length: int) -> None: ...
 
     def read_into(
         self,
@@ -113,45 +238,68 @@ def check_names(zero: TrainedState, reader: StateReader, *, strict: bool) -> Non
         )
 
 
-def check_optimizer(kind: str | None, reader: StateReader) -> None:
-    """Raise CheckpointError when the saved optimizer states are of another kind than this run's."""
-    theirs = reader.scalars["optimizer_kind"]
-    if kind is not None and theirs is not None and kind != theirs:
-        raise CheckpointError(
-            f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {kind}",
-            cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
-            value=theirs,
-        )
+@dataclass(frozen=True, slots=True)
+class WantedPiece:
+    """Elements of a saved tensor, from `start` on, that `buffer` takes."""
+
+    fqn: str
+    kind: str
+    start: int
+    buffer: Buffer
 
 
-def read_state(
-    zero: TrainedState,
-    accelerator: Accelerator,
-    reader: StateReader,
-    *,
-    optimizer_states: bool,
-    counts_updates: bool,
-    may_lack_states: bool = False,
-) -> None:
-    """Read the pieces that this rank needs, forget all gradients, and make the parameters whole everywhere. Collective.
+@dataclass(frozen=True, slots=True)
+class WantedState:
+    """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it
+    is."""
 
-    `counts_updates`: each parameter's number of updates is taken over too. `may_lack_states`: an optimizer state that
-    was not saved is none.
+    pieces: Sequence[WantedPiece]
+    kept: Sequence[str]
+
+    def verify(self, reader: StateReader) -> None:
+        """Raise CheckpointError where a checksum is wrong."""
+        for piece in self.pieces:
+            reader.verify(piece.fqn, piece.kind, piece.start, piece.buffer.numel)
+
+    def read(self, reader: StateReader, accelerator: Accelerator) -> None:
+        """Overwrite the buffers."""
+        for piece in self.pieces:
+            reader.read_into(
+                piece.fqn, piece.kind, piece.start, piece.buffer.numel, piece.buffer, cast_through=accelerator.allocate
+            )
+
+
+def wanted_state(
+    zero: TrainedState, reader: StateReader, *, optimizer_states: bool, strict: bool, may_lack_states: bool = False
+) -> WantedState:
+    """The pieces that this rank needs. `may_lack_states`: an optimizer state that was not saved is none.
+
+    Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
+    without a state keeps that. Raises CheckpointError naming the states that are missing.
     """
-    is_whole = optimizer_states
+    pieces, kept, missing = list[WantedPiece](), dict[str, None](), list[str]()
     for slot, kind, start, buffer in zero.needed_pieces():
         fqn = slot.param.fqn
-        may_lack = kind == PARAM or may_lack_states
-        if (kind == PARAM or optimizer_states) and (reader.has(fqn, kind) or not may_lack):
-            reader.read_into(fqn, kind, start, buffer.numel, buffer, cast_through=accelerator.allocate)
-        elif kind == PARAM:
-            is_whole = False
-    zero.discard_gradients()
-    if is_whole:
-        zero.mend()
-    if counts_updates:  # before master weights are rounded, which depends on it
-        zero.steps.update({fqn: reader.steps_of(fqn) for fqn in zero.steps})
-    zero.params.publish_masters()
+        if kind != PARAM and not optimizer_states:
+            continue
+        if reader.has(fqn, kind):
+            pieces.append(WantedPiece(fqn, kind, start, buffer))
+        elif not reader.has(fqn, PARAM):
+            kept[fqn] = None
+        elif may_lack_states:
+            continue
+        elif strict:
+            missing.append(f"{kind!r} of {fqn!r}")
+        else:
+            kept[fqn] = None
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} holds no {', '.join(missing[:8])}",
+            cure="load_optimizer_states=False begins with a new optimizer, "
+            "load_module_strict=False leaves alone what was not saved",
+            value=missing,
+        )
+    return WantedState(pieces, tuple(kept))
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

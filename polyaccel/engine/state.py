@@ -48,7 +48,10 @@ class TrainedState(Protocol):
         """Forget all gradients."""
 
     def require_whole(self) -> None:
-        """Raise PolyaccelError after an update that failed in the middle."""
+        """Raise PolyaccelError after an update or a load that failed in the middle."""
+
+    def mark_half(self, what: str) -> None:
+        """`what`, such as a load, failed in the middle: parameters and states belong to two steps."""
 
     def mend(self) -> None:
         """Allow training again, after all parameters and states of one step were loaded."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyaccel.checkpoint import Storage, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.writer import TagValidation
-from polyaccel.engine.resuming import TrainingRun, check_names, read_state
+from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
+from polyaccel.errors import CheckpointError
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
 
@@ -64,19 +65,60 @@ def load_run(
     schedule: bool,
     name_map: NameMap | None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state."""
+    """Take over a checkpoint's state. Collective. Returns its path and the client state.
+
+    Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
+    """
     run.zero.params.fence()
-    saved = open_checkpoint(storage, tag, communicator=run.communicator)
+    saved = open_checkpoint(storage, tag, communicator=run.communicator, fallback=True)
+
+    def check() -> Takeover:
+        return _check(run, stacking, saved, optimizer_states=optimizer_states, schedule=schedule, name_map=name_map)
+
+    run.load_together(saved, check)
+    return f"{storage.location}/{saved.tag}", saved.scalars["client_state"]
+
+
+def _check(
+    run: TrainingRun,
+    stacking: Stacking,
+    saved: CheckpointReader,
+    *,
+    optimizer_states: bool,
+    schedule: bool,
+    name_map: NameMap | None,
+) -> Takeover:
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     reader = RenamedReader(saved, name_map, shapes, stacking.layers)
+    values = SavedValues.of(reader)
     check_names(run.zero, reader, strict=True)
-    resumes = run.resumes_optimizer(reader, wanted=optimizer_states)
-    read_state(run.zero, run.accelerator, reader, optimizer_states=optimizer_states, counts_updates=resumes)
-    run.load_progress(reader)
-    if resumes:
-        run.load_groups(reader)
-        if isinstance(run.zero.optimizer, OptaxOptimizer):
-            run.zero.optimizer.numbers.update(reader.scalars["client_optimizer"][_OPTAX])
-    if schedule and run.schedule is not None and reader.scalars["lr_scheduler"] is not None:
-        run.schedule.load_state_dict(reader.scalars["lr_scheduler"])
-    return f"{storage.location}/{reader.tag}", reader.scalars["client_state"]
+    run.check_progress(values)
+    resumes = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
+    wanted = wanted_state(run.zero, reader, optimizer_states=optimizer_states, strict=True)
+    optax = run.zero.optimizer if resumes and isinstance(run.zero.optimizer, OptaxOptimizer) else None
+    numbers = values.client_optimizer.get(_OPTAX, {})
+    if optax is not None and numbers.keys() != optax.numbers.keys():
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} has the numbers {sorted(numbers)} of an optax transformation, this run's has "
+            f"{sorted(optax.numbers)}",
+            cure="load another tag, or begin with a new optimizer: load_optimizer_states=False",
+            value=sorted(numbers),
+        )
+    of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
+    if of_schedule is not None:
+        try_out(run.schedule, of_schedule)
+    wanted.verify(reader)
+
+    def read() -> None:
+        wanted.read(reader, run.accelerator)
+        run.load_progress(values)
+        if resumes:
+            run.load_groups(values)
+        if optax is not None:
+            optax.numbers.update(numbers)
+        if of_schedule is not None:
+            run.schedule.load_state_dict(of_schedule)
+
+    steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if resumes else {}
+    return Takeover(read=read, is_whole=optimizer_states, steps=steps)

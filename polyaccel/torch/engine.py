@@ -281,13 +281,15 @@ class TorchEngine(nn.Module, Engine):
         """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
         state. `name_map` says what the parameters are called there, where it is not as here.
 
-        Raises CheckpointError for one that is missing, incomplete or damaged, and, with `load_module_strict`, for one
-        that does not have this model's parameters, and for optimizer states that this run's optimizer cannot take over.
+        Without a tag, the newest complete checkpoint is taken, with a warning, where the one that `latest` names is
+        not. Raises CheckpointError, on every rank, for one that is missing, incomplete or damaged, for optimizer states
+        that this run's optimizer cannot take over, and, with `load_module_strict`, for one that does not have this
+        model's parameters and their states; without it, those that were not saved stay as they are. A checkpoint that
+        was refused has changed nothing.
         """
         self.adapter.require_nothing_away()
-        self._own_data = None  # its position is about to change
         with self.timer(OUTSIDE):
-            return load_run(
+            loaded = load_run(
                 self._run(),
                 self.runtime.storage(load_dir),
                 tag,
@@ -297,6 +299,8 @@ class TorchEngine(nn.Module, Engine):
                 module_only=load_module_only,
                 name_map=name_map,
             )
+        self._own_data = None  # its position has changed
+        return loaded
 
     def _run(self) -> TorchRun:
         """The parts that a checkpoint holds, as they are now."""

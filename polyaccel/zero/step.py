@@ -95,6 +95,8 @@ class ZeroStep:
         self._is_incomplete = False
         """A pass did not come to its end, and its gradients were not discarded."""
         self._next_launch = 0
+        self._half = ""
+        """What failed in the middle, an update apart, and left parameters and states of two steps."""
 
     @property
     def steps(self) -> dict[str, int]:
@@ -238,12 +240,23 @@ class ZeroStep:
         return self._facts.agree_on_arrivals()
 
     def require_whole(self) -> None:
-        """Raise PolyaccelError where an update failed half-way: parameters and states belong to two steps."""
+        """Raise PolyaccelError where an update or a load failed half-way: parameters and states belong to two steps."""
+        if self._half:
+            raise PolyaccelError(
+                f"{self._half} failed in the middle: parameters and optimizer states belong to two steps",
+                cure="load a checkpoint, with its optimizer states",
+                value=self._half,
+            )
         if self._update is not None:
             self._update.require_whole()
 
+    def mark_half(self, what: str) -> None:
+        """`what` failed in the middle: nothing is trained or saved (`require_whole`) until `mend`."""
+        self._half = what
+
     def mend(self) -> None:
         """All parameters and states were loaded, and belong to one step again."""
+        self._half = ""
         if self._update is not None:
             self._update.mend()
 

@@ -44,7 +44,8 @@ class NativeMemory:
         self._layout = layout
         self._is_cut = policy.optim is Placement.SHARDED
         self._publish = publish
-        self._is_given_up = False
+        self._half = ""
+        """What failed in the middle, an update or a load."""
         self.steps: dict[str, int] = {param.fqn: 0 for param in layout.params if param.trainable}
         """How many updates each parameter has had."""
         self._staged: dict[tuple[int, str], list[NumpyBuffer]] = {}
@@ -79,17 +80,21 @@ class NativeMemory:
     @contextmanager
     def given_up(self) -> Iterator[Held]:
         """Lend the arrays to a program that replaces them; after an error they are gone, see `require_whole`."""
-        self._is_given_up = True
+        self._half = "an update"
         yield self.held
-        self._is_given_up = False
+        self._half = ""
 
     def require_whole(self) -> None:
-        """Raise PolyaccelError after an update that failed."""
-        if self._is_given_up:
+        """Raise PolyaccelError after an update or a load that failed."""
+        if self._half:
             raise PolyaccelError(
-                "an update failed: its parameters and optimizer states are lost",
+                f"{self._half} failed: its parameters and optimizer states are lost",
                 cure="load the last checkpoint, with its optimizer states",
             )
+
+    def mark_half(self, what: str) -> None:
+        """`what` failed in the middle: `require_whole` raises until all was loaded."""
+        self._half = what
 
     def fence(self) -> None:
         """Nothing to wait for: nobody writes into an array of JAX."""
@@ -133,7 +138,7 @@ class NativeMemory:
                 masters[index] = placed
         self._staged.clear()
         self.held = Held(self._publish(weights, self.steps), masters, states)
-        self._is_given_up = False
+        self._half = ""
 
     def close(self) -> None:
         """Let go of the arrays."""

@@ -162,8 +162,12 @@ class NativeStep:
         self._gradients, self._is_incomplete = None, False
 
     def require_whole(self) -> None:
-        """Raise PolyaccelError where an update failed: its arrays were given up."""
+        """Raise PolyaccelError where an update failed, and its arrays were given up, or a load."""
         self.params.require_whole()
+
+    def mark_half(self, what: str) -> None:
+        """`what` failed in the middle: nothing is trained or saved until all was loaded."""
+        self.params.mark_half(what)
 
     def mend(self) -> None:
         """Does nothing: after all parameters and states were loaded, `params.publish_masters` makes them whole."""

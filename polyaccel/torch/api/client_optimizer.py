@@ -11,14 +11,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.comm.base import Communicator
-from polyaccel.errors import ShardingError
+from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import CAST, SCALE
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
@@ -163,12 +165,29 @@ class ClientOptimizer(SliceOptimizer):
             torch.save(self.optimizer.state_dict(), stream)
         return stream.getvalue()
 
+    def check_whole_state(self, data: bytes) -> None:
+        """Raise CheckpointError for what `load_whole_state` could not take over."""
+        state = unpacked(data, "the state of the optimizer")
+        try:
+            saved = [len(group["params"]) for group in state["param_groups"]]
+            states = dict(state["state"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved state of the optimizer is none: {error!r}", cure="load another tag"
+            ) from error
+        ours = [len(members) for members in self._members]
+        if saved != ours or not all(isinstance(each, dict) for each in states.values()):
+            raise CheckpointError(
+                f"the saved optimizer has groups of {saved} parameters, this one of {ours}",
+                cure="build the same groups, or load another tag",
+                value=saved,
+            )
+
     def load_whole_state(self, data: bytes) -> None:
         """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
         groups = self.optimizer.param_groups
         with self._on_slices():
-            saved = torch.load(io.BytesIO(data), weights_only=True)
-            self.optimizer.load_state_dict(saved)
+            self.optimizer.load_state_dict(unpacked(data, "the state of the optimizer"))
         self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
 
     def holds(self, shard: Shard, fqn: str, name: str) -> bool:
@@ -204,6 +223,15 @@ class ClientOptimizer(SliceOptimizer):
                 self.optimizer.state.pop(tensor, None)
                 if state:
                     self.optimizer.state[tensor] = state
+
+
+def unpacked(data: bytes, what: str) -> Any:
+    """The values that `torch.save` wrote into `data`, which are `what` in messages. Raises CheckpointError for bytes
+    that torch cannot read, or that hold more than tensors and plain values."""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except (RuntimeError, ValueError, EOFError, UnpicklingError, BadZipFile) as error:
+        raise CheckpointError(f"{what} cannot be read: {error}", cure="load another tag") from error
 
 
 def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:

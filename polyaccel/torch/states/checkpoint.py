@@ -4,28 +4,26 @@ values."""
 from __future__ import annotations
 
 import io
-import json
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
-from polyaccel.checkpoint import Storage, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.writer import TagValidation
 from polyaccel.engine.lr_schedules import Schedule
-from polyaccel.engine.resuming import PARAM, TrainingRun, check_names, read_state
+from polyaccel.engine.resuming import PARAM, SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.api.client_optimizer import ClientOptimizer
+from polyaccel.torch.api.client_optimizer import ClientOptimizer, unpacked
 from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.states.random_states import RandomStates
 from polyaccel.types import DType
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -60,7 +58,7 @@ def save_run(
     run.zero.require_whole()
     run.zero.params.fence()
     optimizer = run.zero.optimizer
-    blobs = _random_states(run.accelerator)
+    blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state)
     if isinstance(optimizer, ClientOptimizer):
         for part in run.communicator.all_gather_object(optimizer.scalar_states()):
@@ -97,38 +95,94 @@ def load_run(
     module_only: bool,
     name_map: NameMap | None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state."""
+    """Take over a checkpoint's state. Collective. Returns its path and the client state.
+
+    Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
+    """
     run.zero.params.fence()
-    saved = open_checkpoint(storage, tag, communicator=run.communicator)
+    saved = open_checkpoint(storage, tag, communicator=run.communicator, fallback=True)
+
+    def check() -> Takeover:
+        return _check(
+            run,
+            saved,
+            strict=strict,
+            optimizer_states=optimizer_states,
+            schedule=schedule,
+            module_only=module_only,
+            name_map=name_map,
+        )
+
+    run.load_together(saved, check)
+    return f"{storage.location}/{saved.tag}", saved.scalars["client_state"]
+
+
+def _check(
+    run: TorchRun,
+    saved: CheckpointReader,
+    *,
+    strict: bool,
+    optimizer_states: bool,
+    schedule: bool,
+    module_only: bool,
+    name_map: NameMap | None,
+) -> Takeover:
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
     reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in run.zero.layout.params})
+    values = SavedValues.of(reader)
     check_names(run.zero, reader, strict=strict)
-    optimizer = run.zero.optimizer
-    resumes_optimizer = run.resumes_optimizer(reader, wanted=optimizer_states)
-    if optimizer_states and isinstance(optimizer, ClientOptimizer):
+    client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
+    resumes_optimizer = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
+    if resumes_optimizer and client is not None:
         _allocate_client_states(run.zero, reader)
-    read_state(
-        run.zero,
-        run.accelerator,
-        reader,
-        optimizer_states=optimizer_states,
-        counts_updates=resumes_optimizer,
-        may_lack_states=isinstance(optimizer, ClientOptimizer),
+    wanted = wanted_state(
+        run.zero, reader, optimizer_states=optimizer_states, strict=strict, may_lack_states=client is not None
     )
-    _load_buffers(run, reader)
+    if wanted.kept and run.communicator.rank == 0:
+        names = ", ".join(wanted.kept[:8])
+        log.warning("%d parameters or their states were not saved and stay as they are: %s", len(wanted.kept), names)
+    buffers = _saved_buffers(run, reader)
+    blobs = reader.rank_blobs(0) if client is not None or run.schedule is not None else {}
+    random_states = None
     if not module_only:
-        run.load_progress(reader)
-        if run.data is not None and reader.scalars["data"] is not None:
-            run.data.load_state_dict(reader.scalars["data"])
-        _restore_random_states(run, reader)
-    if resumes_optimizer:
-        run.load_groups(reader)
-        if isinstance(optimizer, ClientOptimizer):
-            optimizer.restore(run.zero.shards, reader.scalars["client_optimizer"], reader.has)
-            if _CLIENT_OPTIMIZER in (blobs := reader.rank_blobs(0)):
-                optimizer.load_whole_state(blobs[_CLIENT_OPTIMIZER])
-    if schedule and run.schedule is not None:
-        _load_schedule(run.schedule, reader)
-    return f"{storage.location}/{reader.tag}", reader.scalars["client_state"]
+        run.check_progress(values)
+        random_states = _saved_random_states(run, reader)
+        if run.data is not None and values.data is not None:
+            try_out(run.data, values.data)
+    of_optimizer = blobs.get(_CLIENT_OPTIMIZER) if resumes_optimizer else None
+    if client is not None and of_optimizer is not None:
+        client.check_whole_state(of_optimizer)
+    of_schedule = _saved_schedule(run.schedule, values, blobs) if schedule else None
+    if of_schedule is not None:
+        try_out(run.schedule, of_schedule)
+    wanted.verify(reader)
+
+    def read() -> None:
+        wanted.read(reader, run.accelerator)
+        for name, tensor in buffers.items():
+            _read_buffer(run.accelerator, reader, name, tensor)
+        if not module_only:
+            run.load_progress(values)
+            if run.data is not None and values.data is not None:
+                run.data.load_state_dict(values.data)
+        if random_states is not None:
+            random_states.restore(run.accelerator)
+        if resumes_optimizer:
+            run.load_groups(values)
+            if client is not None:
+                client.restore(run.zero.shards, values.client_optimizer, reader.has)
+                if of_optimizer is not None:
+                    client.load_whole_state(of_optimizer)
+        if of_schedule is not None:
+            run.schedule.load_state_dict(of_schedule)
+
+    return Takeover(
+        read=read,
+        is_whole=optimizer_states and not wanted.kept,
+        steps={fqn: reader.steps_of(fqn) for fqn in run.zero.steps if reader.has(fqn, PARAM)}
+        if resumes_optimizer
+        else {},
+    )
 
 
 def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
@@ -161,15 +215,31 @@ def _buffers(adapter: TorchAdapter) -> dict[str, Tensor]:
     return found
 
 
-def _load_buffers(run: TorchRun, reader: RenamedReader) -> None:
+def _saved_buffers(run: TorchRun, reader: RenamedReader) -> dict[str, Tensor]:
+    """The module's buffers that were saved, verified. Raises CheckpointError where one has another shape."""
+    found = {}
     for name, tensor in _buffers(run.adapter).items():
         if not reader.has(name, _BUFFER):
             log.warning("the checkpoint has no buffer %r; it keeps its value", name)
             continue
-        flat = run.accelerator.allocate(tensor.numel(), dtype_of(tensor.dtype))
-        reader.read_into(name, _BUFFER, 0, flat.numel, flat, cast_through=run.accelerator.allocate)
-        with torch.no_grad():
-            tensor.copy_(flat.raw.view(tensor.shape))
+        shape = reader.tensor(name, _BUFFER).shape
+        if shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"the buffer {name!r} has the shape {shape} in checkpoint {reader.tag!r}, and "
+                f"{tuple(tensor.shape)} in the model",
+                cure="build the model that was saved",
+                value=shape,
+            )
+        reader.verify(name, _BUFFER, 0, tensor.numel())
+        found[name] = tensor
+    return found
+
+
+def _read_buffer(accelerator: Accelerator, reader: RenamedReader, name: str, tensor: Tensor) -> None:
+    flat = accelerator.allocate(tensor.numel(), dtype_of(tensor.dtype))
+    reader.read_into(name, _BUFFER, 0, flat.numel, flat, cast_through=accelerator.allocate)
+    with torch.no_grad():
+        tensor.copy_(flat.raw.view(tensor.shape))
 
 
 def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
@@ -196,39 +266,29 @@ def _packed(state: Any) -> bytes:
     return stream.getvalue()
 
 
-def _load_schedule(schedule: Any, reader: RenamedReader) -> None:
-    if isinstance(schedule, Schedule):
-        if reader.scalars["lr_scheduler"] is not None:
-            schedule.load_state_dict(reader.scalars["lr_scheduler"])
-    elif _CLIENT_SCHEDULE in (blobs := reader.rank_blobs(0)):
-        schedule.load_state_dict(torch.load(io.BytesIO(blobs[_CLIENT_SCHEDULE]), weights_only=True))
+def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, bytes]) -> Mapping[str, Any] | None:
+    """The saved state of this run's schedule; None without one. Raises CheckpointError for what is none."""
+    if schedule is None or isinstance(schedule, Schedule):
+        return None if schedule is None else values.lr_scheduler
+    if _CLIENT_SCHEDULE not in blobs:
+        return None
+    state = unpacked(blobs[_CLIENT_SCHEDULE], "the state of the learning-rate schedule")
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise CheckpointError(f"the saved state of the learning-rate schedule is a {kind}", cure="load another tag")
+    return state
 
 
-def _random_states(accelerator: Accelerator) -> dict[str, bytes]:
-    """The states of every generator that a training script draws from, on this rank."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "rng.accelerator": accelerator.rng_state(),
-        "rng.torch": torch.get_rng_state().numpy().tobytes(),
-        "rng.python": json.dumps(random.getstate()).encode(),
-        "rng.numpy": json.dumps([kind, np.asarray(keys).tolist(), position, has_gauss, gauss]).encode(),
-    }
-
-
-def _restore_random_states(run: TorchRun, reader: RenamedReader) -> None:
+def _saved_random_states(run: TorchRun, reader: RenamedReader) -> RandomStates | None:
+    """The states that this rank's generators go on from; None where they keep their own."""
     if reader.world_size != run.communicator.world_size:
         log.warning(
             "random generators keep their present states: they were saved on %d ranks, this is a run of %d",
             reader.world_size, run.communicator.world_size,
         )  # fmt: skip
-        return
+        return None
     blobs = reader.rank_blobs(run.communicator.rank)
     if "rng.torch" not in blobs:
         log.warning("random generators keep their present states: another framework saved the checkpoint")
-        return
-    run.accelerator.set_rng_state(blobs["rng.accelerator"])
-    torch.set_rng_state(torch.frombuffer(bytearray(blobs["rng.torch"]), dtype=torch.uint8))
-    version, internal, gauss = json.loads(blobs["rng.python"])
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = json.loads(blobs["rng.numpy"])
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+        return None
+    return RandomStates.from_blobs(blobs)

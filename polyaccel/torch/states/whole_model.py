@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
+from polyaccel.torch.gathering.sharded import EngineHook
 from polyaccel.zero.step import ZeroStep
 
 
@@ -34,14 +35,55 @@ def load_whole_state_dict(
 ) -> None:
     """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
 
-    Collective. Raises torch's RuntimeError for other names or shapes.
+    Collective. Raises RuntimeError, as torch does, on every rank and before anything changed, where the names or shapes
+    on any rank are others. Hooks of a module's own that rename entries are torch's to run: then torch compares.
     """
     zero.params.fence()
-    adapter.module.load_state_dict(state_dict, strict=strict)
-    for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
-        if name in state_dict:
-            adapter.write(adapter.names[parameter], state_dict[name])
+    found = zero.communicator.all_gather_object(_differences(adapter.module, state_dict, strict=strict))
+    told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
+    if told:
+        raise RuntimeError(f"no state_dict of this {type(adapter.module).__name__}: " + "\n  ".join(told))
+    try:
+        adapter.module.load_state_dict(state_dict, strict=strict)
+        for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
+            if name in state_dict:
+                adapter.write(adapter.names[parameter], state_dict[name])
+    except BaseException:
+        zero.mark_half("loading a state_dict")
+        raise
     adapter.on_update()
+
+
+def _differences(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> list[str]:
+    """What keeps `module` from taking `state_dict` over, in sentences; nothing is changed."""
+    if any(
+        not isinstance(getattr(hook, "hook", hook), EngineHook)  # torch wraps those that it was given publicly
+        for part in module.modules()
+        for hook in part._load_state_dict_pre_hooks.values()
+    ):
+        return []
+    ours = module.state_dict(keep_vars=True)
+    own = {
+        f"{prefix}."
+        for prefix, part in module.named_modules()
+        if type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+    }
+    named = {key for key in ours.keys() ^ state_dict.keys() if f"{key.rpartition('.')[0]}." not in own}
+    problems = []
+    for what, names in (("Missing", named & ours.keys()), ("Unexpected", named & state_dict.keys())):
+        if strict and names:
+            problems.append(f"{what} key(s): {', '.join(sorted(names)[:8])}")
+    for key in ours.keys() & state_dict.keys():
+        there, here = state_dict[key], ours[key]
+        if not isinstance(here, Tensor):
+            continue
+        if not isinstance(there, Tensor):
+            problems.append(f"{key} is a {type(there).__name__}, not a tensor")
+        elif there.shape != here.shape and not (here.dim() == 0 and there.shape == (1,)):
+            problems.append(
+                f"size mismatch for {key}: {tuple(there.shape)} is given, the module has {tuple(here.shape)}"
+            )
+    return problems
 
 
 def save_whole_model(

@@ -65,6 +65,54 @@ def test_a_model_with_more_and_less_takes_what_fits_when_told_to(tmp_path):
     assert found["extra"].tolist() == [9.0, 9.0]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_new_parameters_keep_their_values_and_states_when_told_to(tmp_path, stage, caplog):
+    saved(tmp_path)
+
+    def other():
+        model = parity_model()
+        model.extra = nn.Parameter(torch.full((100,), 9.0))
+        return model
+
+    def load(communicator, model):
+        engine = engine_for(model, stage)
+        for state in (state for shard in engine.zero.shards for state in shard.states.values()):
+            state.fill(0.25)
+        with pytest.raises(CheckpointError, match=r"not saved: \['extra'\]"):
+            engine.load_checkpoint(str(tmp_path))
+        engine.load_checkpoint(str(tmp_path), load_module_strict=False)
+        kinds = {kind for slot, kind, _, buffer in engine.zero.owned_pieces() if is_quarter(slot, buffer)}
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        return snapshot(engine.module)["extra"].tolist(), kinds
+
+    def is_quarter(slot, buffer):
+        assert slot.param.fqn == "extra" or not (buffer.raw == 0.25).all()
+        return slot.param.fqn == "extra" and bool((buffer.raw == 0.25).all())
+
+    for extra, kinds in on_threads(2, load, other):
+        assert extra == [9.0] * 100
+        assert kinds == {"exp_avg", "exp_avg_sq"}
+    assert caplog.text.count("1 parameters or their states were not saved and stay as they are: extra") == 1
+
+
+def test_without_a_tag_the_newest_complete_checkpoint_is_taken_with_one_warning(tmp_path, caplog):
+    def work(communicator, model):
+        engine = engine_for(model, 1)
+        for tag in ("first", "second"):
+            engine.save_checkpoint(str(tmp_path), tag=tag)
+        communicator.barrier()
+        if communicator.rank == 0:
+            (tmp_path / "second" / "commit.json").unlink()
+        communicator.barrier()
+        assert engine.load_checkpoint(str(tmp_path))[0] == f"{tmp_path}/first"
+        with pytest.raises(CheckpointError, match=r"'second' in .* was never completed"):
+            engine.load_checkpoint(str(tmp_path), tag="second")
+
+    on_threads(2, work, parity_model)
+    assert caplog.text.count("loading 'first', the newest complete checkpoint, instead") == 1
+
+
 def test_nothing_to_load_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="latest"):
         loading(tmp_path, parity_model)

@@ -126,13 +126,34 @@ def test_load_state_dict_of_the_module_itself_works_at_stage_3():
         part = {name: value * 2.0 for name, value in model.blocks[0].state_dict().items()}
         model.blocks[0].load_state_dict(part)
         assert_equal(model.blocks[0].state_dict(), part)
+        before = engine.module_state_dict()
         with pytest.raises(RuntimeError, match="Unexpected key"):
             engine.load_module_state_dict({**wanted, "stranger": torch.zeros(1)})
         with pytest.raises(RuntimeError, match="size mismatch"):
             engine.load_module_state_dict({**wanted, "shift": torch.zeros(3)})
+        assert_equal(engine.module_state_dict(), before)
         engine.load_module_state_dict({"shift": wanted["shift"]}, strict=False)
         with pytest.raises(ShardingError, match="assign=True"):
             model.load_state_dict(wanted, assign=True)
+
+    on_threads(2, work, gpt)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_that_one_rank_refuses_changes_nothing_on_any(stage):
+    def work(communicator, model):
+        engine = engine_of(model, stage)
+        before = engine.module_state_dict()
+        wanted = {name: value + 1.0 for name, value in before.items()}
+        refused = dict(wanted)
+        if communicator.rank == 1:
+            refused["shift"] = torch.zeros(3)
+            refused["another"] = refused.pop(next(iter(refused)))
+        with pytest.raises(RuntimeError, match=r"rank 1: Missing .*; Unexpected .*: another; size mismatch for shift"):
+            engine.load_module_state_dict(refused)
+        assert_equal(engine.module_state_dict(), before)
+        engine.load_module_state_dict(wanted)
+        assert_equal(engine.module_state_dict(), wanted)
 
     on_threads(2, work, gpt)
 
