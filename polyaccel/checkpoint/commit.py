@@ -19,6 +19,7 @@ import zlib
 from dataclasses import asdict, dataclass
 
 from polyaccel.checkpoint.manifest import FORMAT, check_format
+from polyaccel.checkpoint.parsing import CommitTree, json_object, parsed
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
 
@@ -26,6 +27,8 @@ LATEST = "latest"
 MARKER = "commit.json"
 MANIFEST = "manifest.json"
 SAVE_PREFIX = "save-"
+_MOST_NBYTES = 65536
+"""Longer markers and `latest` are not ours, and are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,9 @@ class Commit:
         body, _, rest = data.partition(b"\n")
         if rest != b"%08x\n" % zlib.crc32(body):
             raise CheckpointError(f"{path} is damaged: its checksum is wrong", cure="load another tag", value=path)
-        try:
-            tree = json.loads(body)
-            check_format(tree.pop("format"), path)
-            return cls(**{name: tree[name] for name in cls.__slots__})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be understood: {error!r}", cure="load another tag") from error
+        tree = json_object(body, path)
+        check_format(tree.get("format"), path)
+        return cls(**parsed(CommitTree, tree, path).model_dump())
 
 
 def check_tag(tag: object) -> str:
@@ -92,7 +92,7 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
     """The tag's commit marker; None if it has none, for it was never completed or does not exist."""
     path = f"{tag}/{MARKER}"
     nbytes = storage.size(path)
-    return None if nbytes is None else Commit.from_bytes(storage.read(path, 0, nbytes), path)
+    return None if nbytes is None else Commit.from_bytes(storage.read(path, 0, min(nbytes, _MOST_NBYTES)), path)
 
 
 def write_commit(storage: Storage, commit: Commit) -> None:
@@ -106,7 +106,7 @@ def read_latest(storage: Storage) -> str | None:
     if nbytes is None:
         return None
     try:
-        return check_tag(storage.read(LATEST, 0, nbytes).decode("utf-8").strip())
+        return check_tag(storage.read(LATEST, 0, min(nbytes, _MOST_NBYTES)).decode("utf-8").strip())
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{LATEST!r} in {storage.location} is damaged", cure="name a tag") from error
 

@@ -9,18 +9,25 @@ tensor tile it: every element is in exactly one. Starts and lengths count elemen
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
+from itertools import pairwise
 from math import prod
 from typing import Any
 
+from polyaccel.checkpoint.parsing import ManifestTree, TensorTree, json_object, not_understood, parsed
 from polyaccel.checkpoint.scalars import decode_plain, encode_plain
-from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
 
-FORMAT = (1, 0)
-"""Version of the format on disk. Another major cannot be read; a newer minor only adds fields, which are ignored."""
+FORMAT = (1, 1)
+"""Version of the format on disk. Another major cannot be read; a newer minor only adds fields, which are ignored.
+
+1.1 added the manifest's `digest`: the SHA-256 of its JSON without it, as `_digest` writes that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +118,45 @@ class Manifest:
         return sum(self.files.values())
 
     def check(self) -> None:
-        """Raise CheckpointError unless every tensor is tiled, once, by pieces that lie inside their files."""
+        """Raise CheckpointError unless every tensor is tiled, once, by pieces inside their files that share no byte."""
         if len(self.by_name) != len(self.tensors):
             raise CheckpointError(f"the manifest of {self.tag!r} lists a tensor twice", value=self.tag)
+        if len(self.blobs) != self.world_size:
+            raise CheckpointError(
+                f"the manifest of {self.tag!r} has states of {len(self.blobs)} ranks, saved by {self.world_size}",
+                cure="load another tag",
+                value=self.tag,
+            )
+        shapes: dict[str, TensorEntry] = {}
+        taken: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for tensor in self.tensors:
             tensor.check_tiling()
+            name = f"{tensor.fqn!r} ({tensor.kind})"
+            first = shapes.setdefault(tensor.fqn, tensor)
+            if tensor.shape != first.shape:
+                raise CheckpointError(
+                    f"the manifest of {self.tag!r} has {name} in the shape {tensor.shape}, and its {first.kind} in "
+                    f"{first.shape}",
+                    cure="load another tag",
+                    value=tensor.fqn,
+                )
             for piece in tensor.pieces:
-                name = f"{tensor.fqn!r} ({tensor.kind})"
-                self._check_inside(name, piece.file, piece.offset, piece.length * tensor.dtype.itemsize)
+                nbytes = piece.length * tensor.dtype.itemsize
+                self._check_inside(name, piece.file, piece.offset, nbytes)
+                taken[piece.file].append((piece.offset, piece.offset + nbytes, name))
         for rank, blobs in enumerate(self.blobs):
             for blob in blobs:
-                self._check_inside(f"{blob.name!r} of rank {rank}", blob.file, blob.offset, blob.nbytes)
+                name = f"{blob.name!r} of rank {rank}"
+                self._check_inside(name, blob.file, blob.offset, blob.nbytes)
+                taken[blob.file].append((blob.offset, blob.offset + blob.nbytes, name))
+        for file, runs in taken.items():
+            for (_, end, one), (start, _, other) in pairwise(sorted(run for run in runs if run[0] < run[1])):
+                if start < end:
+                    raise CheckpointError(
+                        f"bytes [{start}, {end}) of {file} should hold both {one} and {other}",
+                        cure="the checkpoint was not written by a correct writer: load another tag",
+                        value=file,
+                    )
 
     def _check_inside(self, name: str, file: str, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files.get(file, -1):
@@ -144,28 +179,35 @@ class Manifest:
                 {blob.name: [blob.file, blob.offset, blob.nbytes, blob.crc32] for blob in blobs} for blobs in self.blobs
             ],
         }
-        return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+        return _json({**tree, "digest": _digest(tree)})
 
     @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """The inverse of `to_json`. Raises CheckpointError for bytes that are no manifest this version can read."""
+    def from_json(cls, data: bytes, what: str = "the manifest") -> Manifest:
+        """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are no manifest this version
+        can read, and for one that was changed after it was written."""
+        tree = json_object(data, what)
+        minor = check_format(tree.get("format"), what)
+        digest = tree.pop("digest", None)
         try:
-            tree = json.loads(data)
-            check_format(tree["format"], "the manifest")
-            return cls(
-                tag=tree["tag"],
-                world_size=tree["world_size"],
-                files=tree["files"],
-                tensors=tuple(_tensor_of(item) for item in tree["tensors"]),
-                scalars=decode_plain(tree["scalars"]),
-                blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in tree["blobs"]),
-            )
-        except CheckpointError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, PolyaccelError) as error:
+            is_original = digest == _digest(tree) if digest is not None else minor == 0
+        except (ValueError, RecursionError) as error:  # of what `json` reads and would not write
+            raise not_understood(what, f"{type(error).__name__}: {error}") from error
+        if not is_original:
             raise CheckpointError(
-                f"the manifest cannot be understood: {type(error).__name__}: {error}", cure="load another tag"
-            ) from error
+                f"{what} was changed after it was written: its digest is another", cure="load another tag", value=what
+            )
+        checked = parsed(ManifestTree, tree, what)
+        scalars = decode_plain(checked.scalars)
+        if not isinstance(scalars, dict):
+            raise not_understood(what, f"its scalars are a {type(scalars).__name__}")
+        return cls(
+            tag=checked.tag,
+            world_size=checked.world_size,
+            files=checked.files,
+            tensors=tuple(_tensor_of(each) for each in checked.tensors),
+            scalars=scalars,
+            blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
+        )
 
 
 def build_tensors(found: Iterable[tuple[int, TensorEntry]]) -> tuple[TensorEntry, ...]:
@@ -179,14 +221,27 @@ def build_tensors(found: Iterable[tuple[int, TensorEntry]]) -> tuple[TensorEntry
     return tuple(_join(parts[name]) for name in sorted(parts))
 
 
-def check_format(version: Any, what: str) -> None:
-    """Raise CheckpointError when `version`, the [major, minor] that `what` states, cannot be read here."""
-    if not isinstance(version, list | tuple) or len(version) != 2 or version[0] != FORMAT[0]:
-        raise CheckpointError(
-            f"{what} has format {version!r}, this version of polyaccel reads {FORMAT[0]}.x",
-            cure="load it with a version of polyaccel that knows this format",
-            value=version,
-        )
+def check_format(version: Any, what: str) -> int:
+    """The minor version of `version`, the [major, minor] that `what` states. Raises CheckpointError when it cannot be
+    read here."""
+    match version:
+        case [int(major), int(minor)] if major == FORMAT[0] and minor >= 0:
+            return minor
+        case None:
+            raise not_understood(what, "it states no format")
+    raise CheckpointError(
+        f"{what} has format {version!r:.100}, this version of polyaccel reads {FORMAT[0]}.x",
+        cure="load it with a version of polyaccel that knows this format",
+        value=version,
+    )
+
+
+def _json(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _digest(tree: dict[str, Any]) -> str:
+    return sha256(_json(tree)).hexdigest()
 
 
 def _join(parts: list[tuple[int, TensorEntry]]) -> TensorEntry:
@@ -213,6 +268,6 @@ def _tensor_tree(tensor: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _tensor_of(tree: dict[str, Any]) -> TensorEntry:
-    pieces = tuple(Piece(*piece) for piece in tree["pieces"])
-    return TensorEntry(tree["fqn"], tree["kind"], tuple(tree["shape"]), DType.parse(tree["dtype"]), pieces)
+def _tensor_of(tree: TensorTree) -> TensorEntry:
+    pieces = tuple(Piece(*piece) for piece in tree.pieces)
+    return TensorEntry(tree.fqn, tree.kind, tree.shape, tree.dtype, pieces)

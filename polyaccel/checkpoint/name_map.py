@@ -97,13 +97,13 @@ class RenamedReader:
         """One saved tensor, as it was saved. Raises CheckpointError if it was not."""
         return self._reader.tensor(self._source_of(fqn).name, kind)
 
-    def verify(self, fqn: str, kind: str, start: int, length: int) -> None:
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None:
         """Like `CheckpointReader.verify`, for what `read_into` would read."""
         source = self._source_of(fqn)
         if source.axes is None:
-            self._reader.verify(source.name, kind, source.start + start, length)
+            self._reader.verify(source.name, kind, source.start + start, length, dtype)
         else:
-            self._reader.verify(source.name, kind, 0, self._reader.tensor(source.name, kind).numel)
+            self._reader.verify(source.name, kind, 0, self._reader.tensor(source.name, kind).numel, dtype)
 
     def read_into(
         self,

@@ -74,11 +74,15 @@ class CheckpointReader:
                 f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", cure=self._suggest(fqn), value=(fqn, kind)
             ) from None
 
-    def verify(self, fqn: str, kind: str, start: int, length: int) -> None:
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None:
         """Read and verify every piece that elements [start, start + length) of a flattened tensor touch, each once in
-        the life of this reader. Raises CheckpointError naming file, tensor and elements. Memory is that of a piece."""
+        the life of this reader; they will be read as `dtype`. Memory is that of a piece.
+
+        Raises CheckpointError naming file, tensor and elements.
+        """
         tensor = self.tensor(fqn, kind)
         self._check_range(tensor, start, length)
+        self._check_dtype(tensor, dtype, may_cast=True)
         for piece in _touched(tensor, start, length):
             if piece not in self._verified:
                 self._read_piece(tensor, piece)
@@ -161,12 +165,21 @@ class CheckpointReader:
         self._check_range(tensor, start, length)
         if buffer.numel != length:
             raise CheckpointError(f"{length} elements of {name} do not fit a buffer of {buffer.numel}", value=length)
-        if buffer.dtype is not tensor.dtype and not may_cast:
-            raise CheckpointError(
-                f"{name} was saved as {tensor.dtype.value}, the buffer is {buffer.dtype.value}",
-                cure="load with the same precision, or ask for the conversion with cast_through=accelerator.allocate",
-                value=tensor.dtype,
-            )
+        self._check_dtype(tensor, buffer.dtype, may_cast=may_cast)
+
+    def _check_dtype(self, tensor: TensorEntry, dtype: DType, *, may_cast: bool) -> None:
+        if dtype is tensor.dtype:
+            return
+        cure = "load into a model with the same types"
+        if dtype.is_floating == tensor.dtype.is_floating:
+            if may_cast:
+                return
+            cure = "load with the same precision, or ask for the conversion with cast_through=accelerator.allocate"
+        raise CheckpointError(
+            f"{tensor.fqn!r} ({tensor.kind}) was saved as {tensor.dtype.value}, the buffer is {dtype.value}",
+            cure=cure,
+            value=tensor.dtype,
+        )
 
     def _suggest(self, fqn: str) -> str:
         kinds = [kind for name, kind in self._manifest.by_name if name == fqn]
@@ -269,8 +282,10 @@ def _open(storage: Storage, commit: Commit) -> CheckpointReader:
     data = storage.read(path, 0, commit.manifest_nbytes)
     if zlib.crc32(data) != commit.manifest_crc32:
         raise CheckpointError(f"{path} in {storage.location} is damaged: its checksum is wrong", value=path)
-    manifest = Manifest.from_json(data)
+    manifest = Manifest.from_json(data, f"{path} in {storage.location}")
     manifest.check()
+    if manifest.tag != commit.tag:
+        raise CheckpointError(f"{path} in {storage.location} is of the checkpoint {manifest.tag!r}", value=path)
     for name, nbytes in manifest.files.items():
         _check_size(storage, f"{commit.folder}/{name}", nbytes)
     return CheckpointReader(storage, commit, manifest)

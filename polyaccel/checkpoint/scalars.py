@@ -29,28 +29,40 @@ def encode_plain(value: Any, where: str) -> Any:
 
 
 def decode_plain(tree: Any) -> Any:
-    """The inverse of `encode_plain`. Raises CheckpointError for a mark it does not know."""
+    """The inverse of `encode_plain`. Raises CheckpointError for a tree that it does not give, or a mark that this
+    version does not know."""
+    try:
+        return _decode(tree)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"the manifest holds a value that cannot be understood: {type(error).__name__}: {str(error)[:200]}",
+            cure="load another tag",
+        ) from error
+
+
+def _decode(tree: Any) -> Any:
     if isinstance(tree, list):
-        return [decode_plain(item) for item in tree]
+        return [_decode(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     mark = next(iter(tree), "")
     if not mark.startswith("$"):
-        return {key: decode_plain(item) for key, item in tree.items()}
-    content = tree[mark]
-    match mark:
-        case "$tuple":
-            return tuple(decode_plain(item) for item in content)
-        case "$float":
-            return float(content)
-        case "$bytes":
-            return base64.b64decode(content)
-        case "$int":
-            return int(content, 16)
-        case "$dict":
-            return {key: decode_plain(item) for key, item in content}
+        return {key: _decode(item) for key, item in tree.items()}
+    match mark, list(tree.values()):
+        case "$tuple", [list(items)]:
+            return tuple(_decode(item) for item in items)
+        case "$float", [str(text)]:
+            return float(text)
+        case "$bytes", [str(text)]:
+            return base64.b64decode(text, validate=True)
+        case "$int", [str(text)]:
+            return int(text, 16)
+        case "$dict", [list(pairs)]:
+            found = {key: _decode(item) for key, item in pairs}
+            if all(isinstance(key, str) for key in found):
+                return found
     raise CheckpointError(
-        f"the manifest holds a value marked {mark!r}, which this version does not know",
+        f"the manifest holds a value marked {mark!r:.60}, which this version does not know",
         cure="load it with the version of polyaccel that wrote it, or a later one",
         value=mark,
     )

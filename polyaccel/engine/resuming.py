@@ -207,7 +207,7 @@ class StateReader(Protocol):
 
     def has(self, fqn: str, kind: str) -> bool: ...
 
-    def verify(self, fqn: str, kind: str, start: int, length: int) -> None: ...
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None: ...
 
     def read_into(
         self,
@@ -257,9 +257,9 @@ class WantedState:
     kept: Sequence[str]
 
     def verify(self, reader: StateReader) -> None:
-        """Raise CheckpointError where a checksum is wrong."""
+        """Raise CheckpointError where a checksum is wrong, or a type cannot be converted."""
         for piece in self.pieces:
-            reader.verify(piece.fqn, piece.kind, piece.start, piece.buffer.numel)
+            reader.verify(piece.fqn, piece.kind, piece.start, piece.buffer.numel, piece.buffer.dtype)
 
     def read(self, reader: StateReader, accelerator: Accelerator) -> None:
         """Overwrite the buffers."""

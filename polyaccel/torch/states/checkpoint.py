@@ -230,7 +230,7 @@ def _saved_buffers(run: TorchRun, reader: RenamedReader) -> dict[str, Tensor]:
                 cure="build the model that was saved",
                 value=shape,
             )
-        reader.verify(name, _BUFFER, 0, tensor.numel())
+        reader.verify(name, _BUFFER, 0, tensor.numel(), dtype_of(tensor.dtype))
         found[name] = tensor
     return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +20,18 @@ from polyaccel.types import DType
 FILES = {"rank00000.bin": 1000, "rank00001.bin": 1000}
 
 
+def with_digest(tree: dict[str, Any]) -> bytes:
+    """A manifest of that content, as a writer with other ideas would leave it."""
+    plain = json.dumps(tree, separators=(",", ":"))
+    return json.dumps({**tree, "digest": sha256(plain.encode()).hexdigest()}, separators=(",", ":")).encode()
+
+
 def entry(*runs: tuple[int, int], shape: tuple[int, ...] = (4, 5)) -> TensorEntry:
     pieces = tuple(Piece(start, length, "rank00000.bin", 0, 0) for start, length in runs)
     return TensorEntry("layer.weight", "exp_avg", shape, DType.FLOAT32, pieces)
+
+
+CRC32 = st.integers(0, 2**32 - 1)
 
 
 @st.composite
@@ -29,13 +40,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
     for index in range(draw(st.integers(0, 4))):
         cuts = sorted({0, 20, *draw(st.lists(st.integers(1, 19), max_size=5))})
         pieces = tuple(
-            Piece(
-                low, high - low, draw(st.sampled_from(sorted(FILES))), draw(st.integers(0, 800)), draw(st.integers(0))
-            )
+            Piece(low, high - low, draw(st.sampled_from(sorted(FILES))), 160 * index + 8 * low, draw(CRC32))
             for low, high in pairwise(cuts)
         )
         tensors.append(TensorEntry(f"p{index}", "param", (20,), draw(st.sampled_from(list(DType))), pieces))
-    blobs = ((BlobEntry("rng", "rank00000.bin", 64, 5, 77),), ())
+    blobs = ((BlobEntry("rng", "rank00000.bin", 900, 5, 77),), ())
     return Manifest("step1", 2, FILES, tuple(tensors), {"lr": draw(st.floats(allow_nan=False))}, blobs)
 
 
@@ -71,24 +80,76 @@ def test_pieces_pass_exactly_when_each_element_is_in_one(runs: list[tuple[int, i
 )
 def test_a_gap_or_an_overlap_is_named(tensor: TensorEntry, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        Manifest("t", 1, FILES, (tensor,)).check()
+        Manifest("t", 1, FILES, (tensor,), {}, ((),)).check()
 
 
 def test_empty_and_scalar_tensors_are_tiled() -> None:
-    Manifest("t", 1, FILES, (entry(shape=(0, 3)), replace(entry((0, 1), shape=()), fqn="scale"))).check()
+    tensors = (entry(shape=(0, 3)), replace(entry((0, 1), shape=()), fqn="scale"))
+    Manifest("t", 1, FILES, tensors, {}, ((),)).check()
 
 
 def test_a_piece_outside_its_file_is_refused() -> None:
     piece = Piece(0, 20, "rank00001.bin", 960, 0)
     with pytest.raises(CheckpointError, match=r"bytes \[960, 1040\) of rank00001\.bin, .*'layer\.weight'"):
-        Manifest("t", 2, FILES, (replace(entry(), pieces=(piece,)),)).check()
+        Manifest("t", 1, FILES, (replace(entry(), pieces=(piece,)),), {}, ((),)).check()
     with pytest.raises(CheckpointError, match=r"of rank00007\.bin, which should hold 'rng' of rank 0"):
         Manifest("t", 1, FILES, (), {}, ((BlobEntry("rng", "rank00007.bin", 0, 1, 0),),)).check()
 
 
 def test_a_tensor_listed_twice_is_refused() -> None:
     with pytest.raises(CheckpointError, match="lists a tensor twice"):
-        Manifest("t", 1, FILES, (entry((0, 20)), entry((0, 20)))).check()
+        Manifest("t", 1, FILES, (entry((0, 20)), entry((0, 20))), {}, ((),)).check()
+
+
+def test_bytes_that_two_should_hold_are_refused() -> None:
+    other = replace(entry((0, 20)), fqn="layer.bias")
+    with pytest.raises(
+        CheckpointError, match=r"bytes \[0, 80\) of .* both 'layer\.bias' \(exp_avg\) and 'layer\.weight'"
+    ):
+        Manifest("t", 1, FILES, (entry((0, 20)), other), {}, ((),)).check()
+    repeated = (Piece(0, 10, "rank00000.bin", 0, 0), Piece(10, 10, "rank00000.bin", 0, 0))
+    with pytest.raises(CheckpointError, match=r"bytes \[0, 40\) of rank00000\.bin should hold both"):
+        Manifest("t", 1, FILES, (replace(entry(), pieces=repeated),), {}, ((),)).check()
+
+
+def test_kinds_of_other_shapes_and_other_numbers_of_ranks_are_refused() -> None:
+    other = replace(entry(shape=(0, 3)), kind="param")
+    with pytest.raises(
+        CheckpointError, match=r"has 'layer\.weight' \(param\) in the shape \(0, 3\), and its exp_avg in"
+    ):
+        Manifest("t", 1, FILES, (entry((0, 20)), other), {}, ((),)).check()
+    with pytest.raises(CheckpointError, match="has states of 1 ranks, saved by 2"):
+        Manifest("t", 2, FILES, (), {}, ((),)).check()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("tensors", 0, "pieces", 0, 2), 7, r"tensors\.0\.pieces\.0\.2: Input should be a valid string"),
+        (("tensors", 0, "pieces", 0, 2), "../x", r"tensors\.0\.pieces\.0\.2: String should match"),
+        (("tensors", 0, "pieces", 0), [0, 20], r"tensors\.0\.pieces\.0\.2: Field required"),
+        (("tensors", 0, "pieces", 0, 0), True, r"tensors\.0\.pieces\.0\.0: Input should be a valid integer"),
+        (("tensors", 0, "pieces", 0, 3), -1, r"tensors\.0\.pieces\.0\.3: Input should be greater"),
+        (("tensors", 0, "shape"), "45", r"tensors\.0\.shape: Input should be a valid tuple"),
+        (("tensors", 0, "dtype"), "float31", r"tensors\.0\.dtype: Input should be 'float64'"),
+        (("tensors", 0, "kind"), None, r"tensors\.0\.kind: Input should be a valid string"),
+        (("files",), [], r"files: Input should be a valid dictionary"),
+        (("world_size",), "1", r"world_size: Input should be a valid integer"),
+        (("blobs", 0), {"rng": 5}, r"blobs\.0\.rng: Input should be a valid tuple"),
+        (("scalars",), {"$tuple": 5}, r"holds a value marked '\$tuple'"),
+        (("scalars",), {"$int": "z"}, r"holds a value that cannot be understood"),
+        (("scalars",), {"$tuple": []}, r"its scalars are a tuple"),
+    ],
+)
+def test_a_forged_value_is_refused_by_its_place(path: tuple[Any, ...], value: Any, message: str) -> None:
+    tree = json.loads(Manifest("t", 1, FILES, (entry((0, 20)),), {}, ((),)).to_json())
+    del tree["digest"]
+    place = tree
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(CheckpointError, match=message):
+        Manifest.from_json(with_digest(tree))
 
 
 def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
@@ -98,8 +159,13 @@ def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
 
 def test_a_newer_minor_is_read_and_another_major_is_not() -> None:
     tree = json.loads(Manifest("t", 1, FILES, (entry((0, 20)),)).to_json())
-    newer = {**tree, "format": [1, 9], "what_a_later_version_adds": {}}
-    assert Manifest.from_json(json.dumps(newer).encode()).tensors == (entry((0, 20)),)
+    del tree["digest"]
+    newer = with_digest({**tree, "format": [1, 9], "what_a_later_version_adds": {}})
+    assert Manifest.from_json(newer).tensors == (entry((0, 20)),)
+    older = json.dumps({**tree, "format": [1, 0]}).encode()
+    assert Manifest.from_json(older).tensors == (entry((0, 20)),)
+    with pytest.raises(CheckpointError, match="its digest is another"):
+        Manifest.from_json(json.dumps(tree).encode())
     with pytest.raises(CheckpointError, match=r"has format \[2, 0\], this version of polyaccel reads 1\.x"):
         Manifest.from_json(json.dumps({**tree, "format": [2, 0]}).encode())
 
