@@ -62,6 +62,11 @@ def test_tasks_on_one_node_need_no_name_of_it() -> None:
     assert discover(environ=TASKS[1] | one).address == "127.0.0.1"
 
 
+def test_on_one_node_all_tasks_are_local_though_none_is_listed() -> None:
+    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_GTIDS": "", "SLURM_STEP_NODELIST": "n02"}
+    assert discover(environ=TASKS[1] | one).local_world_size == 3
+
+
 def test_an_interactive_shell_of_a_larger_job_is_one_process() -> None:
     """`salloc` may start its shell as a step of one task."""
     shell = TASKS[0] | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
