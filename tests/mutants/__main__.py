@@ -136,7 +136,7 @@ def run_mutant(folder: Path, site: Site, changed: str, baseline_s: float) -> dic
     try:
         file.write_text(changed, encoding="utf-8")
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**10))  # not what its bytecode was made of
-        code, seconds, test = run_tests(folder, tests_of(site.file), max(LEAST_S, SLOWER * baseline_s))
+        code, seconds, test = run_tests(folder, tests_of(site.file, folder), max(LEAST_S, SLOWER * baseline_s))
     finally:
         file.write_text(source, encoding="utf-8")
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -191,7 +191,7 @@ def main() -> int:
         preload(folder)
         baselines: dict[frozenset[str], float] = {}
         for number, (site, changed) in enumerate(sample, options.begin):
-            tests = tests_of(site.file)
+            tests = tests_of(site.file, folder)
             if options.healthy_s is not None:
                 baselines[frozenset(tests)] = options.healthy_s
             if frozenset(tests) not in baselines:

@@ -17,13 +17,16 @@ ROOMS = {
         JOINING,
         CONTRACT,
         "tests/procs/torch/test_parity_processes.py",
+        "tests/procs/cli/test_doctor.py",
     ),
+    "polyaccel/comm/watch": ("tests/unit/comm", f"{THREADS}/comm", "tests/procs/comm/test_comm_dumps.py"),
     "polyaccel/comm/launchers": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
     "polyaccel/comm/discovery.py": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
     "polyaccel/comm": ("tests/unit/comm", "tests/unit/discovery", f"{THREADS}/comm", JOINING, CONTRACT),
     "polyaccel/zero": (
         *("tests/unit/zero", f"{THREADS}/zero", f"{THREADS}/torch/test_parity.py", "tests/unit/planning"),
         *(f"{THREADS}/sharded/test_stage3_parity.py", f"{THREADS}/offload/test_offload_parity.py"),
+        "tests/procs/torch/test_parity_processes.py",
     ),
 }
 """The tests of each room, the quick ones first. The innermost one counts."""
@@ -31,12 +34,12 @@ APART = ("polyaccel/comm/backends/ccl",)
 """Rooms whose tests need an environment of their own."""
 
 
-def tests_of(file: str) -> tuple[str, ...]:
-    """The files of its room, those that are called after it first."""
+def tests_of(file: str, tree: Path) -> tuple[str, ...]:
+    """The test files of `tree` for the room of the source `file`, those that are called after it first."""
     named = ROOMS[max((room for room in ROOMS if is_in(file, room)), key=len)]
-    files = [one for name in named for one in sorted((ROOT / name).rglob("test_*.py")) or [ROOT / name]]
+    files = [one for name in named for one in sorted((tree / name).rglob("test_*.py")) or [tree / name]]
     ordered = sorted(files, key=lambda one: Path(file).stem not in one.stem)
-    return tuple(dict.fromkeys(one.relative_to(ROOT).as_posix() for one in ordered))
+    return tuple(dict.fromkeys(one.relative_to(tree).as_posix() for one in ordered))
 
 
 def is_in(file: str, room: str) -> bool:

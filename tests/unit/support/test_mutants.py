@@ -26,7 +26,7 @@ def test_every_file_has_a_room_and_every_room_tests() -> None:
     assert len(files) > 50
     assert {file.split("/")[1] for file in files} == {"zero", "comm", "checkpoint"}
     assert all(any(rooms.is_in(file, room) for file in files) for room in rooms.ROOMS)
-    tests = rooms.tests_of("polyaccel/comm/wrappers/quantized.py")
+    tests = rooms.tests_of("polyaccel/comm/wrappers/quantized.py", rooms.ROOT)
     assert tests[0] == "tests/threads/comm/test_comm_quantized.py"
     assert len(set(tests)) == len(tests)
     assert all((ROOT / test).is_file() for test in tests)
