@@ -21,6 +21,7 @@ from polyaccel.torch.gathering.arriving import expect
 from polyaccel.torch.gathering.sharded import hide, show
 from polyaccel.torch.gathering.sites import Sites
 from polyaccel.torch.gathering.state_dicts import StateDicts
+from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal, reveal
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
 from polyaccel.torch.params.ownership import OwnedParameters
 from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
@@ -58,6 +59,7 @@ class TorchAdapter(ModelAdapter):
         self._owned = OwnedParameters(module, self)
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
+        self._gradients: GradientAccess | None = None
         self._sites: Sites | None = None
         self._state_dicts: StateDicts | None = None
 
@@ -96,10 +98,12 @@ class TorchAdapter(ModelAdapter):
         self._step = step
         self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
         self._gather_at_use(step)
-        for parameter in self.names:
-            parameter.grad = None
         has_optimizer = step.optimizer is not None
         trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
+        self._gradients = GradientAccess(step, trained, lambda: self.gradient_scale)
+        for parameter in self.names:
+            AUTOGRAD_S.__set__(parameter, None)
+            reveal(parameter)
         self._passes.attach(step, trained, self._sites.end_pass if self._sites is not None else lambda: None)
 
     def _gather_at_use(self, step: ZeroStep) -> None:
@@ -133,7 +137,9 @@ class TorchAdapter(ModelAdapter):
         for hooks in (self._sites, self._state_dicts):
             if hooks is not None:
                 hooks.release()
-        self._step = self._sites = self._state_dicts = None
+        self._step = self._gradients = self._sites = self._state_dicts = None
+        for parameter in self.names:
+            conceal(parameter)
         self._owned.leave()
         set_configured_leaves(self.module, ())
 
@@ -211,6 +217,27 @@ class TorchAdapter(ModelAdapter):
         """Undo `register_external`."""
         if self._sites is not None:
             self._sites.remove_buckets(module, [self._bucket_of[self.names[parameter]]])
+
+    # Gradients, as users see them.
+
+    def gradient(self, fqn: str) -> Tensor | None:
+        return None if self._gradients is None or not self._gradients.trains(fqn) else self._gradients.read(fqn)
+
+    def set_gradient(self, fqn: str, value: Tensor | None) -> bool:
+        if self._gradients is None or not self._gradients.trains(fqn):
+            return False
+        self._gradients.write(fqn, value)
+        return True
+
+    def adopt_gradients(self) -> None:
+        """An update follows: note which gradients user code has changed."""
+        if self._gradients is not None:
+            self._gradients.note_writes()
+
+    def forget_gradients(self) -> None:
+        """The step's gradients were used or discarded."""
+        if self._gradients is not None:
+            self._gradients.forget()
 
     # New values.
 

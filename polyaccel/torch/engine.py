@@ -91,7 +91,7 @@ class TorchEngine(nn.Module, Engine):
         if slice_optimizer is not None:
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
-            self.optimizer = ZeroOptimizer(groups, self._update)
+            self.optimizer = ZeroOptimizer(groups, self._update, self._discard_gradients)
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         self._recorder.begin()
@@ -157,8 +157,12 @@ class TorchEngine(nn.Module, Engine):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, accumulated ones too."""
-        self.zero.discard_gradients()
+        self._discard_gradients()
         super().zero_grad(set_to_none)
+
+    def _discard_gradients(self) -> None:
+        self.zero.discard_gradients()
+        self.adapter.forget_gradients()
 
     # The update.
 
@@ -180,7 +184,9 @@ class TorchEngine(nn.Module, Engine):
         """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten."""
         self.adapter.check_trained()
         self.adapter.adopt_changes()
+        self.adapter.adopt_gradients()
         self._apply_update(self.optimizer.param_groups)
+        self.adapter.forget_gradients()
         self.adapter.on_update()
 
     def train_batch(self, data_iter: Any = None) -> Tensor:

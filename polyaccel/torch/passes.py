@@ -30,6 +30,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.torch.params.gradients import AUTOGRAD_S
 from polyaccel.zero.step import ZeroStep
 
 
@@ -149,10 +150,10 @@ class BackwardPasses:
 
         def take(parameter: nn.Parameter) -> None:
             self = passes()
-            gradient = parameter.grad
+            gradient = AUTOGRAD_S.__get__(parameter)
             if gradient is None or self is None or self._step is None:
                 return
-            parameter.grad = None
+            AUTOGRAD_S.__set__(parameter, None)
             if gradient.is_sparse:
                 raise ShardingError(
                     f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn

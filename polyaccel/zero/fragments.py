@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.types import DType
-from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.step import ZeroStep
 
 PARAM, GRAD = "param", "grad"
@@ -47,7 +46,7 @@ def settle_gradients(step: ZeroStep, fqn: str) -> bool:
     if not slot.param.trainable:
         return False
     step.finish_reductions()
-    return _gradients(step, fqn).holds_result and fqn in step.agree_on_arrivals().touched
+    return step.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().touched
 
 
 def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
@@ -90,6 +89,97 @@ def write_whole(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
     own = fragment(step, fqn, kind)
     if own is not None:
         own.values.copy_from(value.view(own.start, own.values.numel))
+    if kind == GRAD:
+        note_written(step, fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownGradient(Fragment):
+    """A fragment of a gradient that user code reads and changes where the update reads it.
+
+    `is_whole`: it is all of the parameter, on every rank. `is_touched`: this rank had a gradient, or user code set one.
+    """
+
+    is_whole: bool
+    is_touched: bool
+
+
+def shown_gradient(step: ZeroStep, fqn: str) -> ShownGradient | None:
+    """A parameter's reduced gradient, for user code to read and to change; None where the bucket has none. Waits for
+    its reduction and is not collective.
+
+    Raises PolyaccelError after a pass that failed, ShardingError while the gradient is not reduced over several ranks.
+    """
+    gradients, index = step.gradients_of(fqn)
+    step.require_complete(fqn)
+    is_alone = step.communicator.world_size == 1
+    if gradients.holds_unreduced:
+        summed = gradients.unreduced(index)
+        if summed is None or is_alone:
+            return None if summed is None else ShownGradient(0, summed, True, True)
+        raise ShardingError(
+            f"the gradient of {fqn!r} is this rank's own sum, which is not reduced before the last backward pass of an "
+            "accumulation",
+            cure="read or change it after the last backward pass, right before the engine.step() that updates; "
+            "engine.zero_grad() forgets what has accumulated",
+            value=fqn,
+        )
+    gradients.finish()
+    if gradients.has_late and not is_alone:
+        raise ShardingError(
+            f"a part of the gradient of {fqn!r} came after its bucket's reduction, as in a second backward pass",
+            cure="call polyaccel.utils.safe_get_full_grad for this parameter first, on all ranks: it reduces the rest",
+            value=fqn,
+        )
+    if gradients.has_late:
+        gradients.reduce_late()
+    if not gradients.holds_result:
+        return None
+    step.by_hand.shown.add(gradients.bucket.index)
+    own = fragment(step, fqn, GRAD) or Fragment(0, gradients.result().view(0, 0))
+    place = step.params[gradients.bucket.index]
+    return ShownGradient(own.start, own.values, place.master.numel == place.bucket.numel, gradients.touched[index])
+
+
+def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool = False) -> None:
+    """Let the next update use `value`, flat, whole and equal on all ranks, as the gradient of a parameter. `is_part`:
+    `value` is this rank's fragment. Not collective.
+
+    Raises as `shown_gradient` does.
+    """
+    gradients, index = step.gradients_of(fqn)
+    shown = shown_gradient(step, fqn)
+    if shown is None and gradients.holds_unreduced:
+        gradients.add(index, value, reducing=False)
+    else:
+        gradients.provide_result()
+        own = shown_gradient(step, fqn) if shown is None else shown
+        assert own is not None  # there is a result now
+        own.values.copy_from(value if is_part else value.view(own.start, own.values.numel))
+    note_written(step, fqn)
+
+
+def note_written(step: ZeroStep, fqn: str, *, counts: bool = True) -> None:
+    """User code changed a parameter's gradient. `counts`: the parameter has one now, if it had none."""
+    gradients, index = step.gradients_of(fqn)
+    gradients.touched[index] |= counts
+    step.by_hand.written.add(fqn)
+    step.by_hand.dropped.discard(fqn)
+
+
+def drop_gradient(step: ZeroStep, fqn: str) -> None:
+    """Forget the gradient of a parameter, as if none had appeared since the last update. Not collective.
+
+    Raises PolyaccelError inside a backward pass.
+    """
+    gradients, index = step.gradients_of(fqn)
+    step.require_complete(fqn)
+    gradients.drop(index)
+    own = fragment(step, fqn, GRAD) if gradients.holds_result else None
+    if own is not None:
+        own.values.fill(0.0)
+    step.by_hand.dropped.add(fqn)
+    step.by_hand.written.discard(fqn)
 
 
 def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
@@ -97,7 +187,8 @@ def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
     if kind == PARAM:
         return step.params[index].master
     if kind == GRAD:
-        gradients = _gradients(step, fqn)
+        gradients, _ = step.gradients_of(fqn)
+        gradients.finish()
         if not gradients.holds_result:
             raise PolyaccelError(
                 f"parameter {fqn!r} has no gradient now", cure="ask between engine.backward() and engine.step()"
@@ -112,14 +203,3 @@ def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
             value=kind,
         )
     return states[kind]
-
-
-def _gradients(step: ZeroStep, fqn: str) -> GradientBucket:
-    """The gradients of a parameter's bucket. Raises ShardingError for a frozen one."""
-    bucket, _ = step.layout.locate(fqn)
-    for gradients in step.gradient_buckets():
-        if gradients.bucket is bucket:
-            return gradients
-    raise ShardingError(
-        f"parameter {fqn!r} is not trained, so it has no gradient", cure="pass a trained one", value=fqn
-    )

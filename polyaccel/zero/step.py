@@ -26,6 +26,7 @@ from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
+from polyaccel.zero.update.by_hand import ByHand
 from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 from polyaccel.zero.update.walk import StateStore, StepResult, Update
@@ -97,6 +98,8 @@ class ZeroStep:
         self._next_launch = 0
         self._half = ""
         """What failed in the middle, an update apart, and left parameters and states of two steps."""
+        self.passes = 0
+        """How many backward passes have begun."""
 
     @property
     def steps(self) -> dict[str, int]:
@@ -129,6 +132,8 @@ class ZeroStep:
         self._is_incomplete |= self._in_pass
         self._in_pass, self._reducing, self._next_launch = True, reduce, 0
         self._has_unreduced = not reduce
+        self.passes += 1
+        self.by_hand.shown.clear()
         for gradients in self._gradients:
             gradients.begin_pass()
 
@@ -188,6 +193,33 @@ class ZeroStep:
                 gradients.finish()
         self._in_flight.clear()
 
+    def gradients_of(self, fqn: str) -> tuple[GradientBucket, int]:
+        """The bucket with the gradient of a parameter, and its slot there. Raises ShardingError for a frozen one."""
+        if fqn not in self._by_fqn:
+            raise ShardingError(
+                f"parameter {fqn!r} is not trained, so it has no gradient", cure="pass a trained one", value=fqn
+            )
+        position, index = self._by_fqn[fqn]
+        return self._gradients[position], index
+
+    @property
+    def by_hand(self) -> ByHand:
+        """What user code on this rank did to gradients since the last update."""
+        return self._facts.by_hand
+
+    def require_complete(self, fqn: str) -> None:
+        """Raise PolyaccelError where the gradient of a parameter is not there to see: inside a backward pass, and after
+        one that failed."""
+        if self._in_pass:
+            raise PolyaccelError(
+                f"the gradient of {fqn!r} was looked for inside a backward pass, which takes it as it appears",
+                cure="use parameter.register_hook, which is given the gradient and may return another, or look after "
+                "the backward pass",
+                value=fqn,
+            )
+        if self._is_incomplete:
+            raise _incomplete()
+
     def gradient_buckets(self) -> Sequence[GradientBucket]:
         """The trainable buckets' gradients, in layout order."""
         return self._gradients
@@ -196,6 +228,7 @@ class ZeroStep:
         """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
         for gradients in self._gradients:
             gradients.discard()
+        self.by_hand.forget()
         self._in_pass = self._reducing = self._has_unreduced = self._is_incomplete = False
 
     # The update.
@@ -212,10 +245,7 @@ class ZeroStep:
         self.require_whole()
         self.params.gathering.require_idle()
         if self._in_pass or self._is_incomplete:
-            raise PolyaccelError(
-                "the gradients are incomplete: a reduction or a backward pass failed",
-                cure="call engine.zero_grad() and start over",
-            )
+            raise _incomplete()
         if self._has_unreduced:
             self.begin_pass(reduce=True)
             self.end_pass()
@@ -303,6 +333,13 @@ class ZeroStep:
         self._staging.clear()
         self._states.close()
         self._communicators.close()
+
+
+def _incomplete() -> PolyaccelError:
+    return PolyaccelError(
+        "the gradients are incomplete: a reduction or a backward pass failed",
+        cure="call engine.zero_grad() and start over",
+    )
 
 
 def _unused(names: Sequence[str]) -> ShardingError:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyaccel.engine.resuming import hyperparameters, load_groups
-from polyaccel.errors import ConfigError, InvariantError, Problem, ShardingError
+from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.ops.optimizers import OPTIMIZERS
 
 ParamGroups = list[dict[str, Any]]
@@ -50,24 +50,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """The engine's optimizer as torch sees it.
 
     `param_groups` hold the module's parameters and the hyperparameters; `step` is the engine's update, without the
-    bookkeeping of `engine.step()`. Its state is sharded, so `state_dict` has the groups only: the engine's checkpoint
-    has the rest.
+    bookkeeping of `engine.step()`, and `zero_grad` forgets the gradients in the buckets. Its state is sharded, so
+    `state_dict` has the groups only: the engine's checkpoint has the rest.
     """
 
-    def __init__(self, groups: ParamGroups, update: Callable[[], None]) -> None:
+    def __init__(self, groups: ParamGroups, update: Callable[[], None], discard_gradients: Callable[[], None]) -> None:
         # The base class refuses an empty list of groups; give it the fields that it promises to schedulers and leave
         # the rest to the slices.
         self._update = update
+        self._discard_gradients = discard_gradients
         self._is_built = False
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self._is_built = True
         self.param_groups = groups
         self.defaults = hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters. `closure` computes the loss and the gradients before, as in every optimizer of torch
+        that evaluates it once; returns its result."""
+        loss = None
         if closure is not None:
-            raise InvariantError("the engine's optimizer takes no closure", cure="compute the loss, then engine.step()")
+            with torch.enable_grad():
+                loss = closure()
         self._update()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's `GradScaler.step`, which would find the overflows of this rank only."""
+        raise PolyaccelError(
+            "torch's GradScaler was asked to step an engine's optimizer",
+            cure='use "fp16": {"enabled": true} or "bf16" in the config, then engine.backward(loss) and engine.step(): '
+            "the engine scales losses itself, and all ranks agree on overflows; GradScaler(enabled=False) is fine",
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ShardingError: the trained parameters were laid out when the engine was built.
@@ -81,9 +96,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those of earlier micro-batches too; `set_to_none=False` makes them zeros."""
+        if set_to_none:
+            self._discard_gradients()
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """The hyperparameters of the groups."""

@@ -18,12 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.torch.gathering.sharded import NEEDS_NO_VALUES
+from polyaccel.torch.params.gradients import ShowsGradient
 
 _WAIT = "_polyaccel_wait"
 _CLASS = "_polyaccel_class"
 
 
-class ArrivingParameter(nn.Parameter):
+class ArrivingParameter(ShowsGradient, nn.Parameter):
     """The class of a parameter until its values are waited for. See [Note: Values that are still arriving]."""
 
     @classmethod

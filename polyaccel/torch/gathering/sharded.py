@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.params.gradients import ShowsGradient, reveal
 from polyaccel.torch.params.ownership import Home, home_of
 
 NEEDS_NO_VALUES = frozenset(
@@ -49,7 +50,7 @@ NEEDS_NO_VALUES = frozenset(
 )  # fmt: skip
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(ShowsGradient, nn.Parameter):
     """The class of a parameter while it is sharded. See [Note: A parameter without values]."""
 
     @classmethod
@@ -113,6 +114,7 @@ def hide(parameter: nn.Parameter, home: Home, dtype: torch.dtype, device: torch.
         home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
         home.placeholder.untyped_storage().resize_(0)
         parameter.data = home.placeholder  # which makes a parameter of one that was made inside zero.Init
+        reveal(parameter)
         home.kind = type(parameter)
     parameter.data = home.placeholder
     parameter.__class__ = ShardedParameter

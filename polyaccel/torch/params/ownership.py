@@ -41,6 +41,12 @@ class ParameterOwner(Protocol):
 
     def parameter(self, fqn: str) -> nn.Parameter: ...
 
+    def gradient(self, fqn: str) -> Tensor | None:
+        """The gradient that `parameter.grad` shows."""
+
+    def set_gradient(self, fqn: str, value: Tensor | None) -> bool:
+        """Take over what is assigned to `parameter.grad`; False if the engine does not train that parameter."""
+
     def is_sharded(self, fqn: str) -> bool:
         """Whether a parameter is whole only while it is gathered."""
 

@@ -243,6 +243,31 @@ class GradientBucket:
             if buffer is not None:
                 yield buffer
 
+    # By hand.
+
+    @property
+    def holds_unreduced(self) -> bool:
+        """Gradients of this rank have accumulated, and no reduction of them was launched."""
+        return bool(self._filled)
+
+    def unreduced(self, slot_index: int) -> Buffer | None:
+        """The sum that has accumulated on this rank for a slot; None if nothing has."""
+        return self._full_slots[slot_index] if slot_index in self._filled else None
+
+    def provide_result(self) -> None:
+        """Let there be a reduced gradient to write to: zeros, if nothing of the bucket was reduced or accumulated."""
+        self.finish()
+        if not self._settled:
+            self._result.fill(0.0)
+            self._settled, self._closed = True, self._keeps_full
+
+    def drop(self, slot_index: int) -> None:
+        """Forget what arrived for a slot. A reduced gradient stays where it is, to be overwritten."""
+        self.finish()
+        self.touched[slot_index] = False
+        self._filled.discard(slot_index)
+        self._late_slots.discard(slot_index)
+
     def discard(self) -> None:
         """Forget all gradients, reduced or not. The buffers stay."""
         self.finish()

@@ -27,6 +27,7 @@ from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.plan.layout import ShardLayout
+from polyaccel.zero.update.by_hand import ByHand, require_alike, require_equal, require_shown_whole
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
@@ -143,9 +144,14 @@ class GradientFacts:
         self.buckets = buckets
         self._communicator = communicator
         self._accelerator = accelerator
+        self.by_hand = ByHand()
+        """What user code on this rank did to gradients since the last update."""
 
     def agree_on_arrivals(self) -> Arrivals:
-        """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way."""
+        """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way.
+
+        Raises ShardingError where user code on different ranks did different things to gradients.
+        """
         arrivals = self._interpret(self._exchange(self._flags(), "arrivals"))
         self._reduce_late(arrivals)
         return arrivals
@@ -182,9 +188,11 @@ class GradientFacts:
         return sums
 
     def _flags(self) -> array[float]:
-        """How often each parameter got a gradient, then whether each bucket has late ones."""
+        """How often each parameter got a gradient, then whether each bucket has late ones, last whether user code did
+        something to gradients."""
         count = len(self._layout.params)
-        flags = array("d", bytes(8 * (count + len(self.buckets))))
+        flags = array("d", bytes(8 * (count + len(self.buckets) + 1)))
+        flags[-1] = bool(self.by_hand)
         for index, gradients in enumerate(self.buckets):
             for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
                 flags[self._layout.position[slot.param.fqn]] = touched
@@ -193,11 +201,35 @@ class GradientFacts:
 
     def _interpret(self, flags: array[float]) -> Arrivals:
         names = [param.fqn for param in self._layout.params]
-        late = flags[len(names) :]
-        return Arrivals(
-            frozenset(name for name, arrived in zip(names, flags, strict=False) if arrived),
-            tuple(index for index, flag in enumerate(late) if flag),
-        )
+        late = tuple(index for index, flag in enumerate(flags[len(names) : -1]) if flag)
+        if flags[-1] and self._communicator.world_size > 1:
+            self._compare_by_hand(names, late)
+        return Arrivals(frozenset(name for name, arrived in zip(names, flags, strict=False) if arrived), late)
+
+    def _compare_by_hand(self, names: list[str], late: tuple[int, ...]) -> None:
+        """See `zero.update.by_hand`."""
+        ranks = self._communicator.world_size
+        counts = self._exchange(self.by_hand.counts(names, [each.bucket.index for each in self.buckets]), "by hand")
+        require_shown_whole(late, counts[2 * len(names) :], [each.bucket.slots[0].param.fqn for each in self.buckets])
+        require_alike(counts, names, ranks)
+        written = [(each, slot.param.fqn) for each in self.buckets for slot in each.bucket.slots]
+        written = [(each, fqn) for each, fqn in written if fqn in self.by_hand.written]
+        replicated = [(each, fqn) for each, fqn in written if each.result().numel == each.bucket.numel]
+        if replicated:
+            mine = self._squares_of(replicated)
+            rows = [list(row) for row in self._communicator.all_gather_object(mine)]
+            require_equal(rows, [fqn for _, fqn in replicated])
+
+    def _squares_of(self, written: list[tuple[GradientBucket, str]]) -> list[float]:
+        """The squared norms of whole gradients of parameters."""
+        sums = self.new_sums()
+        for gradients, fqn in written:
+            gradients.finish()
+            slot = next(slot for slot in gradients.bucket.slots if slot.param.fqn == fqn)
+            part = gradients.result().view(slot.offset, slot.param.numel)
+            sums.add(gradients.compute, [(self._layout.position[fqn], part)])
+        values = sums.read()
+        return [values[self._layout.position[fqn]] for _, fqn in written]
 
     def _reduce_late(self, arrivals: Arrivals) -> None:
         for index in arrivals.late_buckets:

@@ -22,6 +22,12 @@ Config = dict[str, Any]
 Params = dict[str, Tensor]
 LossFn = Callable[[Any, int, int, int], Tensor]
 """The loss of a model (or engine) on the micro-batch at (step, micro, rank)."""
+Statement = Callable[[nn.Module], Any]
+"""What a script does to a model between two calls of the engine."""
+
+
+def nothing(model: nn.Module) -> None:
+    """A script that leaves the model alone."""
 
 
 class ParityModel(nn.Module):
@@ -105,6 +111,7 @@ def train(
     steps: int,
     loss_fn: LossFn = parity_loss,
     groups: Callable[[nn.Module], Any] = grouped,
+    before_update: Statement = nothing,
     **arguments: Any,
 ) -> Run:
     """Train `model` on this rank's batches; `arguments` go to initialize."""
@@ -114,6 +121,8 @@ def train(
         for micro in range(engine.gradient_accumulation_steps()):
             loss = loss_fn(engine, step, micro, communicator.rank)
             engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                before_update(model)
             engine.step()
             run.losses.append(loss.item())
         run.norms.append(engine.get_global_grad_norm())
@@ -136,9 +145,10 @@ def train_on_threads(
     build: Callable[[], nn.Module] = parity_model,
     loss_fn: LossFn = parity_loss,
     groups: Callable[[nn.Module], Any] = grouped,
+    before_update: Statement = nothing,
 ) -> Run:
     """`train` on threads. All ranks must end with the same parameters; returns rank 0's run."""
-    runs: list[Run] = on_threads(world, train, build, deepcopy(config), steps, loss_fn, groups)
+    runs: list[Run] = on_threads(world, train, build, deepcopy(config), steps, loss_fn, groups, before_update)
     for run in runs[1:]:
         assert_bitwise(run.params, runs[0].params)
         assert run.norms == runs[0].norms
@@ -157,11 +167,13 @@ def train_plainly(
     build: Callable[[], nn.Module] = parity_model,
     loss_fn: LossFn = parity_loss,
     groups: Callable[[nn.Module], Any] = grouped,
+    before_update: Statement = nothing,
 ) -> Run:
     """One plain torch process that sees all ranks' batches: parameters in `param_dtype` (None: as built), updated in
     the type that they were built with.
 
     `gradient_factor` multiplies the averaged gradients. A parameter without a gradient on any rank has none.
+    `before_update` is what the script does to the model when the gradients are there.
     """
     masters, model = build(), build()
     if param_dtype is not None:
@@ -181,6 +193,7 @@ def train_plainly(
                 _add_gradients(masters, model, gradient_factor / world)
                 if rank == 0:
                     run.losses.append(loss.item())
+        before_update(masters)
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip or float("inf"))
         run.norms.append(float(norm))
         optimizer.step()

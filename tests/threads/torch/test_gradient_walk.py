@@ -26,6 +26,7 @@ from torch import nn
 
 import polyaccel
 from polyaccel.accelerators.memory.torch import TorchBuffer
+from polyaccel.torch.params.gradients import AUTOGRAD_S
 
 PACKAGE = Path(polyaccel.__file__).parent
 ENGINE = ("torch/", "engine/", "zero/")
@@ -48,9 +49,10 @@ class Walk:
             return
         code = frame.f_code
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-        is_hook = any(one is self._parameter for one in arguments) and self._parameter.grad is not None
+        of_autograd = AUTOGRAD_S.__get__(self._parameter)
+        is_hook = any(one is self._parameter for one in arguments) and of_autograd is not None
         if is_hook:
-            self._memory.add(storage_of(self._parameter.grad))
+            self._memory.add(storage_of(of_autograd))
         if is_hook or any(self._has(one) for one in (*arguments, result)):
             self.functions.setdefault(file, set()).add(code.co_name)
             if not file.startswith(ENGINE):

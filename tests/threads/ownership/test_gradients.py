@@ -1,0 +1,417 @@
+"""What a script may do to gradients between the backward pass and the update: each row is a statement, and either plain
+torch's training follows or an error that names the parameter and the cure.
+
+The model has tied, frozen, unused and odd-sized parameters, in buckets so small that few share one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairwise import combinations
+from parity_models import (
+    SMALL_BUCKET,
+    assert_bitwise,
+    assert_close,
+    batch,
+    grouped,
+    make_config,
+    on_threads,
+    parity_model,
+    relative_distance,
+    snapshot,
+    train_on_threads,
+    train_plainly,
+)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import polyaccel
+from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
+
+STEPS = 2
+SMALL = {"reduce_bucket_size": SMALL_BUCKET}
+STAGES = {
+    "stage 0": (0, SMALL),
+    "stage 1": (1, SMALL),
+    "stage 2": (2, SMALL),
+    "stage 2, states on the host": (2, {**SMALL, "offload_optimizer": {"device": "cpu"}}),
+    "stage 3": (3, {**SMALL, "stage3_param_persistence_threshold": 20}),
+}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def halve(model):
+    for gradient in gradients(model):
+        gradient.mul_(0.5)
+
+
+def assign_the_third(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / 3
+
+
+def assign_a_tensor(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel()).view(parameter.shape)
+
+
+def drop_one(model):
+    model.wide.weight.grad = None
+    del model.narrow.bias.grad
+
+
+def zero_one(model):
+    model.wide.weight.grad.zero_()
+
+
+def add_a_penalty(model):
+    """A tensor of the parameter's shape is added to a part of it on each rank."""
+    model.wide.weight.grad.add_(torch.linspace(0.0, 0.1, 198).view(33, 6), alpha=0.5)
+    model.narrow.weight.grad.mul_(torch.linspace(0.0, 1.0, 33))  # which broadcasts
+
+
+def count_the_norm(model):
+    """The total norm as scripts write it by hand."""
+    total = sum(gradient.detach().data.norm(2).item() ** 2 for gradient in gradients(model)) ** 0.5
+    for gradient in gradients(model):
+        gradient.div_(total)
+
+
+def all_at_once(model):
+    clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+    torch._foreach_clamp_max_(gradients(model), 0.01)
+
+
+STATEMENTS = {
+    "clip_grad_norm_": lambda model: clip_grad_norm_(model.parameters(), 0.1),
+    "clip_grad_norm_(norm_type=inf)": lambda model: clip_grad_norm_(model.parameters(), 0.02, norm_type=float("inf")),
+    "clip_grad_norm_(norm_type=1)": lambda model: clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
+    "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 0.01),
+    "p.grad.mul_(.5)": halve,
+    "p.grad = p.grad / 3": assign_the_third,
+    "p.grad = tensor": assign_a_tensor,
+    "p.grad = None": drop_one,
+    "p.grad.zero_()": zero_one,
+    "p.grad.add_(tensor)": add_a_penalty,
+    "p.grad.norm()": count_the_norm,
+    "clip_grad_norm_(foreach=True), torch._foreach_clamp_max_": all_at_once,
+    "model.zero_grad()": lambda model: model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),
+}
+
+
+@combinations(
+    statement=[pytest.param(statement, id=name) for name, statement in STATEMENTS.items()],
+    stage=[pytest.param(stage, id=name) for name, stage in STAGES.items()],
+    world=[2, 3, 1],
+    accumulation=[1, 2],
+    precision=[pytest.param({}, id="fp32"), pytest.param(BF16, id="bf16")],
+)
+def test_what_a_script_does_to_gradients_counts(statement, stage, world, accumulation, precision):
+    config = make_config(stage[0], accumulation=accumulation, zero=stage[1], **precision)
+    dtype = torch.bfloat16 if precision else None
+    plain = train_plainly(world, STEPS, accumulation=accumulation, param_dtype=dtype, before_update=statement)
+    run = train_on_threads(world, config, STEPS, before_update=statement)
+    if not precision:
+        assert_close(run.params, plain.params)
+        assert run.norms == pytest.approx(plain.norms, rel=1e-5)
+    elif any(plain.norms):
+        assert relative_distance(run.params, plain.params, snapshot(parity_model())) < 0.03
+        assert run.norms == pytest.approx(plain.norms, rel=0.03)
+    else:
+        assert_close(run.params, plain.params, 0.0)
+
+
+def engine_at(model, stage, accumulation=1, **changes):
+    number, zero = STAGES[stage]
+    config = make_config(number, accumulation=accumulation, zero=zero, **changes)
+    return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0]
+
+
+def run(engine, step=0, micro=0):
+    engine.backward(engine(*batch(step, micro, engine.communicator.rank)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gradient_that_is_seen(stage):
+    """At stage 0 it is the whole one, the same tensor each time, and gone after the update."""
+
+    def look(communicator, model):
+        engine = engine_at(model, stage)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        run(engine)
+        wide = model.wide.weight
+        seen, whole = wide.grad, safe_get_full_grad(wide)
+        assert float(seen.norm()) == pytest.approx(float(whole.norm()), rel=1e-6)
+        assert (seen.shape, seen.dtype, seen.device) == (whole.shape, whole.dtype, whole.device)
+        if stage == "stage 0":
+            assert wide.grad is seen
+            assert torch.equal(seen, whole)
+            assert model.unused.grad is None
+        assert model.frozen.grad is None
+        engine.step()
+        assert wide.grad is None
+
+    on_threads(2, look, parity_model)
+
+
+REFUSED = {
+    "p.grad.sum()": lambda gradient: gradient.sum(),
+    "p.grad.view(-1)": lambda gradient: gradient.view(-1),
+    "p.grad.normal_()": lambda gradient: gradient.normal_(),
+    "p.grad[0]": lambda gradient: gradient[0],
+    "p.grad.norm(dim=0)": lambda gradient: gradient.norm(dim=0),
+    "p.grad.tolist()": lambda gradient: gradient.tolist(),
+    "p.grad.numpy()": lambda gradient: gradient.numpy(),
+    "(2 * p.grad).norm()": lambda gradient: (2 * gradient).norm(),
+    "tensor.add_(p.grad)": lambda gradient: torch.zeros(gradient.shape).add_(gradient),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
+def test_what_a_slice_cannot_answer_is_refused_by_name(stage, ask):
+    def refused(communicator, model):
+        engine = engine_at(model, stage)
+        run(engine)
+        with pytest.raises(ShardingError, match=r"needs the whole gradient of 'wide\.weight'") as caught:
+            ask(model.wide.weight.grad)
+        assert "safe_get_full_grad" in caught.value.cure
+        with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' were combined"):
+            model.twice.bias.grad.add_(model.narrow.bias.grad)
+
+    on_threads(2, refused, parity_model)
+
+
+@pytest.mark.parametrize("stage", ["stage 0", "stage 1", "stage 2"])
+@pytest.mark.parametrize("alone", [False, True], ids=["two ranks", "one rank"])
+def test_before_the_last_micro_batch(stage, alone):
+    """Where every pass reduces, and where there is one rank, the gradient is what has accumulated; else it is this
+    rank's own sum, and refused."""
+
+    def look(communicator, model):
+        engine = engine_at(model, stage, accumulation=2)
+        run(engine)
+        if stage == "stage 2" or alone:
+            halve(model)
+        else:
+            with pytest.raises(ShardingError, match="gradient of 'scale' is this rank's own sum") as caught:
+                halve(model)
+            assert "after the last backward pass" in caught.value.cure
+            with pytest.raises(ShardingError, match="own sum"):
+                model.wide.weight.grad = torch.zeros(33, 6)
+        model.narrow.bias.grad = None  # forgets what has accumulated, at every stage
+        engine.step()
+        run(engine, micro=1)
+        engine.step()
+        return snapshot(model)
+
+    def plainly(world, factor):
+        model = parity_model()
+        optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
+        for micro in range(2):
+            (sum(model(*batch(0, micro, rank)) for rank in range(world)) / world / 2).backward()
+            if micro == 0:
+                torch._foreach_mul_(gradients(model), factor)
+                model.narrow.bias.grad = None
+        optimizer.step()
+        return snapshot(model)
+
+    world = 1 if alone else 2
+    wanted = plainly(world, 0.5 if stage == "stage 2" or alone else 1.0)
+    for params in on_threads(world, look, parity_model):
+        assert_close(params, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_of_the_script_s_own_without_a_backward_pass(stage):
+    """`p.grad = g; engine.step()` trains; parameters without a gradient are left alone, and a backward pass adds."""
+
+    def by_hand(communicator, model):
+        engine = engine_at(model, stage)
+        model.wide.weight.grad = torch.linspace(-1.0, 1.0, 198).view(33, 6)
+        model.unused.grad = torch.ones(5)
+        engine.step()
+        model.wide.weight.grad = torch.ones(33, 6)
+        run(engine)
+        engine.step()
+        engine.destroy()
+        return snapshot(model)
+
+    model = parity_model()
+    optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
+    model.wide.weight.grad = torch.linspace(-1.0, 1.0, 198).view(33, 6)
+    model.unused.grad = torch.ones(5)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.wide.weight.grad = torch.ones(33, 6)
+    (sum(model(*batch(0, 0, rank)) for rank in range(2)) / 2).backward()
+    optimizer.step()
+    for params in on_threads(2, by_hand, parity_model):
+        assert_close(params, snapshot(model))
+
+
+@pytest.mark.parametrize("stage", ["stage 0", "stage 1", "stage 3"])
+@pytest.mark.parametrize("verb", ["changed", "dropped"])
+def test_ranks_that_do_different_things_are_told(stage, verb):
+    def differ(communicator, model):
+        engine = engine_at(model, stage)
+        run(engine)
+        if communicator.rank == 1:
+            model.wide.weight.grad = None if verb == "dropped" else torch.zeros(33, 6)
+        with pytest.raises(ShardingError, match=rf"'wide\.weight' was {verb} by user code on 1 of 2 ranks"):
+            engine.step()
+        engine.zero_grad()
+        run(engine)
+        engine.step()  # and the engine goes on
+
+    on_threads(2, differ, parity_model)
+
+
+def test_ranks_that_change_replicated_gradients_differently_are_told():
+    def differ(communicator, model):
+        engine = engine_at(model, "stage 0")
+        run(engine)
+        model.wide.weight.grad.mul_(1.0 + communicator.rank)
+        with pytest.raises(ShardingError, match=r"'wide\.weight' was changed by user code, differently on different"):
+            engine.step()
+
+    on_threads(2, differ, parity_model)
+
+
+def test_a_rank_that_only_looks_is_welcome_at_stage_0():
+    def look(communicator, model):
+        engine = engine_at(model, "stage 0")
+        run(engine)
+        if communicator.rank == 0:
+            assert float(model.wide.weight.grad.norm()) > 0.0
+        engine.step()
+        return snapshot(model)
+
+    looked, elsewhere = on_threads(2, look, parity_model)
+    assert_bitwise(looked, elsewhere)
+    assert_close(looked, train_plainly(2, 1).params)
+
+
+@pytest.mark.parametrize("stage", ["stage 0", "stage 2"])
+def test_a_second_backward_pass_is_reduced_before_gradients_are_looked_at(stage):
+    """At stages 0 and 1 it comes after the reduction; `safe_get_full_grad` reduces it, on all ranks."""
+
+    def twice(communicator, model):
+        engine = engine_at(model, stage)
+        run(engine)
+        run(engine, micro=1)
+        if stage == "stage 0":
+            with pytest.raises(ShardingError, match="came after its bucket's reduction") as caught:
+                clip_grad_norm_(model.parameters(), 0.1)
+            assert "safe_get_full_grad" in caught.value.cure
+            for parameter in model.parameters():
+                safe_get_full_grad(parameter)
+        clip_grad_norm_(model.parameters(), 0.1)
+        engine.step()
+        return snapshot(model)
+
+    def loss_fn(model, step, micro, rank):
+        return model(*batch(0, 0, rank)) + model(*batch(0, 1, rank))
+
+    for params in on_threads(2, twice, parity_model):
+        assert_close(params, train_plainly(2, 1, clip=0.1, loss_fn=loss_fn).params)
+
+
+def test_a_gradient_that_was_looked_at_before_another_rank_s_late_part_was_reduced():
+    def twice(communicator, model):
+        engine = engine_at(model, "stage 0")
+        run(engine)
+        with engine.no_sync():
+            if communicator.rank == 1:
+                run(engine, micro=1)
+        if communicator.rank == 0:
+            assert model.wide.weight.grad is not None
+        with pytest.raises(ShardingError, match=r"looked at gradients of the bucket of 'wide\.weight' before a part"):
+            engine.step()
+
+    on_threads(2, twice, parity_model)
+
+
+def test_gradients_with_a_loss_scale_are_refused():
+    def scaled(communicator, model):
+        engine = engine_at(model, "stage 0", fp16={"enabled": True, "initial_scale_power": 4})
+        run(engine)
+        with pytest.raises(ShardingError, match="multiplied with the loss scale 16") as caught:
+            clip_grad_norm_(model.parameters(), 0.1)
+        assert '"gradient_clipping"' in caught.value.cure
+        assert safe_get_full_grad(model.wide.weight) is not None
+        engine.zero_grad()
+        assert model.wide.weight.grad is None
+
+    on_threads(1, scaled, parity_model)
+
+
+@pytest.mark.parametrize("given", [torch.zeros(3), "a gradient", torch.zeros(33, 6).to_sparse()], ids=str)
+def test_a_gradient_of_another_shape_or_kind_is_refused(given):
+    def assign(communicator, model):
+        engine_at(model, "stage 1")
+        with pytest.raises(ShardingError, match=r"gradient of 'wide.weight' was set to a .*tensor of \(33, 6\)"):
+            model.wide.weight.grad = given
+
+    on_threads(1, assign, parity_model)
+
+
+# Hooks.
+
+
+def halve_one(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def test_hooks_change_gradients_and_see_them_in_torch_s_order():
+    """A tensor's hook is given the gradient. A post-accumulate hook from before `initialize` sees it in `.grad` and may
+    change it there; a later one comes after the engine has taken it, and is told so."""
+
+    def hooked(communicator, model):
+        model.wide.weight.register_hook(lambda gradient: gradient * 2)
+        model.narrow.weight.register_post_accumulate_grad_hook(halve_one)
+        engine = engine_at(model, "stage 2")
+        run(engine)
+        engine.step()
+        model.twice.bias.register_post_accumulate_grad_hook(halve_one)
+        with pytest.raises(PolyaccelError, match=r"'twice\.bias' was looked for inside a backward pass") as caught:
+            run(engine)
+        assert "register_hook" in caught.value.cure
+        return snapshot(model)
+
+    def change(model):
+        model.wide.weight.grad.mul_(2)
+        model.narrow.weight.grad.mul_(0.5)
+
+    for params in on_threads(2, hooked, parity_model):
+        assert_close(params, train_plainly(2, 1, before_update=change).params)
+
+
+# Through `polyaccel.utils`.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_is_set_right_after_the_backward_pass(stage):
+    """While its reduction is under way, and for a parameter that had none."""
+
+    def set_both(communicator, model):
+        engine = engine_at(model, stage)
+        run(engine)
+        safe_set_full_grad(model.wide.weight, torch.ones(33, 6))
+        engine.step()
+        engine.destroy()
+        return snapshot(model)
+
+    def change(model):
+        model.wide.weight.grad = torch.ones(33, 6)
+
+    for params in on_threads(2, set_both, parity_model):
+        assert_close(params, train_plainly(2, 1, before_update=change).params)
