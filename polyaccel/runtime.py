@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from polyaccel import plain
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.accelerators.memory.host import keep_freed_memory
@@ -204,7 +205,7 @@ class Runtime:
                 except PolyaccelError as error:
                     problems.append(Problem(f"monitors.{name}", dict(options), error.message, error.cure))
         if self.config.monitors:
-            problems = self.communicator.broadcast_object(problems)
+            problems = [Problem(*said) for said in self.communicator.broadcast_object([*map(_as_plain, problems)])]
         if problems:
             for monitor in opened:
                 monitor.close()
@@ -279,6 +280,16 @@ def _check_storage(config: ResolvedConfig) -> None:
     except ConfigError as error:
         problems = [replace(problem, key=f"checkpoint.storage.{problem.key}") for problem in error.problems]
         raise ConfigError(problems) from None
+
+
+def _as_plain(problem: Problem) -> tuple[str, object, str, str]:
+    """The problem as rank 0 tells it to the others; the text of a value that is not plain."""
+    value = problem.value
+    try:
+        plain.to_tree(value, problem.key)
+    except plain.PlainError:
+        value = repr(value)
+    return problem.key, value, problem.expected, problem.cure
 
 
 def _new_tier(device: OffloadDevice) -> Tier:

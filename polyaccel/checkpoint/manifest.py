@@ -59,6 +59,22 @@ class TensorEntry:
     def numel(self) -> int:
         return prod(self.shape)
 
+    def to_tree(self) -> dict[str, Any]:
+        """The entry as a manifest has it: JSON's values only."""
+        return {
+            "fqn": self.fqn,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "dtype": self.dtype.value,
+            "pieces": [[piece.start, piece.length, piece.file, piece.offset, piece.crc32] for piece in self.pieces],
+        }
+
+    @classmethod
+    def from_tree(cls, tree: TensorTree) -> TensorEntry:
+        """The inverse of `to_tree`, once that has been parsed."""
+        pieces = tuple(Piece(*piece) for piece in tree.pieces)
+        return cls(tree.fqn, tree.kind, tree.shape, tree.dtype, pieces)
+
     def check_tiling(self) -> None:
         """Raise CheckpointError, naming the tensor and the elements, unless every element is in exactly one piece."""
         reached = 0
@@ -173,7 +189,7 @@ class Manifest:
             "tag": self.tag,
             "world_size": self.world_size,
             "files": dict(sorted(self.files.items())),
-            "tensors": [_tensor_tree(tensor) for tensor in self.tensors],
+            "tensors": [tensor.to_tree() for tensor in self.tensors],
             "scalars": encode_plain(self.scalars, "scalars"),
             "blobs": [
                 {blob.name: [blob.file, blob.offset, blob.nbytes, blob.crc32] for blob in blobs} for blobs in self.blobs
@@ -204,7 +220,7 @@ class Manifest:
             tag=checked.tag,
             world_size=checked.world_size,
             files=checked.files,
-            tensors=tuple(_tensor_of(each) for each in checked.tensors),
+            tensors=tuple(TensorEntry.from_tree(each) for each in checked.tensors),
             scalars=scalars,
             blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
         )
@@ -256,18 +272,3 @@ def _join(parts: list[tuple[int, TensorEntry]]) -> TensorEntry:
             )
     pieces = sorted((piece for _, entry in parts for piece in entry.pieces), key=lambda piece: piece.start)
     return TensorEntry(first.fqn, first.kind, first.shape, first.dtype, tuple(pieces))
-
-
-def _tensor_tree(tensor: TensorEntry) -> dict[str, Any]:
-    return {
-        "fqn": tensor.fqn,
-        "kind": tensor.kind,
-        "shape": tensor.shape,
-        "dtype": tensor.dtype.value,
-        "pieces": [[piece.start, piece.length, piece.file, piece.offset, piece.crc32] for piece in tensor.pieces],
-    }
-
-
-def _tensor_of(tree: TensorTree) -> TensorEntry:
-    pieces = tuple(Piece(*piece) for piece in tree.pieces)
-    return TensorEntry(tree.fqn, tree.kind, tree.shape, tree.dtype, pieces)

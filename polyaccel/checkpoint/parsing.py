@@ -57,6 +57,15 @@ class ManifestTree(_Tree):
     blobs: tuple[dict[str, tuple[FileName, Count, Count, Crc32]], ...]
 
 
+class RankFileTree(_Tree):
+    """What a rank tells rank 0 of its file. A blob is (name, file, offset, nbytes, crc32)."""
+
+    name: FileName
+    nbytes: Count
+    tensors: tuple[TensorTree, ...]
+    blobs: tuple[tuple[StrictStr, FileName, Count, Count, Crc32], ...]
+
+
 def json_object(data: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `data`. Raises CheckpointError, naming `what`, for anything else."""
     try:

@@ -6,9 +6,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.manifest import BlobEntry, Piece, TensorEntry
+from polyaccel.checkpoint.parsing import RankFileTree, parsed
 from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
 
@@ -79,6 +81,23 @@ class RankFile:
             self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), zlib.crc32(blob)))
             self.nbytes += len(blob)
             yield blob
+
+    def to_tree(self) -> dict[str, Any]:
+        """The name, length and entries as plain values: what rank 0 needs for the manifest."""
+        blobs = [[blob.name, blob.file, blob.offset, blob.nbytes, blob.crc32] for blob in self.blobs]
+        return {
+            "name": self.name,
+            "nbytes": self.nbytes,
+            "tensors": [entry.to_tree() for entry in self.tensors],
+            "blobs": blobs,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], what: str) -> RankFile:
+        """The inverse of `to_tree`. Raises CheckpointError, naming `what`, for any other tree."""
+        checked = parsed(RankFileTree, tree, what)
+        tensors = [TensorEntry.from_tree(entry) for entry in checked.tensors]
+        return cls(checked.name, checked.nbytes, tensors, [BlobEntry(*blob) for blob in checked.blobs])
 
     def _padding(self) -> bytes:
         padding = bytes(-self.nbytes % PIECE_ALIGNMENT_NBYTES)

@@ -212,15 +212,16 @@ def open_checkpoint(
     meet(communicator, "open_checkpoint")
     readers: list[CheckpointReader] = []
 
-    def choose() -> Commit:
+    def choose() -> bytes:
         readers.append(_choose(storage, tag, fallback))
-        return readers[0].commit
+        return readers[0].commit.to_bytes()
 
     def follow() -> None:
         if not readers:
             readers.append(_open(storage, commit))
 
-    commit = on_rank_0(communicator, "opening a checkpoint", choose)
+    marker = on_rank_0(communicator, "opening a checkpoint", choose)
+    commit = Commit.from_bytes(marker, "the commit marker that rank 0 read")
     agreed(communicator, f"opening {commit.folder}", follow)
     return readers[0]
 

@@ -31,7 +31,7 @@ def meet(communicator: Communicator, name: str) -> None:
 
 
 def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank. Returns the results, which must pickle, by rank.
+    """Run `action` on every rank. Returns the results, plain values, by rank.
 
     Raises CheckpointError on *every* rank when it raised an Exception on any, naming those ranks and their errors.
     """
@@ -51,8 +51,7 @@ def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> li
 
 
 def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone. Returns its result, which must pickle, on every rank. Raises what `agreed`
-    raises."""
+    """Run `action` on rank 0 alone. Returns its result, a plain value, on every rank. Raises what `agreed` raises."""
     return agreed(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
 
 

@@ -75,10 +75,14 @@ def save_checkpoint(
     chunks = file.chunks(parts[0].pieces, parts[0].rank_blobs)
     try:
         agreed(communicator, f"writing {tag!r}", lambda: storage.write(path, chunks))
-        files = communicator.gather_object(file) or ()
-        commit = on_rank_0(
-            communicator, f"committing {tag!r}", lambda: _commit(storage, tag, folder, files, parts[0].scalars)
+        told = communicator.gather_object(file.to_tree()) or ()
+        files = [RankFile.from_tree(tree, f"what rank {rank} wrote") for rank, tree in enumerate(told)]
+        marker = on_rank_0(
+            communicator,
+            f"committing {tag!r}",
+            lambda: _commit(storage, tag, folder, files, parts[0].scalars).to_bytes(),
         )
+        commit = Commit.from_bytes(marker, "the commit marker that rank 0 wrote")
     except CheckpointError:
         if communicator.rank == 0:
             _abandon(storage, tag, folder)

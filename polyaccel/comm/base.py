@@ -7,25 +7,22 @@ collectives in the same order. Buffers are flat and contiguous; sizes are in ele
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.composed import ComposedCollectives
+from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-API_VERSION = (2, 0)
+API_VERSION = (2, 1)
 DEFAULT_TIMEOUT_S = 600.0
-_HEADER_NBYTES = 8
-_FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collective instead of two
 # Looking a member of an enumeration up in its class takes longer than a name of the module.
 _SUM = ReduceOp.SUM
 _ALL_REDUCE, _REDUCE_SCATTER = Operation.ALL_REDUCE, Operation.REDUCE_SCATTER
@@ -64,7 +61,7 @@ class Board(ABC):
         """The last note of each rank; ranks that left none, or cannot be read, are absent."""
 
 
-class Communicator(ComposedCollectives):
+class Communicator(ObjectCollectives):
     """One group of ranks. `rank` and `world_size` count inside the group; `ranks[i]` is the global rank of member i.
 
     A backend provides `start`, `split` and `close`. Everything else is made of these.
@@ -259,37 +256,6 @@ class Communicator(ComposedCollectives):
         """
         return None
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which must pickle, in rank order.
-
-        Every rank sends one frame: the length of its pickle and as much of it as fits. A second collective carries the
-        rest where the longest needs one; then all ranks know it from the lengths.
-        """
-        with self.inside(self.next_number()):
-            payload = pickle.dumps(value)
-            room = _FRAME_NBYTES - _HEADER_NBYTES
-            head = len(payload).to_bytes(_HEADER_NBYTES, "little") + payload[:room]
-            frames = self._gather_bytes(head, _FRAME_NBYTES)
-            lengths = [int.from_bytes(frame[:_HEADER_NBYTES], "little") for frame in frames]
-            bodies = [frame[_HEADER_NBYTES:] for frame in frames]
-            if max(lengths) > room:
-                tails = self._gather_bytes(payload[room:], max(lengths) - room)
-                bodies = [body + tail for body, tail in zip(bodies, tails, strict=True)]
-        return [pickle.loads(body[:length]) for body, length in zip(bodies, lengths, strict=True)]
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank `root`'s `value`, on every rank."""
-        return self.all_gather_object(value if self.rank == root else None)[root]
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's `value` on rank `root`, None elsewhere."""
-        values = self.all_gather_object(value)
-        return values if self.rank == root else None
-
-    def scatter_object(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Element `rank` of rank `root`'s `values`."""
-        return self.broadcast_object(values, root)[self.rank]
-
     def agreed_members(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """`ranks` of a split, on which all ranks agree. Collective. Raises CommError on every rank where they do
         not."""
@@ -308,7 +274,7 @@ class Communicator(ComposedCollectives):
         """Where ranks can leave notes while a collective hangs; None if the backend has no such place."""
         return None
 
-    def _gather_bytes(self, data: bytes, nbytes: int) -> list[bytes]:
+    def _gather_frames(self, data: bytes, nbytes: int) -> list[bytes]:
         """Every rank's `data`, each padded to `nbytes`."""
         whole: Buffer = self.allocate(nbytes * self.world_size, DType.UINT8)
         own = whole.view(nbytes * self.rank, nbytes)
@@ -331,7 +297,7 @@ def message_from(buffer: Buffer, rank: int) -> Collective:
 class CommBackend(ABC):
     """A way to connect ranks, such as gloo, nccl or MPI. The entry point names a class of this kind."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = API_VERSION
     name: ClassVar[str]
     most_ranks: ClassVar[int | None] = None
     """The most ranks that a group may have; None where nothing limits them."""

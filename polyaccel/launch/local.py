@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def plan_local(
         cure = "end what listens there, or let a free one be picked: --master-port auto"
         raise LaunchError(f"port {master_port} cannot be bound", cure=cure, value=master_port)
 
-    job_id = uuid.uuid4().hex
+    job_id, secret = uuid.uuid4().hex, secrets.token_hex()
     port = master_port or free_port()
     shares = split_cores(find_cores(usable_cpus()), nproc)
     threads = max(1, sum(map(len, shares)) // nproc)
@@ -58,6 +59,7 @@ def plan_local(
             environment=rank_environment(
                 environment,
                 job_id=job_id,
+                secret=secret,
                 local_rank=rank,
                 local_world_size=nproc,
                 master_addr=_LOOPBACK,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID
+from polyaccel.seal import SECRET_VARIABLE
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """The value of `GLIBC_TUNABLES` that lets malloc ask for huge pages (glibc 2.35 and later; others ignore it).
@@ -56,13 +57,15 @@ def rank_environment(
     inherited: Mapping[str, str],
     *,
     job_id: str,
+    secret: str,
     local_rank: int,
     local_world_size: int,
     master_addr: str,
     master_port: int,
     threads: int,
 ) -> dict[str, str]:
-    """The whole environment of a rank of a job on one host. `threads` is for OpenMP unless the user chose a number."""
+    """The whole environment of a rank of a job on one host. `threads` is for OpenMP, and `secret` seals what the ranks
+    of the job send each other, unless the user chose others."""
     ranks = {
         "RANK": local_rank,
         "LOCAL_RANK": local_rank,
@@ -78,6 +81,7 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed are worth more than faster prints
         "GLIBC_TUNABLES": HUGE_PAGES,
+        SECRET_VARIABLE: secret,
     }
     return {**defaults, **inherited, **{name: str(value) for name, value in ranks.items()}, JOB_ID: job_id}
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, Final
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.api import coalescing
+from polyaccel.comm.api import coalescing, objects
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.comm.discovery import local_rank
@@ -277,7 +277,11 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """Fill `object_list`, which has an element for every rank, with every rank's `obj`."""
+    """Fill `object_list`, which has an element for every rank, with every rank's `obj`.
+
+    Plain values (None, bool, int, float, str, bytes, and lists, tuples and dicts of these) need nothing; other objects
+    travel as pickles, for which all ranks need the same POLYACCEL_JOB_SECRET, as `polyaccel run` gives it to them.
+    """
     if isinstance(group, NonMember):
         return
     comm = _communicator(group)
@@ -287,14 +291,14 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
             cure="pass a list with one element for every rank",
             value=len(object_list),
         )
-    object_list[:] = comm.all_gather_object(obj)
+    object_list[:] = objects.all_gather_objects(comm, obj)
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Group = None) -> None:
-    """Overwrite `object_list` with global rank `src`'s."""
+    """Overwrite `object_list` with global rank `src`'s. What `all_gather_object` says of objects holds here too."""
     if not isinstance(group, NonMember):
         comm = _communicator(group)
-        object_list[:] = comm.broadcast_object(object_list, _member(comm, src))
+        object_list[:] = objects.broadcast_objects(comm, list(object_list), _member(comm, src))
 
 
 def _communicator(group: Communicator | None) -> Communicator:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from polyaccel import plain
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK, MEETING_VARIABLES, LaunchedRank, Request, meeting_port
@@ -68,14 +69,15 @@ def meet(here: LaunchedRank, request: Request) -> Rendezvous:
     env = request.environ
     note = Note(mpi.Get_processor_name(), host_address.own_addresses(), *(env.get(name) for name in MEETING_VARIABLES))
     if world.rank == 0:
-        heard = {0: note, **_receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)}
-        answers = decide([heard[rank] for rank in range(world.size)], env, request.port)
+        heard = _receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)
+        notes = [note, *(Note(*heard[rank]) for rank in range(1, world.size))]
+        answers = decide(notes, env, request.port)
         for rank in range(1, world.size):
-            world.send(answers[rank], dest=rank, tag=_TAG)
+            _send(mpi, answers[rank], rank)
         answer = answers[0]
     else:
-        world.send(note, dest=0, tag=_TAG)
-        answer = _receive(mpi, {0}, deadline, request.timeout_s)[0]
+        _send(mpi, note, 0)
+        answer = Answer(*_receive(mpi, {0}, deadline, request.timeout_s)[0])
     if answer.problem:
         raise CommError(answer.problem, cure="set MASTER_ADDR and MASTER_PORT for all ranks, to rank 0's host")
     local_rank = answer.local_rank if here.local_rank is None else here.local_rank
@@ -122,14 +124,21 @@ def _address(notes: Sequence[Note]) -> str:
     )
 
 
+def _send(mpi: Any, message: Note | Answer, rank: int) -> None:
+    """Send the fields of `message` as plain values. mpi4py's own objects are pickles, which the receiver would run."""
+    mpi.COMM_WORLD.Send([plain.to_bytes(astuple(message), "the note"), mpi.BYTE], dest=rank, tag=_TAG)
+
+
 def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> dict[int, Any]:
-    """One message of each of `sources`."""
+    """The fields of one message of each of `sources`."""
     received: dict[int, Any] = {}
     world, status = mpi.COMM_WORLD, mpi.Status()
     while waiting := sources - received.keys():
-        message = world.improbe(source=mpi.ANY_SOURCE, tag=_TAG, status=status)
+        message = world.Improbe(source=mpi.ANY_SOURCE, tag=_TAG, status=status)
         if message is not None:
-            received[status.Get_source()] = message.recv()
+            data = bytearray(status.Get_count(mpi.BYTE))
+            message.Recv([data, mpi.BYTE])
+            received[status.Get_source()] = plain.from_bytes(bytes(data))
         elif time.monotonic() > deadline:
             raise CommTimeout(
                 f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",

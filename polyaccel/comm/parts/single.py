@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.arguments import check_members
@@ -41,8 +41,8 @@ class SingleCommunicator(Communicator):
             target.copy_from(source)
         return DONE
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         check_members("split", tuple(ranks), 1)

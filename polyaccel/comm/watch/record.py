@@ -11,7 +11,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import time
-from typing import Any
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Board, Communicator
@@ -154,9 +153,9 @@ class RecordingCommunicator(WrappedCommunicator):
     def inside(self, number: int | None) -> AbstractContextManager[None]:
         return Communicator.inside(self, number)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         with self._recorded(Collective(Operation.OBJECTS)):
-            return self.inner.all_gather_object(value)
+            return self.inner.all_gather_bytes(data)
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         with self._recorded(Collective(Operation.SPLIT, members=tuple(ranks))):

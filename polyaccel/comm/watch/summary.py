@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -81,7 +81,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
             print('no collective was recorded: set "comms_logger": {"enabled": true} in the config')
         return {} if return_dict else None
     own = {key: list(latencies) for key, latencies in log.latencies_ms().items()}
-    log_of_ranks = communicator.all_gather_object(own if show_straggler else None)  # also a barrier, as users expect
+    said = [(*astuple(key), latencies) for key, latencies in own.items()] if show_straggler else []
+    gathered = communicator.all_gather_object(said)  # also a barrier, as users expect
+    log_of_ranks = [{CallKey(*key): latencies for *key, latencies in one} for one in gathered]
     rows = [
         row_of(
             key,

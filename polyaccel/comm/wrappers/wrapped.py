@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Board, Communicator
@@ -41,8 +41,8 @@ class WrappedCommunicator(Communicator):
     def inside(self, number: int | None) -> AbstractContextManager[None]:
         return self.inner.inside(number)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.inner.all_gather_object(value)
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.inner.all_gather_bytes(data)
 
     def close(self) -> None:
         self.inner.close()

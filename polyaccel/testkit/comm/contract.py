@@ -215,8 +215,8 @@ def messages_arrive_in_order(comm: Communicator) -> int:
 def objects_of_any_size_travel(comm: Communicator) -> int:
     last = comm.world_size - 1
     for size in (0, 100, 3_000, 100_000):
-        mine = {"rank": comm.rank, "text": "x" * (size * comm.rank)}
-        everybody = [{"rank": rank, "text": "x" * (size * rank)} for rank in range(comm.world_size)]
+        everybody = [{"rank": rank, "pair": (None, b"x" * (size * rank))} for rank in range(comm.world_size)]
+        mine = everybody[comm.rank]
         if comm.all_gather_object(mine) != everybody:
             raise AssertionError(f"all_gather_object of {size} bytes a rank")
         if comm.broadcast_object(mine, root=last) != everybody[last]:

@@ -165,7 +165,7 @@ def train(communicator: Communicator, stage: int, steps: int) -> Trained:
 
     for number in range(steps):
         loss, found = gradients(unsharded(), *batch(number, 0, communicator.rank))
-        losses.append(float(np.mean(communicator.all_gather_object(loss))))
+        losses.append(float(np.mean(communicator.all_gather_object(float(loss)))))
         step.begin_pass(reduce=True)
         for fqn, gradient in found.items():
             step.add_gradient(fqn, _on_device(communicator, gradient))

@@ -84,8 +84,8 @@ class TakesTheFirstRoot(Honest):
 
 
 class GathersBackwards(Honest):
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return super().all_gather_object(value)[::-1]
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return super().all_gather_bytes(data)[::-1]
 
 
 class ReturnsBeforeTheEnd(Honest):
@@ -145,8 +145,8 @@ class StartsAThreadACall(Honest):
 class HearsNothing(Honest):
     """Neither debug mode nor the calls themselves, which compare too, learn from it what the others called."""
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value for _ in super().all_gather_object(value)]
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data for _ in super().all_gather_bytes(data)]
 
     def start(self, collective: Collective) -> Work:
         if collective.operation in (Operation.ALL_REDUCE, Operation.BROADCAST):
@@ -157,11 +157,11 @@ class HearsNothing(Honest):
 class NamesNobody(Honest):
     """Says that the others called something else, and not what."""
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        values = super().all_gather_object(value)
-        if values != [value] * len(values):
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        gathered = super().all_gather_bytes(data)
+        if gathered != [data] * len(gathered):
             raise CommError("ranks disagree")
-        return values
+        return gathered
 
 
 LIES: dict[type[Honest], tuple[str, str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from time import sleep
-from typing import Any
 
 import pytest
 
@@ -160,8 +159,8 @@ def test_a_call_has_one_number_which_its_errors_and_its_parts_have() -> None:
                 return super().start(collective)
             raise CommTimeout(f"{collective} on rank 0 timed out", missing_ranks=(1,))
 
-        def all_gather_object(self, value: Any) -> list[Any]:
-            return Communicator.all_gather_object(self, value)
+        def all_gather_bytes(self, data: bytes) -> list[bytes]:
+            return Communicator.all_gather_bytes(self, data)
 
     def body(inner: LocalCommunicator) -> None:
         recorded = RecordingCommunicator(Late(inner.rank, inner._place, inner.accelerator), watch_s=None)

@@ -137,7 +137,7 @@ def test_kinds_of_other_shapes_and_other_numbers_of_ranks_are_refused() -> None:
         (("world_size",), "1", r"world_size: Input should be a valid integer"),
         (("blobs", 0), {"rng": 5}, r"blobs\.0\.rng: Input should be a valid tuple"),
         (("scalars",), {"$tuple": 5}, r"holds a value marked '\$tuple'"),
-        (("scalars",), {"$int": "z"}, r"holds a value that cannot be understood"),
+        (("scalars",), {"$int": "z"}, r"holds a value marked '\$int' that cannot be understood"),
         (("scalars",), {"$tuple": []}, r"its scalars are a tuple"),
     ],
 )

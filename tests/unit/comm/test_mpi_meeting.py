@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 
+from polyaccel import plain
 from polyaccel.comm.discovery import discover
 from polyaccel.comm.mpi import meeting as mpi_meeting
 from polyaccel.comm.mpi.meeting import Answer, Note
@@ -13,12 +15,19 @@ from polyaccel.errors import CommError, CommTimeout
 
 
 class Message:
-    def __init__(self, text: Any) -> None:
-        self.recv = lambda: text
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def Recv(self, where: list[Any]) -> None:  # noqa: N802 - MPI's name
+        where[0][:] = self.data
 
 
 class Status:
     source = -1
+    nbytes = 0
+
+    def Get_count(self, kind: object) -> int:  # noqa: N802 - MPI's name
+        return self.nbytes
 
     def Get_source(self) -> int:  # noqa: N802 - MPI's name
         return self.source
@@ -28,6 +37,7 @@ class World:
     """MPI.COMM_WORLD, and what stands in for the module and `mpi_library`: messages are there from the beginning."""
 
     ANY_SOURCE = -1
+    BYTE = object()
     Status = Status
 
     def __init__(self, rank: int, size: int, inbox: dict[int, Any]) -> None:
@@ -41,14 +51,16 @@ class World:
     def name(self) -> str:
         return "An MPI v1"
 
-    def send(self, message: Any, dest: int, tag: int) -> None:
-        self.sent[dest] = message
+    def Send(self, message: list[Any], dest: int, tag: int) -> None:  # noqa: N802 - MPI's name
+        self.sent[dest] = (Note if dest == 0 else Answer)(*plain.from_bytes(message[0]))
 
-    def improbe(self, source: int, tag: int, status: Status) -> Message | None:
+    def Improbe(self, source: int, tag: int, status: Status) -> Message | None:  # noqa: N802 - MPI's name
         if not self.inbox:
             return None
         status.source, message = self.inbox.popitem()
-        return Message(message)
+        data = plain.to_bytes(astuple(message), "the message")
+        status.nbytes = len(data)
+        return Message(data)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from polyaccel.launch.affinity import Core
 from polyaccel.launch.local import LocalLauncher, plan_local
 from polyaccel.launch.program import python_command
 from polyaccel.port import free_port, is_free
+from polyaccel.seal import LEAST_SECRET_LENGTH, SECRET_VARIABLE
 
 
 @pytest.fixture
@@ -52,6 +53,16 @@ def test_every_job_has_an_id_that_its_ranks_share() -> None:
     first, second = (plan_local(["program"], nproc=2, environment={}) for _ in range(2))
     assert {spec.environment["POLYACCEL_JOB_ID"] for spec in first.ranks} == {first.job_id}
     assert first.job_id != second.job_id
+
+
+def test_every_job_has_a_secret_that_its_ranks_share_unless_the_user_gives_one() -> None:
+    first, second = (plan_local(["program"], nproc=2, environment={}) for _ in range(2))
+    given = plan_local(["program"], nproc=2, environment={SECRET_VARIABLE: "for all hosts of the job"})
+    shared = [{spec.environment[SECRET_VARIABLE] for spec in plan.ranks} for plan in (first, second, given)]
+    assert [len(secrets) for secrets in shared] == [1, 1, 1]
+    assert len(set.union(*shared)) == 3
+    assert shared[2] == {"for all hosts of the job"}
+    assert min(map(len, set.union(*shared))) >= LEAST_SECRET_LENGTH
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])

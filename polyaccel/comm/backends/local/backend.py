@@ -11,7 +11,6 @@ on every rank, and a rank that fails takes the others out of whatever they wait 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from zlib import crc32
@@ -164,16 +163,16 @@ class LocalCommunicator(Communicator):
 
         return self._work(meeting, finish, collective, source)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         collective = Collective(Operation.OBJECTS, number=self.next_number())
-        meeting = self._meet(collective, pickle.dumps(value))
-        values: list[Any] = []
+        meeting = self._meet(collective, data)
+        gathered: list[bytes] = []
 
         def finish() -> None:
-            values.extend(pickle.loads(meeting.brought[rank]) for rank in range(self.world_size))
+            gathered.extend(meeting.brought[rank] for rank in range(self.world_size))
 
         self._work(meeting, finish, collective, None)
-        return values
+        return gathered
 
     def split(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         members = tuple(ranks)

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.scalars import MAX_DEPTH, decode_plain, encode_plain
+from polyaccel import plain
+from polyaccel.checkpoint.scalars import decode_plain, encode_plain
 from polyaccel.errors import CheckpointError
+from polyaccel.plain import MAX_DEPTH, PlainError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 keys = st.text() | st.sampled_from(["$tuple", "$dict", "$", "$bytes"])
@@ -26,7 +28,7 @@ values = st.recursive(
 
 
 def round_trip(value: Any) -> Any:
-    return decode_plain(json.loads(json.dumps(encode_plain(value, "client_state"), allow_nan=False)))
+    return plain.from_bytes(plain.to_bytes(value, "client_state"))
 
 
 def identical(left: Any, right: Any) -> bool:
@@ -72,16 +74,16 @@ class Colour(IntEnum):
     ],
 )
 def test_anything_else_is_refused_with_its_dotted_key(value: object, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as caught:
-        encode_plain({"best": (0, value)}, "client_state")
+    with pytest.raises(PlainError, match=message) as caught:
+        plain.to_bytes({"best": (0, value)}, "client_state")
     assert caught.value.cure
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(CheckpointError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
-        encode_plain({"loop": endless}, "client_state")
+    with pytest.raises(PlainError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
+        plain.to_bytes({"loop": endless}, "client_state")
 
 
 def test_the_deepest_value_allowed_comes_back() -> None:
@@ -91,6 +93,54 @@ def test_the_deepest_value_allowed_comes_back() -> None:
     assert identical(round_trip(value), value)
 
 
-def test_an_unknown_mark_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"marked '\$set', which this version does not know"):
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"a":{"$set":[1]}}', r"marked '\$set', which this version does not know"),
+        (b'{"$tuple":[1],"more":2}', r"marked '\$tuple', which this version does not know"),
+        (b'{"$tuple":{"a":1}}', r"marked '\$tuple' that cannot be understood: it holds a dict, not a list"),
+        (b'{"$float":"1e3"}', r"'1e3' is not one of nan, inf, -inf"),
+        (b'{"$float":NaN}', "nan is not one of"),
+        (b'{"$bytes":"A"}', r"marked '\$bytes' that cannot be understood"),
+        (b'{"$bytes":7}', r"marked '\$bytes' that cannot be understood"),
+        (b'{"$int":[]}', r"marked '\$int' that cannot be understood"),
+        (b'{"$dict":[["a",1,2]]}', "not pairs of a text and a value"),
+        (b'{"$dict":[[[],1]]}', "not pairs of a text and a value"),
+        (b"1e999", "a value inf where only finite numbers stand"),
+        (b"[" * 400 + b"]" * 400, f"deeper than {MAX_DEPTH} levels"),
+        (b"[" * 100_000, "that are no plain value"),
+        (b"9" * 10_000, "that are no plain value"),
+        (b"", "that are no plain value"),
+        (b"\x80\x04K\x01.", "that are no plain value"),
+    ],
+)
+def test_bytes_that_nobody_wrote_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(PlainError, match=message):
+        plain.from_bytes(data)
+
+
+@given(
+    st.binary()
+    | st.text().map(str.encode)
+    | st.recursive(
+        leaves.filter(lambda leaf: not isinstance(leaf, bytes)),
+        lambda inner: st.lists(inner) | st.dictionaries(keys, inner),
+    )
+    .map(json.dumps)
+    .map(str.encode)
+)
+def test_any_bytes_give_a_plain_value_or_a_plain_error(data: bytes) -> None:
+    try:
+        value = plain.from_bytes(data)
+    except PlainError:
+        return
+    assert identical(round_trip(value), value)
+
+
+def test_a_checkpoint_says_what_it_cannot_hold() -> None:
+    with pytest.raises(CheckpointError, match=r"a checkpoint cannot hold this: scalars\.seen is a builtins\.set"):
+        encode_plain({"seen": {1}}, "scalars")
+    with pytest.raises(
+        CheckpointError, match=r"the manifest holds a value marked '\$set', which this version does not know"
+    ):
         decode_plain({"a": {"$set": [1]}})

@@ -1,0 +1,98 @@
+"""Objects between ranks: plain values as bytes, and nothing that a receiver would have to run.
+
+[Note: No pickle of a peer]
+Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
+values travel as `polyaccel.plain` writes them, and whatever arrives becomes a plain value or a CommError. Users' own
+object collectives carry other values only where ranks share a secret (`comm.api.objects`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from polyaccel import plain
+from polyaccel.comm.composed import ComposedCollectives
+from polyaccel.errors import CommError
+
+MOST_OBJECT_NBYTES = 1 << 30
+"""The longest message of `all_gather_bytes`: a length that a peer announces decides how much memory is asked for."""
+_HEADER_NBYTES = 8
+_FRAME_NBYTES = 2048  # most objects fit into one frame, which needs one collective instead of two
+
+
+class ObjectCollectives(ComposedCollectives):
+    """The part of a `Communicator` that carries values other than buffers. See [Note: No pickle of a peer]."""
+
+    ranks: tuple[int, ...]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, of any length up to MOST_OBJECT_NBYTES, in rank order.
+
+        Every rank sends one frame: the length of its data and as much of it as fits. A second collective carries the
+        rest where the longest needs one; then all ranks know it from the lengths. Raises CommError on every rank when
+        one's data is too long.
+        """
+        with self.inside(self.next_number()):
+            room = _FRAME_NBYTES - _HEADER_NBYTES
+            head = len(data).to_bytes(_HEADER_NBYTES, "little") + data[:room]
+            frames = self._gather_frames(head, _FRAME_NBYTES)
+            lengths = [int.from_bytes(frame[:_HEADER_NBYTES], "little") for frame in frames]
+            bodies = [frame[_HEADER_NBYTES:] for frame in frames]
+            longest = max(lengths)
+            if longest > MOST_OBJECT_NBYTES:
+                raise CommError(
+                    f"rank {self.ranks[lengths.index(longest)]} brings an object of {longest} bytes, "
+                    f"and {MOST_OBJECT_NBYTES} are the most",
+                    cure="send large values as arrays: all_gather, broadcast",
+                    value=longest,
+                )
+            if longest > room:
+                tails = self._gather_frames(data[room:], longest - room)
+                bodies = [body + tail for body, tail in zip(bodies, tails, strict=True)]
+        return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order: None, bool, int, float, str, bytes, and lists, tuples and dicts with str
+        keys of these.
+
+        Values travel as `polyaccel.plain` writes them. Raises CommError on this rank for a value that is not plain.
+        """
+        return [self._received(data, rank) for rank, data in enumerate(self._bytes_of_all(value))]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank `root`'s `value`, on every rank; plain as for `all_gather_object`."""
+        return self._received(self._bytes_of_all(value if self.rank == root else None)[root], root)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's `value` on rank `root`, None elsewhere; plain as for `all_gather_object`."""
+        sent = self._bytes_of_all(value)
+        return [self._received(data, rank) for rank, data in enumerate(sent)] if self.rank == root else None
+
+    def scatter_object(self, values: Sequence[Any] | None, root: int = 0) -> Any:
+        """Element `rank` of rank `root`'s `values`; plain as for `all_gather_object`."""
+        return self.broadcast_object(values, root)[self.rank]
+
+    @abstractmethod
+    def _gather_frames(self, data: bytes, nbytes: int) -> list[bytes]:
+        """Every rank's `data`, each padded to `nbytes`."""
+
+    def _bytes_of_all(self, value: Any) -> list[bytes]:
+        try:
+            data = plain.to_bytes(value, "the object")
+        except plain.PlainError as error:
+            raise CommError(
+                f"ranks exchange plain values only: {error.message}", cure=error.cure, value=error.value
+            ) from error
+        return self.all_gather_bytes(data)
+
+    def _received(self, data: bytes, rank: int) -> Any:
+        try:
+            return plain.from_bytes(data)
+        except plain.PlainError as error:
+            raise CommError(
+                f"what rank {self.ranks[rank]} sent cannot be read: it holds {error.message}",
+                cure="run the same version of polyaccel on every rank; a stranger may have sent this",
+                value=error.value,
+            ) from error

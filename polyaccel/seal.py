@@ -1,0 +1,48 @@
+"""The secret that the ranks of a job share, and seals made with it: who has it wrote these bytes, here and now.
+
+A seal is an HMAC. It hides nothing: it says that the bytes come from a holder of the secret and were meant for this
+very place, which both sides name by a context.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+from polyaccel.errors import CommError
+
+SECRET_VARIABLE = "POLYACCEL_JOB_SECRET"
+LEAST_SECRET_LENGTH = 16
+_DIGEST = "sha256"
+SEAL_NBYTES = 32
+
+
+def job_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret in POLYACCEL_JOB_SECRET; None where it is not set. Raises CommError for one that can be guessed."""
+    text = environ.get(SECRET_VARIABLE, "")
+    if not text:
+        return None
+    if len(text) < LEAST_SECRET_LENGTH:
+        raise CommError(
+            f"{SECRET_VARIABLE} has {len(text)} characters, and {LEAST_SECRET_LENGTH} are the fewest",
+            cure=f"export {SECRET_VARIABLE}=$(openssl rand -hex 32) before the launcher, the same on every host",
+            value=len(text),
+        )
+    return text.encode()
+
+
+def sealed(secret: bytes, context: str, data: bytes) -> bytes:
+    """`data` behind its seal."""
+    return _seal(secret, context, data) + data
+
+
+def unsealed(secret: bytes, context: str, message: bytes) -> bytes | None:
+    """The data of a message that `sealed` made with this secret for this context; None for any other message."""
+    seal, data = message[:SEAL_NBYTES], message[SEAL_NBYTES:]
+    return data if hmac.compare_digest(seal, _seal(secret, context, data)) else None
+
+
+def _seal(secret: bytes, context: str, data: bytes) -> bytes:
+    # The length keeps a context apart from data that begins like it.
+    place = context.encode()
+    return hmac.digest(secret, len(place).to_bytes(8, "little") + place + data, _DIGEST)
