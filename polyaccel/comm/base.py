@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.collective import Collective, Operation
+from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError
@@ -47,6 +48,13 @@ class Rendezvous:
     source: str
     init_method: str | None = None
     """A torch-style URL (`file:///...`, `tcp://...`) that replaces address and port."""
+    began_s: float | None = field(default=None, compare=False)
+    """When this process began to look for the others, by time.monotonic: their time limit counts from then, and where
+    this is None, from when they connect."""
+
+    def deadline(self, timeout_s: float) -> Deadline:
+        """The end of the time in which the ranks must have met."""
+        return Deadline(timeout_s, self.began_s)
 
 
 class Board(ABC):

@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from time import monotonic
 from typing import NamedTuple
 
 from polyaccel.comm import host_address
@@ -86,10 +88,11 @@ def discover(
     another one, and the message shows all of it; CommTimeout when ranks are not heard of within `timeout_s`.
     """
     variables = os.environ if environ is None else environ
+    began_s = monotonic()
     request = Request(variables, rank, world_size, init_method, port, initialized_world(), ask_mpi, timeout_s)
     for source in SOURCES:
         if source.look(request).applies:
-            return source.read(request)
+            return replace(source.read(request), began_s=began_s)
     if integer(request.environ, "SLURM_NTASKS", 1) > 1:
         _log.warning("one process, alone: %s; start ranks with srun", slurm.look(request).text)
     return Rendezvous(0, 1, 0, 1, None, None, "no launcher")
@@ -119,8 +122,8 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
         numbers = (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank, rendezvous.local_world_size)
         values |= zip(VARIABLES, (*numbers, rendezvous.address, rendezvous.port), strict=True)
         values |= _PASSED_ON[rendezvous.source]
-    if rendezvous.address is not None and rendezvous.local_world_size < rendezvous.world_size:
-        values[_GLOO_INTERFACE] = _gloo_interface(rendezvous.address) if _GLOO_INTERFACE not in environ else None
+    if rendezvous.address is not None and _GLOO_INTERFACE not in environ:
+        values[_GLOO_INTERFACE] = _gloo_interface(rendezvous, environ)
     for name, value in values.items():
         if value is not None:
             environ.setdefault(name, str(value))
@@ -270,7 +273,14 @@ SOURCES = (
 )
 
 
-def _gloo_interface(address: str) -> str | None:
-    """The interface on the way to rank 0, if gloo needs to be told: it takes the one that this host's name leads to,
-    and where that leads nowhere else, the loopback, by which no other host is reached."""
-    return None if host_address.is_named() else host_address.interface_facing(address)
+def _gloo_interface(rendezvous: Rendezvous, environ: Mapping[str, str]) -> str | None:
+    """The interface that gloo must be told, for it takes the one that this host's name leads to.
+
+    Ranks of one host need no other host to reach them: the loopback, where nobody said that there are others. Between
+    hosts it is the one on the way to rank 0, where the name leads to the loopback.
+    """
+    address = rendezvous.address or LOOPBACK
+    if rendezvous.local_world_size < rendezvous.world_size:
+        return None if host_address.is_named() else host_address.interface_facing(address)
+    is_said = "LOCAL_WORLD_SIZE" in environ or host_address.means_this_host(address)
+    return host_address.loopback_interface() if is_said else None

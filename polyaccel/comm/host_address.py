@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import socket
 import struct
 import sys
+from ipaddress import ip_address
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
+_BACKLOG = 4096  # ranks that come at once; the system takes less where it allows less
 
 
 def address_facing(peer: str) -> str | None:
@@ -25,8 +31,52 @@ def address_facing(peer: str) -> str | None:
         return str(way.getsockname()[0])
 
 
+def means_this_host(address: str) -> bool:
+    """Whether `address` is the loopback by its number or its standard name: on every host it leads to that host."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens on `port` of this host's `address`, and of all its addresses where that is none of them.
+
+    Many hosts call themselves by a loopback address where others call them by a real one, so a name that leads to the
+    loopback here counts as none of this host's. Raises OSError when the port is taken or the name leads nowhere.
+    """
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for family, kind, _, _, where in sorted(found, key=lambda one: one[0] is not socket.AF_INET):
+        if means_this_host(str(where[0])) and not means_this_host(address):
+            continue
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            continue
+        return listener
+    _log.info("%s is no address of this host: rank 0 listens on port %d of all interfaces", address, port)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback's network interface; None where there is none or it is not known."""
+    return next((name for name, address in _all_interfaces().items() if address.startswith("127.")), None)
+
+
 def interfaces() -> dict[str, str]:
     """The IPv4 address of each network interface that has one, by name; loopback left out. Linux only, else empty."""
+    return {name: address for name, address in _all_interfaces().items() if not address.startswith("127.")}
+
+
+def _all_interfaces() -> dict[str, str]:
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -39,7 +89,7 @@ def interfaces() -> dict[str, str]:
             except OSError:  # an interface without an address
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
-    return {name: address for name, address in found.items() if not address.startswith("127.")}
+    return found
 
 
 def own_addresses() -> tuple[str, ...]:

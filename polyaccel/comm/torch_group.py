@@ -5,17 +5,37 @@ to import; torch is loaded when a group is made.
 Scripts use `torch.distributed` beside us (a DistributedSampler asks it for the rank), so its default group always
 exists afterwards: the one that the script made is adopted, else we make it. Our collectives run on a second group of
 all ranks, which has our time limit and in which no call of the script can stand between ours.
+
+[Note: Where rank 0 listens]
+The store in which torch's groups meet believes whoever connects, and torch itself listens on every interface. So rank
+0 binds the socket: to the address at which the ranks were told to meet, which on one host is the loopback, and to every
+interface only where that address is none of this host's own (a service, a translated address). A store that the script
+or torchrun's agent has opened is as they opened it.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
+from polyaccel import seal
 from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.deadline import Deadline
+from polyaccel.comm.host_address import listening_socket
 from polyaccel.errors import CommError, CommTimeout
+
+_meetings = count()
+_ASKING_S = 1.0  # for who is there, once the time is over
+_DESCRIPTORS = 65536  # a process at its limit of descriptors is ended by gloo when the next stranger connects
 
 
 def has_torch() -> bool:
@@ -32,13 +52,17 @@ def initialized_world() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def join_default_group(backend: str, rendezvous: Rendezvous, timeout_s: float) -> None:
-    """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one."""
+def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline, enter: Callable[[], object]) -> None:
+    """Make torch's default group over `backend`, or adopt the script's. Nothing happens for one process without one.
+
+    `enter` is called in the thread that makes the group: libraries remember a device by thread. Raises CommTimeout that
+    says what this rank waited for, and who was there, when the ranks have not met at the `deadline`.
+    """
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
     if adopted is None:
-        _make_default_group(backend, rendezvous, timeout_s)
+        _make_default_group(backend, rendezvous, deadline, enter)
     elif adopted != (rendezvous.rank, rendezvous.world_size):
         raise CommError(
             f"torch.distributed is initialised as rank {adopted[0]} of {adopted[1]}, "
@@ -48,46 +72,151 @@ def join_default_group(backend: str, rendezvous: Rendezvous, timeout_s: float) -
         )
 
 
-def exchange_notes(topic: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str]:
+def exchange_notes(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     """Every rank's `text` for `topic`, in rank order, through the store where the default group met.
 
-    Raises CommTimeout, naming them, when ranks post none within `timeout_s`.
+    Raises CommTimeout, naming them, when ranks post none before the `deadline`, and CommError when the store ends.
     """
     from torch.distributed import distributed_c10d
 
-    store = distributed_c10d._get_default_store()
-    keys = [f"polyaccel/{topic}/{peer}" for peer in range(world_size)]
+    return _exchange(distributed_c10d._get_default_store(), topic, rank, world_size, text, deadline)
+
+
+def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, enter: Callable[[], object]) -> None:
+    import torch.distributed as dist
+
+    rank, world_size = rendezvous.rank, rendezvous.world_size
+    where = rendezvous.init_method or f"tcp://{rendezvous.address}:{rendezvous.port}"
+    _allow_many_descriptors()
+
+    def make(store: Any) -> None:
+        enter()
+        limit = timedelta(seconds=deadline.timeout_s)
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=limit)
+
     try:
-        store.set(keys[rank], text)
-        store.wait(keys, timedelta(seconds=timeout_s))
-        return [store.get(key).decode() for key in keys]
-    except RuntimeError as error:
-        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise CommTimeout(
-            f"ranks {missing} did not say within {timeout_s:g} s how they are reached ({topic})",
-            missing_ranks=missing,
-            cure="all ranks must use the same backend; look for the first error among them",
+        store = deadline.run(f"the store of rank 0 at {where}", lambda: _open_store(rendezvous, deadline))
+        here = f"process {os.getpid()} on {socket.gethostname()}"
+        _exchange(store, f"here/{next(_meetings)}", rank, world_size, here, deadline)
+        deadline.run(f"the connections of {name}", lambda: make(store))
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = error.message if isinstance(error, CommError) else str(error).strip().partition("\n")[0]
+        raise _kind_of(error)(
+            f"rank {rank} could not meet the other {world_size - 1} ranks "
+            f"at {where} ({rendezvous.source}) within {deadline.timeout_s:g} s: {reason}",
+            cure="check that all ranks were started, with the same address and port, and that the port is free",
+            missing_ranks=error.missing_ranks if isinstance(error, CommError) else (),
+            value=where,
         ) from error
 
 
-def _make_default_group(name: str, rendezvous: Rendezvous, timeout_s: float) -> None:
-    import torch.distributed as dist
+def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
+    """The store where the ranks meet; rank 0 serves it unless a file or torchrun's agent does. See [Note: Where rank 0
+    listens]."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-    where = rendezvous.init_method or f"tcp://{rendezvous.address}:{rendezvous.port}"
+    rank, world_size, url = rendezvous.rank, rendezvous.world_size, urlsplit(rendezvous.init_method or "")
+    address, port = rendezvous.address, rendezvous.port
+    if url.scheme == "tcp" and not url.query:
+        address, port = url.hostname, url.port
+    elif rendezvous.init_method is not None:
+        if url.scheme == "file":
+            _own_file(url.path)
+        return next(torch_rendezvous(rendezvous.init_method, rank, world_size, timeout=deadline.remaining()))[0]
+    if address is None or port is None:
+        raise ValueError("no address and port say where")
+    file = listening_socket(address, port).detach() if rank == 0 else None
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        rank == 0,
+        timeout=deadline.remaining(),
+        wait_for_workers=False,
+        master_listen_fd=file,
+    )
+
+
+def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
+    keys = [f"polyaccel/{topic}/{peer}" for peer in range(world_size)]
+    secret = seal.job_secret(os.environ)
+
+    def exchange() -> list[bytes]:
+        note = text.encode()
+        store.set(keys[rank], note if secret is None else seal.sealed(secret, keys[rank], note))
+        store.wait(keys, deadline.remaining())
+        return [bytes(store.get(key)) for key in keys]
+
     try:
-        dist.init_process_group(
-            name,
-            init_method=where,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=timeout_s),
+        notes = deadline.run(f"the notes of all ranks ({topic})", exchange)
+    except RuntimeError as error:
+        absent, said = _who_is_there(store, keys, secret)
+        if absent:
+            reason = f"ranks {absent} have not come within {deadline.timeout_s:g} s; {said}"
+        elif absent is None:
+            reason = "the store of rank 0 does not answer"
+        else:
+            reason = f"the store of rank 0 failed: {str(error).strip().splitlines()[0]}"
+        raise _kind_of(error)(
+            f"{reason} ({topic})",
+            missing_ranks=absent or (),
+            cure="all ranks must use the same backend; look for the first error among them",
+        ) from error
+    if secret is None:
+        return [note.decode(errors="replace") for note in notes]
+    opened = [seal.unsealed(secret, key, note) for key, note in zip(keys, notes, strict=True)]
+    strange = [peer for peer, note in enumerate(opened) if note is None]
+    if strange:
+        raise CommError(
+            f"the notes of ranks {strange} do not have the seal of this job ({topic})",
+            cure=f"set {seal.SECRET_VARIABLE} to the same text on every rank, or unset it everywhere",
+            missing_ranks=strange,
         )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        message = (
-            f"rank {rendezvous.rank} could not meet the other {rendezvous.world_size - 1} ranks "
-            f"at {where} ({rendezvous.source}) within {timeout_s:g} s: {reason}"
+    return [(note or b"").decode(errors="replace") for note in opened]
+
+
+def _kind_of(error: Exception) -> type[CommError]:
+    """CommTimeout for an error that says that time is over; torch has no common exception for that."""
+    text = str(error).lower()
+    is_late = isinstance(error, CommTimeout) or "timed out" in text or "timeout" in text
+    return CommTimeout if is_late else CommError
+
+
+def _who_is_there(store: Any, keys: list[str], secret: bytes | None) -> tuple[list[int] | None, str]:
+    """The ranks without a note, and what those with one say; None where the store does not answer."""
+
+    def ask() -> dict[int, bytes]:
+        return {peer: bytes(store.get(key)) for peer, key in enumerate(keys) if store.check([key])}
+
+    try:
+        notes = Deadline(_ASKING_S).run("who is there", ask)
+    except RuntimeError:
+        return None, ""
+    cut = 0 if secret is None else seal.SEAL_NBYTES
+    present = [f"rank {peer} ({note[cut:].decode(errors='replace')[:80]})" for peer, note in notes.items()]
+    return [peer for peer in range(len(keys)) if peer not in notes], f"here is {', '.join(present) or 'nobody'}"
+
+
+def _own_file(path: str) -> None:
+    """Let the file of a store be this user's, writable by nobody else. Raises CommError for any other one."""
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        status = os.fstat(opened)
+    finally:
+        os.close(opened)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CommError(
+            f"the store's file {path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}",
+            cure="name a file in a folder of your own, which does not exist yet",
+            value=path,
         )
-        cure = "check that all ranks were started, with the same address and port, and that the port is free"
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        raise (CommTimeout if late else CommError)(message, cure=cure, value=where) from error
+
+
+def _allow_many_descriptors() -> None:
+    """Raise the soft limit of descriptors, which costs nothing until they are used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 BACKEND_VARIABLE = "POLYACCEL_COMM"
 DEBUG_VARIABLE = "POLYACCEL_COMM_DEBUG"
+_MOST_TIMEOUT_S = 1e8  # three years; libraries count nanoseconds in 64 bits
 
 
 def init_distributed(
@@ -152,8 +153,12 @@ def _seconds(limit: timedelta | float | None) -> float:
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
     if seconds is None:
         return DEFAULT_TIMEOUT_S
-    if seconds <= 0:
-        raise CommError(f"a timeout of {seconds:g} s", cure="give a positive number of seconds", value=seconds)
+    if not 0 < seconds <= _MOST_TIMEOUT_S:
+        raise CommError(
+            f"a timeout of {seconds:g} s",
+            cure=f"give a number of seconds above 0, at most {_MOST_TIMEOUT_S:g}",
+            value=seconds,
+        )
     return float(seconds)
 
 

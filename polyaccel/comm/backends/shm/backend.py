@@ -17,6 +17,7 @@ from polyaccel.comm.backends.shm.host_notes import exchange_on_host
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.base import Board, CommBackend, Communicator, Rendezvous, unusable_error
+from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.comm.torch_group import exchange_notes, has_torch, join_default_group
 from polyaccel.errors import RanksApart
@@ -39,8 +40,9 @@ class ShmBackend(CommBackend):
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         self._check(rendezvous, accelerator)
+        deadline = rendezvous.deadline(timeout_s)
         if has_torch():
-            join_default_group("gloo", rendezvous, timeout_s)
+            join_default_group("gloo", rendezvous, deadline, lambda: None)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         rank, world = rendezvous.rank, rendezvous.world_size
@@ -48,11 +50,11 @@ class ShmBackend(CommBackend):
 
         def exchange(note: str) -> list[str]:
             if has_torch():
-                return exchange_notes(topic, rank, world, note, timeout_s)
+                return exchange_notes(topic, rank, world, note, deadline)
             where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
-            return exchange_on_host(where, rank, world, note, timeout_s)
+            return exchange_on_host(where, rank, world, note, deadline)
 
-        return share_memory(tuple(range(world)), rank, accelerator, timeout_s, exchange)
+        return share_memory(tuple(range(world)), rank, accelerator, timeout_s, exchange, deadline=deadline)
 
     def connect_within(self, group: Communicator, board: Board | None) -> Communicator:
         return share_memory(group.ranks, group.rank, group.accelerator, group.timeout_s, group.all_gather_object, board)
@@ -78,11 +80,14 @@ def share_memory(
     timeout_s: float,
     exchange: Callable[[str], Sequence[str]],
     board: Board | None = None,
+    *,
+    deadline: Deadline | None = None,
 ) -> ShmCommunicator:
     """A communicator over the memory of one host for the global `ranks`, of which this is number `rank`. Collective.
 
     `exchange(note)` gives every rank's note, in that order. Without a `board` the ranks make one for `ranks` counted
-    from 0. Raises RanksApart when they are on several hosts, CommError when they cannot open each other's memory.
+    from 0. Ranks that have not come by the `deadline` (`timeout_s` from now) are given up; `timeout_s` limits later
+    calls. Raises RanksApart when they are on several hosts, CommError when they cannot open each other's memory.
     """
     world = len(ranks)
     control_nbytes = rounded_up(shm_library().pa_shm_control_nbytes(world))
@@ -107,7 +112,7 @@ def share_memory(
         host = Host(heap, members, files, board or ShmBoard(blocks[control_nbytes:]), symmetric)
         group = ShmGroup(host, blocks[:control_nbytes], rank, ranks, timeout_s)
         communicator = ShmCommunicator(host, group, rank, ranks, accelerator, timeout_s)
-        communicator.barrier()  # from here on everybody has opened what it needs
+        communicator.meet(deadline or Deadline(timeout_s))
     finally:
         if file >= 0:
             os.close(file)

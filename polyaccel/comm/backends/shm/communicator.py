@@ -28,6 +28,7 @@ from polyaccel.comm.backends.shm.library import ShmOp, shm_library
 from polyaccel.comm.backends.shm.memory import AddressBook, Bytes, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
+from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
 from polyaccel.errors import CommError, ShardingError
@@ -122,6 +123,13 @@ class ShmCommunicator(Communicator):
             helper = self._helper = Background("polyaccel shm")
         later = prepared
         return ended(helper.carry(DeferredWork(lambda: self._run(later.patient, collective))), collective)
+
+    def meet(self, deadline: Deadline) -> None:
+        """Wait until every rank has opened what it needs of the others. Raises CommTimeout at the `deadline`."""
+        self._group.limit(deadline.remaining_s())
+        self.barrier(label="opening shared memory")
+        self._group.limit(self.timeout_s)
+        self._prepared.clear()  # calls that would keep the deadline for a limit
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         members = self.agreed_members(ranks)

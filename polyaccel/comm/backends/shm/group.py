@@ -96,10 +96,14 @@ class ShmGroup:
         self._missing = (c_uint8 * world)()
         self._theirs = Told()
         self._missing_at, self._theirs_at = ctypes.addressof(self._missing), ctypes.addressof(self._theirs)
-        self._timeout_ns = int(timeout_s * 1e9)
+        self.limit(timeout_s)
         self._spin_ns = _SPIN_NS if len(host.members) <= (os.cpu_count() or 1) else _SPIN_NS_OF_MANY
         self._waiting = waiting_library()
         self._run = self._waiting.pa_shm_collective
+
+    def limit(self, timeout_s: float) -> None:
+        """Let every call that is prepared from now on end after `timeout_s`."""
+        self._timeout_ns = int(timeout_s * 1e9)
 
     def prepare(self, op: ShmOp, collective: Collective, whole: Buffer | None) -> PreparedCall:
         """`collective` as the library takes it; `whole` is the buffer of all its elements if peers may read it where it

@@ -15,9 +15,10 @@ import struct
 from collections.abc import Mapping
 from hashlib import sha256
 from selectors import EVENT_READ, DefaultSelector
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
+from polyaccel.comm.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 20
@@ -26,19 +27,18 @@ _GRACE_S = 10.0  # the others wait longer than rank 0, which then tells them who
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
-def exchange_on_host(where: str, rank: int, world_size: int, text: str, timeout_s: float) -> list[str]:
+def exchange_on_host(where: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     """Every rank's `text`, in rank order; `where` is equal on all ranks and different in other jobs of this user.
 
-    Raises CommTimeout, naming them, when ranks do not come within `timeout_s`, and CommError when two jobs meet here.
+    Raises CommTimeout, naming them, when ranks do not come by the `deadline`, and CommError when two jobs meet here.
     """
     door = f"\0polyaccel-{os.geteuid()}-{sha256(where.encode()).hexdigest()[:32]}"
-    deadline = monotonic() + timeout_s
     if rank == 0:
-        return _collect(door, where, world_size, text, deadline, timeout_s)
-    return _bring(door, where, {"rank": rank, "world_size": world_size, "text": text}, deadline, timeout_s)
+        return _collect(door, where, world_size, text, deadline)
+    return _bring(door, where, {"rank": rank, "world_size": world_size, "text": text}, deadline)
 
 
-def _collect(door: str, where: str, world_size: int, text: str, deadline: float, timeout_s: float) -> list[str]:
+def _collect(door: str, where: str, world_size: int, text: str, deadline: Deadline) -> list[str]:
     notes = {0: text}
     callers: list[socket.socket] = []
     try:
@@ -54,11 +54,11 @@ def _collect(door: str, where: str, world_size: int, text: str, deadline: float,
             listener.listen(world_size)
             ready.register(listener, EVENT_READ)
             while len(notes) < world_size:
-                found = ready.select(max(0.0, deadline - monotonic()))
-                if not found and monotonic() >= deadline:
+                found = ready.select(deadline.remaining_s())
+                if not found and deadline.is_over:
                     missing = [rank for rank in range(world_size) if rank not in notes]
                     _answer(callers, {"missing": missing})
-                    raise _timeout(missing, where, timeout_s)
+                    raise _timeout(missing, where, deadline.timeout_s)
                 for key, _ in found:
                     if key.fileobj is listener:
                         caller, _ = listener.accept()
@@ -92,16 +92,16 @@ def _take(notes: dict[int, str], message: bytes, world_size: int) -> str:
     return ""
 
 
-def _bring(door: str, where: str, note: Mapping[str, Any], deadline: float, timeout_s: float) -> list[str]:
+def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -> list[str]:
     with _new_socket() as caller:
-        caller.settimeout(timeout_s)
+        caller.settimeout(deadline.remaining_s())
         while True:
             try:
                 caller.connect(door)
                 break
             except (ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
-                if monotonic() >= deadline:
-                    raise _timeout([0], where, timeout_s) from error
+                if deadline.is_over:
+                    raise _timeout([0], where, deadline.timeout_s) from error
                 sleep(_RETRY_S)
         if _user_of(caller) != os.geteuid():
             raise CommError(
@@ -109,12 +109,12 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: float, time
                 cure="choose another MASTER_PORT, and run all ranks as one user",
                 value=_user_of(caller),
             )
-        caller.settimeout(max(0.0, deadline - monotonic()) + _GRACE_S)
+        caller.settimeout(deadline.remaining_s() + _GRACE_S)
         try:
             caller.send(json.dumps(note).encode())
             answer = _heard(caller)
         except TimeoutError as error:
-            raise _timeout([0], where, timeout_s) from error
+            raise _timeout([0], where, deadline.timeout_s) from error
         except BrokenPipeError:
             answer = b""
     if not answer:
@@ -127,7 +127,7 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: float, time
             f"two jobs meet at {where}: {said['problem']}", cure="give each job its own MASTER_PORT", value=where
         )
     if "missing" in said:
-        raise _timeout(said["missing"], where, timeout_s)
+        raise _timeout(said["missing"], where, deadline.timeout_s)
     notes: list[str] = said["notes"]
     return notes
 

@@ -64,7 +64,14 @@ class TorchBackend(CommBackend):
         if not probe.usable:
             raise unusable_error(self.name, probe.reason)
         self.register(accelerator)
-        join_default_group(self.name, rendezvous, timeout_s)
+        deadline = rendezvous.deadline(timeout_s)
+        device = accelerator.current_device().index
+
+        def enter() -> None:
+            if device is not None:
+                accelerator.set_device(device)
+
+        join_default_group(self.name, rendezvous, deadline, enter)
         if rendezvous.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         # These import torch, which this module must not.
@@ -78,7 +85,12 @@ class TorchBackend(CommBackend):
         is_staged = self.name == "gloo" and accelerator.torch_device_type not in ("cpu", "cuda")
         worker = host_accelerator(accelerator) if is_staged else accelerator
         kind = ExchangeCommunicator if on_host or is_staged else TorchCommunicator
-        group = new_group(ranks, self.name, timeout_s)
+
+        def make() -> Any:
+            enter()
+            return new_group(ranks, self.name, timeout_s)
+
+        group = deadline.run(f"the group of all ranks over {self.name}", make)
         if group is None:
             raise CommError(f"rank {rendezvous.rank} is not in its own world {ranks}", value=ranks)
         communicator = kind(group, ranks, worker, self.name, timeout_s)

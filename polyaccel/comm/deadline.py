@@ -1,0 +1,70 @@
+"""The one time limit of a job's start: whatever a rank waits for until all ranks have met ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+from time import monotonic
+from typing import Generic, TypeVar
+
+from polyaccel.errors import CommTimeout
+
+T = TypeVar("T")
+_LEAST_S = 0.001  # libraries take 0 to mean no limit, or refuse it
+
+
+class Deadline:
+    """The end of a time of `timeout_s` seconds that began at `began_s` (time.monotonic), or now."""
+
+    def __init__(self, timeout_s: float, began_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._end_s = (monotonic() if began_s is None else began_s) + timeout_s
+
+    @property
+    def is_over(self) -> bool:
+        return monotonic() >= self._end_s
+
+    def remaining_s(self) -> float:
+        """Seconds until the end; a millisecond once it has passed."""
+        return max(_LEAST_S, self._end_s - monotonic())
+
+    def remaining(self) -> timedelta:
+        """`remaining_s` as torch takes it."""
+        return timedelta(seconds=self.remaining_s())
+
+    def run(self, waits_for: str, action: Callable[[], T]) -> T:
+        """`action()`, in a thread that is left behind when time is over: calls into libraries do not heed our limits,
+        and some heed none where a peer accepts a connection and says nothing.
+
+        Raises what `action` raises, and CommTimeout, which says that this rank waited for `waits_for`.
+        """
+        attempt = _Attempt(action)
+        attempt.start()
+        attempt.join(self.remaining_s())
+        if attempt.is_alive():
+            raise CommTimeout(
+                f"nothing came of waiting for {waits_for} within {self.timeout_s:g} s",
+                cure="look for the first error among the ranks, and for what listens at that place",
+                value=waits_for,
+            )
+        return attempt.result()
+
+
+class _Attempt(Thread, Generic[T]):
+    def __init__(self, action: Callable[[], T]) -> None:
+        super().__init__(daemon=True, name="polyaccel start")
+        self._action = action
+        self._outcome: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._outcome.append(self._action())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
