@@ -8,14 +8,15 @@ from threading import local
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyaccel.config import load_config
 from polyaccel.config.load import Source
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.deferred.tensor import run
+from polyaccel.torch.deferred.tensor import DeferredTensor, run, set_data
 
 _INERT = {
     "data_parallel_group": (None, "the engine shards over all ranks"),
@@ -41,7 +42,8 @@ class Init(ExitStack):
     bucket of parameters at a time. Values are those of the same program without `Init`, and so is the state of the
     random generator afterwards; each random tensor is drawn twice for that, the first time into scratch memory of its
     size. Tied parameters stay tied. What is small (up to 1024 elements) or read from elsewhere is real from the start.
-    Until `initialize`, deferred parameters may be initialised again, cast, copied and looked at as usual.
+    Until `initialize`, deferred parameters may be initialised again, cast, copied and looked at as usual; what is
+    computed from them after the block is real.
 
     `dtype` is the default dtype inside. Leave it out under fp16 or bf16: the config decides what the parameters become,
     and master weights keep the full precision that the constructors gave. A config that is given is checked. `module`
@@ -84,6 +86,7 @@ class Construction(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._assignments = _Assignments()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,11 +94,13 @@ class Construction(TorchDispatchMode):
 
     def __enter__(self) -> Construction:
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._assignments.__enter__()  # type: ignore[no-untyped-call]
         _here.constructing = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         _here.constructing = False
+        self._assignments.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -104,6 +109,18 @@ class Construction(TorchDispatchMode):
         return run(func, args, kwargs or {}, constructing=True)
 
 
+class _Assignments(TorchFunctionMode):
+    """Sees `real.data = deferred`, which torch shows to no subclass: it would leave a tensor without any memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _SET_DATA and isinstance(args[1], DeferredTensor):
+            return set_data(*args)
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _here = local()
 
 

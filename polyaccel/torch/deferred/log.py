@@ -5,6 +5,8 @@ Every operation on deferred memory is logged with the place of each argument and
 that it drew from. A value is computed by running again, in their order, exactly the operations on which it depends; so
 it has the bits that the program would have had, however many other tensors were made in between. Because each operation
 names memory and geometry, not tensor objects, views need no log: whatever aliased in the program aliases in the replay.
+The geometry of an output is what the meta device said of it. A device may lay the same output out otherwise (an SVD, an
+FFT, a convolution of channels-last images); the replay then moves its values to where the log expects them.
 """
 
 from __future__ import annotations
@@ -79,14 +81,15 @@ class Constant:
 class LoggedCall:
     """One logged call. `args` and `named` hold `StridedView` and `Constant` for tensors.
 
-    `made` are the memories of its outputs, None for an output in memory that was there before. `overwritten` is the
-    memory whose earlier contents the operation makes irrelevant. `generator_state` is what it drew from, if it did.
+    `made` are the places of its outputs in new memory, None for an output in memory that was there before.
+    `overwritten` is the memory whose earlier contents the operation makes irrelevant. `generator_state` is what it drew
+    from, if it did.
     """
 
     function: OpOverload
     args: tuple[Any, ...]
     named: dict[str, Any]
-    made: tuple[Memory | None, ...] = ()
+    made: tuple[StridedView | None, ...] = ()
     overwritten: Memory | None = None
     generator_state: tuple[torch.device, Tensor] | None = None
     order: int = field(default_factory=lambda: next(_clock))
@@ -113,9 +116,9 @@ def replay(place: StridedView) -> Tensor:
                 named["generator"] = torch.Generator(device)
                 named["generator"].set_state(state)
             outputs = tree_leaves(operation.function(*args, **named))
-            for memory, output in zip(operation.made, outputs, strict=False):
-                if memory is not None:
-                    storages[memory] = output.untyped_storage()
+            for place_made, output in zip(operation.made, outputs, strict=False):
+                if place_made is not None:
+                    storages[place_made.memory] = _storage_as_logged(operation, place_made, output)
             del args, named, outputs
         value = _view(place, storages)
         storages.clear()
@@ -155,6 +158,24 @@ def _needed(target: Memory) -> list[LoggedCall]:
             if operation.overwritten is memory:
                 break
     return [needed[order] for order in sorted(needed)]
+
+
+def _storage_as_logged(operation: LoggedCall, place: StridedView, output: Tensor) -> torch.UntypedStorage:
+    """The storage of `output`, if the output lies in it as `place` says, else one that it was copied into."""
+    if (tuple(output.shape), output.dtype) != (place.shape, place.dtype):
+        raise PolyaccelError(
+            f"{operation.function} gave {output.dtype} of shape {tuple(output.shape)} where the meta device said "
+            f"{place.dtype} of shape {place.shape}, so it cannot be deferred",
+            cure="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
+            value=str(operation.function),
+        )
+    storage = output.untyped_storage()
+    is_alike = (output.stride(), output.storage_offset()) == (place.strides, place.offset)
+    if is_alike and storage.nbytes() >= place.memory.nbytes:
+        return storage
+    storages: dict[Memory, torch.UntypedStorage] = {}
+    _view(place, storages).copy_(output)
+    return storages[place.memory]
 
 
 def _view(place: StridedView, storages: dict[Memory, torch.UntypedStorage]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polyaccel.errors import PolyaccelError
@@ -77,8 +78,7 @@ class DeferredTensor(Tensor):
 
     @property
     def place(self) -> StridedView:
-        meta = self._meta
-        return StridedView(self._memory, tuple(meta.shape), meta.stride(), int(meta.storage_offset()), meta.dtype)
+        return _place(self._meta, self._memory)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -100,14 +100,14 @@ class DeferredTensor(Tensor):
         if func == Tensor.tolist:
             return replay(args[0].place).tolist()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            return _set_data(*args)
+            return set_data(*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredTensor:
         with torch.no_grad():
-            twin = self.detach().clone().requires_grad_(self.requires_grad)
-        assert isinstance(twin, DeferredTensor)  # cloning is logged
+            twin: DeferredTensor = run(_aten.clone.default, (self.detach(),), {}, constructing=True)
+        twin.requires_grad_(self.requires_grad)
         twin.__dict__.update({name: deepcopy(value, memo) for name, value in own_attributes(self).items()})
         if hasattr(self, "_is_param"):
             twin._is_param = True
@@ -128,16 +128,20 @@ def put(target: DeferredTensor, real: Tensor) -> None:
 
     Whoever holds the object sees the new tensor: tied modules, an optimizer. Attributes stay.
     """
+    _require_no_hooks(target)
     attributes, is_param = own_attributes(target), hasattr(target, "_is_param")
+    other = torch.nn.Parameter(real, target.requires_grad) if is_param else real.view_as(real)
+    swap(target, other)
+    target.__dict__.update(attributes)
+
+
+def _require_no_hooks(target: Tensor) -> None:
     if target._backward_hooks or target._post_accumulate_grad_hooks:
         raise PolyaccelError(
             f"a parameter of shape {tuple(target.shape)} made inside zero.Init has hooks already, which would be lost",
             cure="register the hooks after polyaccel.initialize",
             value=tuple(target.shape),
         )
-    other = torch.nn.Parameter(real, target.requires_grad) if is_param else real.view_as(real)
-    swap(target, other)
-    target.__dict__.update(attributes)
 
 
 def swap(one: Tensor, other: Tensor) -> None:
@@ -151,10 +155,15 @@ def swap(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-def _set_data(target: Tensor, source: Tensor) -> None:
+def set_data(target: Tensor, source: Tensor) -> None:
     """`target.data = source`, where one of them at least is deferred."""
     if not isinstance(target, DeferredTensor):
-        target.data = replay(source.place) if isinstance(source, DeferredTensor) else source
+        assert isinstance(source, DeferredTensor)  # the callers' condition
+        if isinstance(target, UninitializedParameter | UninitializedBuffer):  # its module sets its class next
+            with torch._C.DisableTorchFunction():
+                target.data = replay(source.place)
+        else:
+            become_deferred(target, source)
     elif not isinstance(source, DeferredTensor):
         put(target, source)
     else:
@@ -163,10 +172,22 @@ def _set_data(target: Tensor, source: Tensor) -> None:
         target._memory, target._meta = source._memory, source._meta
 
 
+def become_deferred(target: Tensor, source: DeferredTensor) -> None:
+    """Make the object `target` a tensor (a parameter if it was one) in the memory of `source`. Attributes stay."""
+    _require_no_hooks(target)
+    attributes = dict(vars(target))
+    deferred = source.detach()
+    other = torch.nn.Parameter(deferred, target.requires_grad) if isinstance(target, torch.nn.Parameter) else deferred
+    swap(target, other)
+    target.__dict__.update(attributes)
+
+
 def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, constructing: bool) -> Any:
     """Log the call, or make it on real tensors where only values can answer.
 
     `constructing` is whether new tensors are to be deferred, and real ones constants: so it is inside zero.Init.
+    Outside, what is computed is real, for torch lets nobody see `real.data = deferred` there; only a whole tensor that
+    is cast or copied stays deferred.
     """
     tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
     if not any(isinstance(tensor, DeferredTensor) for tensor in tensors):
@@ -175,19 +196,28 @@ def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, c
             return function(*args, **named)
     written = _written(function, args, named)
     if function is _aten.set_.source_Tensor:
-        _set_data(*args)
+        set_data(*args)
         return args[0]
     changes_real = any(not isinstance(tensor, DeferredTensor) for tensor in written)
     meets_real_data = not written and any(not isinstance(tensor, DeferredTensor) for tensor in tensors)
     if changes_real or (meets_real_data and not constructing):
         return _run_really(function, args, named)
-    return _log(function, args, named, written)
+    return _log(function, args, named, written, constructing=constructing)
 
 
-def _log(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], written: list[DeferredTensor]) -> Any:
+def _log(
+    function: OpOverload,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    written: list[DeferredTensor],
+    *,
+    constructing: bool,
+) -> Any:
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     seeded = _taking_generator(function) if is_random else function
     fill = _as_fill(function, args)
+    if fill is not None and not constructing and not _copies_whole(fill):
+        return _run_really(function, args, named)
     if seeded is None and fill is None:
         return _run_really(function, args, named)
     if torch.Tag.inplace_view in function.tags:
@@ -219,13 +249,15 @@ def _log(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], wri
 
     inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, DeferredTensor)]
     memories = {_storage_id(tensor._meta): tensor._memory for tensor in inputs}
-    made: list[Memory | None] = []
+    made: list[StridedView | None] = []
     for output in flat:
         is_new = isinstance(output, Tensor) and _storage_id(output) not in memories
         memory = Memory(device, output.untyped_storage().nbytes()) if is_new else None
-        made.append(memory)
+        made.append(None if memory is None else _place(output, memory))
         if memory is not None:
             memories[_storage_id(output)] = memory
+    if any(made) and not constructing:
+        return _run_really(function, args, named)
     if written or any(made):
         if any(made) and any(argument.name == "dtype" for argument in function._schema.arguments):
             named = {**named, "dtype": flat[0].dtype}  # the default may be another one at the replay
@@ -245,15 +277,20 @@ def _as_fill(function: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | N
     return known(*args) if known is not None and "out" not in function._overloadname else None
 
 
+def _copies_whole(fill: tuple[Any, ...]) -> bool:
+    """Whether the fill is a copy of all that the source's memory holds."""
+    return fill[:1] == (_aten.copy_.default,) and isinstance(fill[1], DeferredTensor) and _fills_memory(fill[1])
+
+
 def _append(
     function: OpOverload,
     args: tuple[Any, ...],
     named: dict[str, Any],
-    made: tuple[Memory | None, ...],
+    made: tuple[StridedView | None, ...],
     written: list[DeferredTensor],
     random_device: torch.device | None,
 ) -> None:
-    """Log the call with the memories it makes and writes to; a random one draws, so that the generator moves on."""
+    """Log the call with the memory it makes and writes to; a random one draws, so that the generator moves on."""
     state = None
     if random_device is not None:
         named = dict(named)
@@ -270,7 +307,7 @@ def _append(
         others = [leaf.memory for leaf in tree_leaves((logged_args[1:], logged_named)) if isinstance(leaf, StridedView)]
         overwritten = None if written[0]._memory in others else written[0]._memory
     operation = LoggedCall(function, logged_args, logged_named, made, overwritten, state)
-    for memory in {*(memory for memory in made if memory), *(tensor._memory for tensor in written)}:
+    for memory in {*(place.memory for place in made if place), *(tensor._memory for tensor in written)}:
         memory.history.append(operation)
 
 
@@ -369,6 +406,11 @@ def _as_logged(leaf: Any) -> Any:
 
 def _fills_memory(tensor: DeferredTensor) -> bool:
     return tensor._meta.is_contiguous() and tensor._meta.nbytes == tensor._memory.nbytes
+
+
+def _place(meta: Tensor, memory: Memory) -> StridedView:
+    """Where the tensor lies in `memory` that `meta` shows the geometry of."""
+    return StridedView(memory, tuple(meta.shape), meta.stride(), int(meta.storage_offset()), meta.dtype)
 
 
 def _storage_id(meta: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.deferred.init import Construction, is_constructing
 from polyaccel.torch.deferred.log import Memory, replay
-from polyaccel.torch.deferred.tensor import DeferredTensor, put, swap
+from polyaccel.torch.deferred.tensor import DeferredTensor, become_deferred, put
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -98,8 +98,4 @@ def _adopt(tensor: Tensor, memories: dict[int, Memory]) -> None:
     meta = tensor.detach()
     storage = meta.untyped_storage()
     memory = memories.setdefault(storage._cdata, Memory(torch.device("cpu"), storage.nbytes()))
-    deferred = DeferredTensor(meta, memory)
-    attributes = dict(vars(tensor))
-    other = nn.Parameter(deferred, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else deferred
-    swap(tensor, other)
-    tensor.__dict__.update(attributes)
+    become_deferred(tensor, DeferredTensor(meta, memory))
