@@ -6,7 +6,7 @@ asks for values (`item`, `nonzero`, an operation together with real data) is ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,6 +17,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.deferred.functions import (
+    EQUAL_IN_SHAPE,
+    LIKE,
+    OVERWRITING,
+    as_fill,
+    default_generator,
+    taking_generator,
+    target_device,
+    written_by,
+)
 from polyaccel.torch.deferred.log import (
     SMALL_NUMEL,
     Constant,
@@ -29,30 +39,6 @@ from polyaccel.torch.deferred.log import (
 )
 
 _aten = torch.ops.aten
-_LIKE = {
-    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like),
-    *(_aten.rand_like, _aten.randn_like, _aten.randint_like),
-    *(_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full),
-}
-_OVERWRITING = {
-    *(_aten.zero_, _aten.fill_, _aten.copy_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_),
-    *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
-}
-"""Operations in place that do not read what they write to."""
-_FILL: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    **dict.fromkeys([_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty], lambda *args: ()),
-    **dict.fromkeys([_aten.zeros, _aten.zeros_like, _aten.new_zeros], lambda *args: (_aten.zero_.default,)),
-    **dict.fromkeys([_aten.ones, _aten.ones_like, _aten.new_ones], lambda *args: (_aten.fill_.Scalar, 1)),
-    **dict.fromkeys([_aten.full, _aten.full_like, _aten.new_full], lambda *args: (_aten.fill_.Scalar, args[-1])),
-    **dict.fromkeys([_aten.rand, _aten.rand_like], lambda *args: (_aten.uniform_.default,)),
-    **dict.fromkeys([_aten.randn, _aten.randn_like], lambda *args: (_aten.normal_.default,)),
-    **dict.fromkeys([_aten.clone, _aten._to_copy], lambda source: (_aten.copy_.default, source)),
-}
-"""Functions that make a new tensor and fill it, as torch itself does: the operation in place and its arguments."""
-_EQUAL_IN_SHAPE = {
-    **dict.fromkeys([_aten.rand, _aten.randn], _aten.empty.memory_format),
-    **dict.fromkeys([_aten.rand_like, _aten.randn_like], _aten.empty_like.default),
-}
 _OWN = ("_memory", "_meta", "_is_param")
 _NEEDS_MEMORY = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.share_memory_)
 
@@ -191,10 +177,10 @@ def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, c
     """
     tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
     if not any(isinstance(tensor, DeferredTensor) for tensor in tensors):
-        is_factory = not tensors or function.overloadpacket in _LIKE
+        is_factory = not tensors or function.overloadpacket in LIKE
         if not (constructing and is_factory and _makes_large(function, args, named)):
             return function(*args, **named)
-    written = _written(function, args, named)
+    written = written_by(function, args, named)
     if function is _aten.set_.source_Tensor:
         set_data(*args)
         return args[0]
@@ -214,15 +200,15 @@ def _log(
     constructing: bool,
 ) -> Any:
     is_random = torch.Tag.nondeterministic_seeded in function.tags
-    seeded = _taking_generator(function) if is_random else function
-    fill = _as_fill(function, args)
+    seeded = taking_generator(function) if is_random else function
+    fill = as_fill(function, args)
     if fill is not None and not constructing and not _copies_whole(fill):
         return _run_really(function, args, named)
     if seeded is None and fill is None:
         return _run_really(function, args, named)
     if torch.Tag.inplace_view in function.tags:
         raise _not_deferrable(function)
-    device = _target_device(args, named)
+    device = target_device(args, named)
     try:
         # A draw checks its arguments itself, and the first one on meta would load torch's compiler.
         outputs = written[0]._meta if is_random and written else _on_meta(function, args, named)
@@ -272,11 +258,6 @@ def _log(
     return tree_map(wrap, outputs)
 
 
-def _as_fill(function: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    known = _FILL.get(function.overloadpacket)
-    return known(*args) if known is not None and "out" not in function._overloadname else None
-
-
 def _copies_whole(fill: tuple[Any, ...]) -> bool:
     """Whether the fill is a copy of all that the source's memory holds."""
     return fill[:1] == (_aten.copy_.default,) and isinstance(fill[1], DeferredTensor) and _fills_memory(fill[1])
@@ -294,7 +275,7 @@ def _append(
     state = None
     if random_device is not None:
         named = dict(named)
-        generator = named.pop("generator", None) or _default_generator(random_device)
+        generator = named.pop("generator", None) or default_generator(random_device)
         state = (random_device, generator.get_state())
         scratch = {id(tensor): _scratch(tensor) for tensor in written}
         really = tree_map(lambda leaf: scratch[id(leaf)] if id(leaf) in scratch else _as_real(leaf), (args, named))
@@ -303,7 +284,7 @@ def _append(
             return_holes()
     logged_args, logged_named = tree_map(_as_logged, (args, named))
     overwritten = None
-    if function.overloadpacket in _OVERWRITING and _fills_memory(written[0]):
+    if function.overloadpacket in OVERWRITING and _fills_memory(written[0]):
         others = [leaf.memory for leaf in tree_leaves((logged_args[1:], logged_named)) if isinstance(leaf, StridedView)]
         overwritten = None if written[0]._memory in others else written[0]._memory
     operation = LoggedCall(function, logged_args, logged_named, made, overwritten, state)
@@ -319,7 +300,7 @@ def _scratch(tensor: DeferredTensor) -> Tensor:
 
 
 def _run_really(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if any(isinstance(tensor, DeferredTensor) for tensor in _written(function, args, named)):
+    if any(isinstance(tensor, DeferredTensor) for tensor in written_by(function, args, named)):
         raise _not_deferrable(function)
     really_args, really_named = tree_map(_as_real, (args, named))
     return function(*really_args, **really_named)
@@ -329,7 +310,7 @@ def _makes_large(function: OpOverload, args: tuple[Any, ...], named: dict[str, A
     """Whether the factory makes a tensor that is worth deferring, and not on the meta device."""
     if not any(argument.name == "device" for argument in function._schema.arguments):
         return False
-    if _target_device(args, named).type == "meta":
+    if target_device(args, named).type == "meta":
         return False
     try:
         output = _on_meta(function, args, named)
@@ -343,47 +324,10 @@ def _on_meta(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any])
     meta_args, meta_named = tree_map(_as_meta, (args, dict(named)))
     if any(argument.name == "device" for argument in function._schema.arguments):
         meta_named["device"] = torch.device("meta")
-    if function.overloadpacket in _EQUAL_IN_SHAPE:
-        function = _EQUAL_IN_SHAPE[function.overloadpacket]
+    if function.overloadpacket in EQUAL_IN_SHAPE:
+        function = EQUAL_IN_SHAPE[function.overloadpacket]
         meta_named.pop("generator", None)
     return function(*meta_args, **meta_named)
-
-
-def _written(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
-    """The tensors that the call changes."""
-    values = []
-    for index, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values.append(args[index] if index < len(args) else named.get(argument.name))
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _taking_generator(function: OpOverload) -> OpOverload | None:
-    """`function` if it takes a generator, else its overload that does and is equal otherwise, else None."""
-    wanted = [argument.name for argument in function._schema.arguments]
-    if "generator" in wanted:
-        return function
-    for name in function.overloadpacket.overloads():
-        overload: OpOverload = getattr(function.overloadpacket, name)
-        arguments = [argument.name for argument in overload._schema.arguments]
-        if sorted(arguments) == sorted([*wanted, "generator"]):
-            return overload
-    return None
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    generators: Sequence[torch.Generator] = module.default_generators
-    return generators[module.current_device() if device.index is None else device.index]
-
-
-def _target_device(args: tuple[Any, ...], named: dict[str, Any]) -> torch.device:
-    """Where the outputs of a call go."""
-    if named.get("device") is not None:
-        return torch.device(named["device"])
-    return next((leaf.device for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def _as_meta(leaf: Any) -> Any:
