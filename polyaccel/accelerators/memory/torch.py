@@ -100,6 +100,11 @@ def _import_foreign(source: Buffer) -> torch.Tensor:
     return staged.raw
 
 
+_ordinary = torch.inference_mode(False)
+"""Memory that is made while the caller is in inference mode serves training too, so it is made outside of that mode."""
+
+
+@_ordinary
 def allocate_torch(numel: int, dtype: DType, device: torch.device, *, pinned: bool = False) -> TorchBuffer:
     """Zeroed, 64-byte aligned memory: on `device`, or page-locked host memory for it when `pinned`."""
     if device.type != "cpu" and not pinned:
@@ -135,6 +140,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+@_ordinary
 def torch_over(memory: npt.NDArray[np.uint8], dtype: DType) -> TorchBuffer:
     """A buffer over the array's bytes, which it keeps alive."""
     return TorchBuffer(torch.from_numpy(memory).view(torch_dtype(dtype)))
