@@ -261,6 +261,11 @@ class TorchAdapter(ModelAdapter):
         now."""
         self._owned.check_trained()
 
+    def before_update(self) -> None:
+        """The parameters are about to change: nothing needs to stay gathered for graphs of the old ones."""
+        if self._sites is not None:
+            self._sites.before_update()
+
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
         self._owned.on_update()

@@ -21,6 +21,7 @@ from polyaccel.torch.api.activations import ActivationOffload
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, cast_floats, loss_of, to_device
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
+from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.states.checkpoint import TorchRun, load_run, optimizer_kind, save_run
@@ -119,9 +120,11 @@ class TorchEngine(nn.Module, Engine):
         if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
-        with charge, self._autocast(), self._offload.active() if self._offload else nullcontext():
+        offload = self._offload.active() if self._offload else nullcontext()
+        with charge, self._autocast(), offload, explaining_refusal():
             outputs = self._own_module(*inputs, **named)
-        if torch.is_grad_enabled() and self.training and self.optimizer is not None:
+        is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
+        if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
         return outputs
 
@@ -185,6 +188,7 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.check_trained()
         self.adapter.adopt_changes()
         self.adapter.adopt_gradients()
+        self.adapter.before_update()
         self._apply_update(self.optimizer.param_groups)
         self.adapter.forget_gradients()
         self.adapter.on_update()

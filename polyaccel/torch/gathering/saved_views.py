@@ -5,7 +5,8 @@ Autograd keeps a weight for the backward as a view of the gathered buffer, which
 run that use sharded parameters, saved tensors that lie in gathered buffers are replaced by a note of bucket and place,
 and found again when the backward asks for them; should the bucket not be whole at that time, that gathers it. Tensors
 of other kinds go to the hooks that were in force before, so activation checkpointing and `save_on_cpu` keep working
-inside.
+inside. Where no hooks may be (inside `torch.func.grad` and its like), there are no notes, and autograd keeps the
+parameter itself: whoever gathers must leave it whole then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.buffer import Buffer
@@ -56,7 +58,9 @@ class SavedViews:
         self._updates += 1
 
     def enter(self) -> saved_tensors_hooks | None:
-        """Put our hooks over those in force, unless ours are in force already; the caller leaves them."""
+        """Put our hooks over those in force, unless ours are there already or none may be; the caller leaves them."""
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            return None
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and getattr(outer[0], _MARK, None) is self:
             return None
@@ -87,7 +91,7 @@ class SavedViews:
 
     def _bucket_of(self, tensor: Tensor) -> int | None:
         """The gathered bucket that `tensor` lies in, if any."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return None
         index = self._bucket_at.get(tensor.untyped_storage().data_ptr())
         return index if index is not None and self._gathering.is_whole(index) else None

@@ -11,6 +11,11 @@ when another begins. What gradients arrive, and when, has no say in it, because 
 order of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of
 its buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd
 asks for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
+
+[Note: Transforms]
+`torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
+its own puts none in force, and its forward may call them. What is gathered inside a transform, or where no hooks are in
+force, stays whole until the backward pass ends.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from polyaccel.buffer import Buffer
 from polyaccel.torch.gathering.saved_views import SavedViews
 from polyaccel.torch.gathering.sharded import EngineHook
+from polyaccel.torch.gathering.transforms import innermost, is_transforming, outside_transforms
 from polyaccel.zero.step import ZeroStep
 
 log = getLogger(__name__)
@@ -46,6 +52,8 @@ class Site:
     calls: int = 0
     entries: int = 0
     usual_entries: int = 0
+    runs_transforms: bool = False
+    """Its forward runs parts of it inside `torch.func`'s transforms. See [Note: Transforms]."""
 
     @property
     def is_over(self) -> bool:
@@ -81,6 +89,8 @@ class Sites:
         self._calls: list[Call] = []
         self._loose: list[int] = []
         """Buckets that are held until the backward pass ends, outside of any site."""
+        self._unfinished: list[Call] = []
+        """The outermost calls whose backward needs `_loose`, which holds for all of them."""
         self._in_backward: list[Site] = []
         self._handles: list[Any] = []
         self._names = {part: name for name, part in module.named_modules()}
@@ -137,10 +147,20 @@ class Sites:
         """The backward pass is over, or given up."""
         while self._in_backward:
             self._leave(self._in_backward[-1])
-        while self._loose:
-            self._gathering.drop(self._loose.pop())
+        self._unfinished = [call for call in self._unfinished if not call.has_entered]
+        if not self._unfinished:
+            self._drop_loose()
         for site in self._sites.values():
             site.usual_entries, site.entries, site.calls = site.entries, 0, 0
+
+    def before_update(self) -> None:
+        """Parameters are about to change: graphs that wait for their backward will be of no use."""
+        self._unfinished.clear()
+        self._drop_loose()
+
+    def _drop_loose(self) -> None:
+        while self._loose:
+            self._gathering.drop(self._loose.pop())
 
     def demand(self, buckets: Iterable[int]) -> bool:
         """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
@@ -151,11 +171,12 @@ class Sites:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
                     self.add_buckets(call.site.module, [index])
                     self._gathering.will_change_order()
-                self._hold(call, index)
+                self._hold(call, [index])
             return True
         if self._step.in_pass:
-            for index in buckets:
-                self._want(index)
+            with outside_transforms():
+                for index in buckets:
+                    self._want(index)
             return True
         return False
 
@@ -167,10 +188,12 @@ class Sites:
                 return
             call = Call(site)
             self._calls.append(call)
-            for index in site.buckets:
-                self._hold(call, index)
-            if torch.is_grad_enabled():
+            if is_transforming():
+                for outer in self._calls[:-1]:
+                    outer.site.runs_transforms = True
+            elif torch.is_grad_enabled() and site.buckets and not site.runs_transforms:
                 call.hooks = self._saved.enter()
+            self._hold(call, site.buckets)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._calls or self._calls[-1].site is not site or module is not site.module:
@@ -178,10 +201,11 @@ class Sites:
             call = self._calls.pop()
             if call.hooks is not None:
                 call.hooks.__exit__(None, None, None)
-            if torch.is_grad_enabled():
-                self._watch(call, output)
-            for index in reversed(call.held):
-                self._gathering.drop(index)
+            with outside_transforms():
+                if torch.is_grad_enabled():
+                    self._watch(call, output)
+                for index in reversed(call.held):
+                    self._gathering.drop(index)
 
         enter, leave = EngineHook(before), EngineHook(after)
         if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
@@ -190,9 +214,17 @@ class Sites:
         yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
         yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
-    def _hold(self, call: Call, index: int) -> None:
-        self._gathering.hold(index, learn=self._learns)
-        call.held.append(index)
+    def _hold(self, call: Call, buckets: Iterable[int]) -> None:
+        """Hold buckets until the call ends, or the backward pass, should autograd keep the parameters themselves."""
+        has_notes = not is_transforming() and any(one.hooks is not None for one in self._calls)
+        stays = torch.is_grad_enabled() and not has_notes
+        with outside_transforms():
+            for index in buckets:
+                self._gathering.hold(index, learn=self._learns)
+                call.held.append(index)
+                if stays and index not in self._loose:
+                    self._want(index)
+                    self._unfinished.append(self._calls[0])
 
     @property
     def _learns(self) -> bool:
@@ -202,11 +234,8 @@ class Sites:
 
     def _watch(self, call: Call, output: Any) -> None:
         """Notice when the backward of `call` begins."""
-        watched = [
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None
-        ]
+        leaves = [innermost(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         for leaf in watched:
             leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
         if watched and not self._step.in_pass:  # else it is a recomputation, whose call is counted already
