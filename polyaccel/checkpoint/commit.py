@@ -2,8 +2,9 @@
 
     latest                        the tag to resume from, as text
     <tag>/commit.json             the commit marker: names the save that counts
-    <tag>/save-0001/manifest.json
-    <tag>/save-0001/rank00000.bin
+    <tag>/save-0001-5f0a77c2/owner.json
+    <tag>/save-0001-5f0a77c2/rank00000.bin
+    <tag>/save-0001-5f0a77c2/manifest.json
 
 [Note: Commit]
 A save exists only where a commit marker names it. The marker is written last, in one atomic replacement, after every
@@ -26,7 +27,6 @@ from polyaccel.errors import CheckpointError
 LATEST = "latest"
 MARKER = "commit.json"
 MANIFEST = "manifest.json"
-SAVE_PREFIX = "save-"
 _MOST_NBYTES = 65536
 """Longer markers and `latest` are not ours, and are not read."""
 
@@ -114,15 +114,3 @@ def read_latest(storage: Storage) -> str | None:
 def write_latest(storage: Storage, tag: str) -> None:
     """Make `tag` the one to resume from."""
     storage.write(LATEST, [tag.encode("utf-8")])
-
-
-def save_folders(storage: Storage, tag: str) -> tuple[str, ...]:
-    """The `save-` folders of a tag, committed or abandoned."""
-    return tuple(name for name in storage.names(tag) if name.startswith(SAVE_PREFIX))
-
-
-def next_save(storage: Storage, tag: str) -> str:
-    """The name of a new `save-` folder, numbered above all that the tag has."""
-    numbers = (name.removeprefix(SAVE_PREFIX) for name in save_folders(storage, tag))
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    return f"{SAVE_PREFIX}{newest + 1:04d}"

@@ -10,15 +10,21 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from polyaccel.accelerators.base import Probe
+from polyaccel.checkpoint.owner import Owner
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 
+_UNFINISHED = ".tmp"
+_writes = count()
+"""Numbers of the writes of this process, which make their temporary names unlike."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR)
 
@@ -29,7 +35,7 @@ class Storage(ABC):
     Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 2)
     name: ClassVar[str]
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -76,6 +82,10 @@ class Storage(ABC):
     def delete_tree(self, path: str) -> None:
         """Remove a folder and all in it. One that does not exist is no error."""
 
+    def clear_unfinished(self, path: str = "", *, if_empty: bool = False) -> None:  # noqa: B027 - few leave any
+        """Remove what `write` left directly in a folder when its process was killed; what a living process is writing
+        stays. `if_empty`: then remove the folder itself, if it is empty and this storage has empty folders."""
+
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most remote storages cannot tell
         """Raise CheckpointError when `nbytes` more certainly do not fit."""
 
@@ -89,7 +99,8 @@ class FileStorage(Storage):
     [Note: Durable replacement]
     A file is written under a temporary name in its own directory, flushed, and fsynced *before* os.replace, else the
     new name can outlive its contents; the directory is fsynced after it, else the new name itself can be lost.
-    Nothing is ever removed to make room for its successor.
+    Nothing is ever removed to make room for its successor. A temporary name is no other write's, for several jobs may
+    write one file; it says which process writes, so that `clear_unfinished` knows what nobody will finish.
     """
 
     name = "file"
@@ -100,11 +111,10 @@ class FileStorage(Storage):
 
     def write(self, path: str, chunks: Iterable[bytes]) -> None:
         target = self._resolve(path)
-        temporary = target.with_name(f".{target.name}.tmp")
+        temporary = target.with_name(f".{target.name}.{Owner.me().token}-{next(_writes)}{_UNFINISHED}")
         with self._explain(path, "write"):
-            self._make_directory(target.parent)
             try:
-                with open(temporary, "wb") as file:
+                with self._open_new(temporary) as file:
                     for chunk in chunks:
                         file.write(chunk)
                     file.flush()
@@ -149,6 +159,19 @@ class FileStorage(Storage):
                 return
             _fsync_directory(target.parent)
 
+    def clear_unfinished(self, path: str = "", *, if_empty: bool = False) -> None:
+        folder = self._resolve(path)
+        with self._explain(path, "clear"), suppress(FileNotFoundError):
+            for name in os.listdir(folder):
+                if name.startswith(".") and name.endswith(_UNFINISHED):
+                    owner, place = Owner.in_name(name), folder / name
+                    with suppress(FileNotFoundError):  # it was finished just now
+                        if owner is None or not owner.is_alive(age_s=time.time() - place.stat().st_mtime):
+                            place.unlink()
+            if if_empty and not os.listdir(folder):
+                with suppress(OSError):  # somebody has just begun to use it
+                    folder.rmdir()
+
     def check_space(self, nbytes: int) -> None:
         place = Path(self.location).absolute()
         while not place.exists():
@@ -161,6 +184,14 @@ class FileStorage(Storage):
                 cure="free some space or save elsewhere; nothing was written and earlier checkpoints are intact",
                 value=nbytes,
             )
+
+    def _open_new(self, path: Path) -> BinaryIO:
+        """Open a new file, in a directory that is made if it has to be."""
+        for _ in range(8):
+            with suppress(FileNotFoundError):  # another job has just cleared the directory away, which was empty
+                self._make_directory(path.parent)
+                return open(path, "xb")
+        return open(path, "xb")
 
     def _make_directory(self, directory: Path) -> None:
         """Create a directory with its parents, durably. Other ranks may be doing the same at the same moment."""

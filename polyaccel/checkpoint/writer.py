@@ -9,7 +9,8 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,14 +18,13 @@ from polyaccel.checkpoint.commit import (
     MANIFEST,
     Commit,
     check_tag,
-    next_save,
     read_commit,
-    save_folders,
     write_commit,
     write_latest,
 )
 from polyaccel.checkpoint.manifest import Manifest, build_tensors
 from polyaccel.checkpoint.pieces import PIECE_ALIGNMENT_NBYTES, RankFile, TensorPiece
+from polyaccel.checkpoint.saves import clear_leftovers, discard, new_save
 from polyaccel.checkpoint.scalars import encode_plain
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
@@ -68,25 +68,27 @@ def save_checkpoint(
     )
     tag = _one_tag([rank_tag for rank_tag, _ in intents], tag_validation)
     nbytes = sum(rank_nbytes for _, rank_nbytes in intents)
-    folder = on_rank_0(communicator, f"preparing to save {tag!r}", lambda: _prepare(storage, tag, nbytes))
-
-    file = RankFile(f"rank{communicator.rank:05d}.bin")
-    path = f"{tag}/{folder}/{file.name}"
-    chunks = file.chunks(parts[0].pieces, parts[0].rank_blobs)
-    try:
-        agreed(communicator, f"writing {tag!r}", lambda: storage.write(path, chunks))
-        told = communicator.gather_object(file.to_tree()) or ()
-        files = [RankFile.from_tree(tree, f"what rank {rank} wrote") for rank, tree in enumerate(told)]
-        marker = on_rank_0(
-            communicator,
-            f"committing {tag!r}",
-            lambda: _commit(storage, tag, folder, files, parts[0].scalars).to_bytes(),
+    with ExitStack() as owned:
+        folder = on_rank_0(
+            communicator, f"preparing to save {tag!r}", lambda: owned.enter_context(_prepare(storage, tag, nbytes))
         )
-        commit = Commit.from_bytes(marker, "the commit marker that rank 0 wrote")
-    except CheckpointError:
-        if communicator.rank == 0:
-            _abandon(storage, tag, folder)
-        raise
+        file = RankFile(f"rank{communicator.rank:05d}.bin")
+        path = f"{tag}/{folder}/{file.name}"
+        chunks = file.chunks(parts[0].pieces, parts[0].rank_blobs)
+        try:
+            agreed(communicator, f"writing {tag!r}", lambda: storage.write(path, chunks))
+            told = communicator.gather_object(file.to_tree()) or ()
+            files = [RankFile.from_tree(tree, f"what rank {rank} wrote") for rank, tree in enumerate(told)]
+            marker = on_rank_0(
+                communicator,
+                f"committing {tag!r}",
+                lambda: _commit(storage, tag, folder, files, parts[0].scalars).to_bytes(),
+            )
+            commit = Commit.from_bytes(marker, "the commit marker that rank 0 wrote")
+        except CheckpointError:
+            if communicator.rank == 0:
+                _abandon(storage, tag, folder)
+            raise
     # From here on the tag is saved, whatever happens.
     on_rank_0(
         communicator, f"{tag!r} is saved, but moving 'latest' to it", lambda: _finish(storage, commit, save_latest)
@@ -139,10 +141,14 @@ def _one_tag(tags: Sequence[str], validation: TagValidation) -> str:
     return tags[0]
 
 
-def _prepare(storage: Storage, tag: str, nbytes: int) -> str:
-    """The name of the folder to save in. Nothing of an existing checkpoint is touched to make room."""
+@contextmanager
+def _prepare(storage: Storage, tag: str, nbytes: int) -> Iterator[str]:
+    """The folder to save in, owned until the block is left. Nothing of a checkpoint is touched to make room, only what
+    nobody will finish."""
+    clear_leftovers(storage)
     storage.check_space(nbytes)
-    return next_save(storage, tag)
+    with new_save(storage, tag) as folder:
+        yield folder
 
 
 def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], scalars: dict[str, Any]) -> Commit:
@@ -177,9 +183,7 @@ def _finish(storage: Storage, commit: Commit, save_latest: bool) -> None:
     """Move `latest`, then delete the tag's earlier saves."""
     if save_latest:
         write_latest(storage, commit.tag)
-    for folder in save_folders(storage, commit.tag):
-        if folder != commit.save:
-            _discard(storage, f"{commit.tag}/{folder}")
+    clear_leftovers(storage, commit.tag)
 
 
 def _abandon(storage: Storage, tag: str, folder: str) -> None:
@@ -189,12 +193,4 @@ def _abandon(storage: Storage, tag: str, folder: str) -> None:
     except CheckpointError:
         return  # then nobody knows what the marker names
     if commit is None or commit.save != folder:
-        _discard(storage, f"{tag}/{folder}")
-
-
-def _discard(storage: Storage, folder: str) -> None:
-    """Remove a folder that no marker names. One that cannot be removed wastes room, but does no harm."""
-    try:
-        storage.delete_tree(folder)
-    except CheckpointError as error:
-        _log.warning("could not remove %s, which is no longer needed: %s", folder, error)
+        discard(storage, tag, folder)

@@ -1,0 +1,110 @@
+"""Whose unfinished work a file or folder is: a process, named so that others can tell whether it still lives.
+
+A process id alone does not do: ids are used again, and mean nothing in another container or on another host. What
+belongs to a process that cannot be looked up from here counts as abandoned after a day, which no write takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from polyaccel.checkpoint.parsing import Count, Crc32
+
+ABANDONED_AFTER_S = 24 * 3600.0
+_TOKEN = re.compile(r"([0-9a-f]{8})-(\d{1,12})-(\d{1,20})")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process. `machine` stands for a boot of a kernel and a space of process ids; `started` is when the process
+    began, in the system's own ticks (0 where it does not say)."""
+
+    machine: int
+    pid: int
+    started: int
+
+    @classmethod
+    def me(cls) -> Owner:
+        """This process."""
+        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+
+    @property
+    def token(self) -> str:
+        """The owner as part of a file's name."""
+        return f"{self.machine:08x}-{self.pid}-{self.started}"
+
+    @classmethod
+    def in_name(cls, name: str) -> Owner | None:
+        """The owner whose token is in a file's name; None if there is none."""
+        found = _TOKEN.search(name)
+        return None if found is None else cls(int(found[1], 16), int(found[2]), int(found[3]))
+
+    def is_alive(self, age_s: float) -> bool:
+        """Whether the process still runs. `age_s`: for how long its work has stood there, for where that cannot be
+        told."""
+        if self.machine != _machine():
+            return age_s < ABANDONED_AFTER_S
+        return _started(self.pid) == self.started
+
+
+class OwnerNote(BaseModel):
+    """The file that says whose a folder is. `host` is for people; `since_s` is seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: Annotated[str, Field(strict=True)]
+    machine: Crc32
+    pid: Count
+    started: Count
+    since_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+    @classmethod
+    def mine(cls, now_s: float) -> OwnerNote:
+        """That of this process."""
+        return cls(host=socket.gethostname(), since_s=now_s, **asdict(Owner.me()))
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.machine, self.pid, self.started)
+
+
+@cache
+def _machine() -> int:
+    return zlib.crc32(f"{_read('/proc/sys/kernel/random/boot_id')} {_pid_space()} {socket.gethostname()}".encode())
+
+
+def _pid_space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """When a process of this machine began; 0 where the system does not say, None if there is no such process."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) > 19:  # from the state on, which is the third of all
+        return None if fields[0] == "Z" else int(fields[19])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:  # somebody else's
+        return 0
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
