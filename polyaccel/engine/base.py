@@ -245,7 +245,13 @@ class Engine(ABC):
         result = self._result
         assert result is not None  # set by the update
         self.counters.advance(skipped=not result.applied)
-        lr = tuple(float(group["lr"]) for group in groups if "lr" in group)
+        lr = learning_rates(groups)
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
+
+
+def learning_rates(groups: Sequence[Group]) -> tuple[float, ...]:
+    """The learning rate of each optimizer group that has one: not of those whose rate is None, which an optimizer such
+    as Adafactor computes itself."""
+    return tuple(float(group["lr"]) for group in groups if group.get("lr") is not None)

@@ -229,13 +229,9 @@ class TorchAdapter(ModelAdapter):
         self._gradients.write(fqn, value)
         return True
 
-    def adopt_gradients(self) -> None:
-        """An update follows: note which gradients user code has changed."""
-        if self._gradients is not None:
-            self._gradients.note_writes()
-
-    def forget_gradients(self) -> None:
-        """The step's gradients were used or discarded."""
+    def discard_gradients(self) -> None:
+        """Forget all gradients: they were used, or their user does not want them."""
+        self.step.discard_gradients()
         if self._gradients is not None:
             self._gradients.forget()
 
@@ -250,19 +246,23 @@ class TorchAdapter(ModelAdapter):
             home.version = parameter._version
 
     def adopt_changes(self) -> None:
-        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does.
+        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does, and note
+        which gradients user code has written to.
 
         Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
         """
         self._owned.adopt_changes(self.step.params)
-
-    def check_trained(self) -> None:
-        """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
-        now."""
-        self._owned.check_trained()
+        if self._gradients is not None:
+            self._gradients.note_writes()
 
     def before_update(self) -> None:
-        """The parameters are about to change: nothing needs to stay gathered for graphs of the old ones."""
+        """An update follows: what the user changed by hand is taken over, and nothing stays gathered for graphs of the
+        old values.
+
+        Raises ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained now.
+        """
+        self._owned.check_trained()
+        self.adopt_changes()
         if self._sites is not None:
             self._sites.before_update()
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint.name_map import NameMap
-from polyaccel.engine.base import Engine
+from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.runtime import Runtime
@@ -24,28 +23,12 @@ from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
+from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import TorchRun, load_run, optimizer_kind, save_run
 from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleSettings:
-    """How the engine runs its module.
-
-    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `offload_activations`
-    keeps the inputs of checkpointed regions in host memory. `checks_contents` lets `GatheredParameters` compare values
-    when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last` leaves out an
-    epoch's last samples that fill no batch.
-    """
-
-    autocast_dtype: torch.dtype | None
-    offload_activations: bool
-    checks_contents: bool
-    matrix_kernels: Literal["auto", "off"]
-    drop_last: bool
 
 
 class TorchEngine(nn.Module, Engine):
@@ -90,9 +73,10 @@ class TorchEngine(nn.Module, Engine):
         self.optimizer: Any = None
         self.adapter.attach(self.zero)
         if slice_optimizer is not None:
+            evaluates = isinstance(slice_optimizer, ClientOptimizer) and slice_optimizer.evaluates
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
-            self.optimizer = ZeroOptimizer(groups, self._update, self._discard_gradients)
+            self.optimizer = ZeroOptimizer(groups, self._update, self.adapter.discard_gradients, evaluates=evaluates)
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         self._recorder.begin()
@@ -160,12 +144,8 @@ class TorchEngine(nn.Module, Engine):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, accumulated ones too."""
-        self._discard_gradients()
+        self.adapter.discard_gradients()
         super().zero_grad(set_to_none)
-
-    def _discard_gradients(self) -> None:
-        self.zero.discard_gradients()
-        self.adapter.forget_gradients()
 
     # The update.
 
@@ -183,15 +163,20 @@ class TorchEngine(nn.Module, Engine):
         self._losses.clear()
         self._end_step(self.optimizer.param_groups, loss, lr_kwargs or {})
 
-    def _update(self) -> None:
-        """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten."""
-        self.adapter.check_trained()
-        self.adapter.adopt_changes()
-        self.adapter.adopt_gradients()
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten. `closure` is
+        there for an optimizer that evaluates the loss itself; returns what such a one returns."""
         self.adapter.before_update()
-        self._apply_update(self.optimizer.param_groups)
-        self.adapter.forget_gradients()
+        result = None
+        if closure is None:
+            self._apply_update(self.optimizer.param_groups)
+        else:
+            assert isinstance(self.zero.optimizer, ClientOptimizer)  # no other one evaluates
+            result = self.zero.optimizer.minimise(closure, self.communicator)
+            self.adapter.adopt_changes()  # it wrote to the module's own parameters
+        self.adapter.discard_gradients()
         self.adapter.on_update()
+        return result
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
@@ -375,8 +360,8 @@ class TorchEngine(nn.Module, Engine):
     # What users ask.
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every optimizer group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        """The learning rate of every optimizer group that has one."""
+        return list(learning_rates(self.optimizer.param_groups)) if self.optimizer is not None else []
 
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values.

@@ -17,14 +17,15 @@ from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.policies import module_rules_of
 from polyaccel.runtime import Runtime, compose
-from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable
+from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, torch_optimizer
 from polyaccel.torch.deferred.values import prepare
-from polyaccel.torch.engine import ModuleSettings, TorchEngine
+from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers
+from polyaccel.torch.settings import ModuleSettings
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -111,6 +112,7 @@ def _make_optimizer(
         client = torch_optimizer(section.type, section.params, make_groups(model_parameters, model, {}))
     elif not isinstance(client, torch.optim.Optimizer):
         client = client(make_groups(model_parameters, model, {}))
+    _check_closure(client, runtime.config)
     flat = check_sliceable(
         client,
         sharded=runtime.policy.optim is Placement.SHARDED,
@@ -119,6 +121,27 @@ def _make_optimizer(
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     groups = client.param_groups
     return ClientOptimizer(client, names, flat=flat), groups
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> None:
+    """Raise ConfigError where `optimizer` calls a closure for the loss (`needs_closure`), and this run cannot compute
+    it anew within a step."""
+    if not needs_closure(optimizer):
+        return
+    reason = f"{type(optimizer).__name__} evaluates the loss several times a step"
+    stage, steps = config.zero_optimization.stage, config.gradient_accumulation_steps
+    problems = []
+    if stage != 0:
+        problems.append(Problem("zero_optimization.stage", stage, reason, "use stage 0"))
+    for key in ("bf16", "fp16"):
+        if getattr(config, key).enabled:
+            problems.append(Problem(f"{key}.enabled", True, reason, "train in fp32"))
+    if steps != 1:
+        problems.append(Problem("gradient_accumulation_steps", steps, reason, "use 1; the closure may add losses up"))
+    if (clipping := config.gradient_clipping) != 0.0:
+        problems.append(Problem("gradient_clipping", clipping, reason, "call clip_grad_norm_ in the closure"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _make_schedule(runtime: Runtime, engine: TorchEngine, client: Any) -> Any:

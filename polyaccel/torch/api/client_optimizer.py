@@ -8,6 +8,7 @@ that checkpoints hold them like those of any other optimizer.
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor, nn
 
-from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import CAST, SCALE
+from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
@@ -52,6 +54,12 @@ def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
     return known or sharded
 
 
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 class ClientOptimizer(SliceOptimizer):
     """Adapts `optimizer`, whose groups hold parameters of the module named by `names`."""
 
@@ -70,6 +78,24 @@ class ClientOptimizer(SliceOptimizer):
         name = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
         return f"{name} on {'slices' if self._flat else 'whole parameters'}"
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the optimizer calls a closure for the loss as often as it likes, as LBFGS does. It works on the
+        module's own parameters and their `.grad`; `initialize` says where that is possible."""
+        return needs_closure(self.optimizer)
+
+    def minimise(self, closure: Callable[[], Any], communicator: Communicator) -> Any:
+        """One step of an optimizer that `evaluates`, every time with the mean loss of all ranks. Collective."""
+
+        def evaluate() -> Tensor:
+            with torch.enable_grad():
+                loss = torch.as_tensor(closure()).detach()
+            mean = loss.float().reshape(1).clone()
+            communicator.all_reduce(wrap_torch(mean), ReduceOp.AVG, label="loss of a closure")
+            return mean[0]
+
+        return self.optimizer.step(evaluate)  # type: ignore[arg-type]
+
     def bind(self, shards: Sequence[Shard]) -> None:
         """Find the views of the shards' master weights that stand for the parameters; cut the states there are.
 
@@ -85,6 +111,8 @@ class ClientOptimizer(SliceOptimizer):
                 view = shard.master.view(piece.shard_offset, piece.length).raw
                 parameter = parameters[piece.fqn]
                 tensor = view if self._flat else view.view(parameter.shape)
+                if self.evaluates:
+                    tensor = parameter
                 if parameter in earlier:
                     self.optimizer.state[tensor] = _cut_state(earlier[parameter], parameter, piece, self._flat)
                 views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket

@@ -54,11 +54,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `state_dict` has the groups only: the engine's checkpoint has the rest.
     """
 
-    def __init__(self, groups: ParamGroups, update: Callable[[], None], discard_gradients: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        groups: ParamGroups,
+        update: Callable[[Callable[[], Any] | None], Any],
+        discard_gradients: Callable[[], None],
+        *,
+        evaluates: bool = False,
+    ) -> None:
         # The base class refuses an empty list of groups; give it the fields that it promises to schedulers and leave
         # the rest to the slices.
         self._update = update
         self._discard_gradients = discard_gradients
+        self._evaluates = evaluates
         self._is_built = False
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self._is_built = True
@@ -67,12 +75,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. `closure` computes the loss and the gradients before, as in every optimizer of torch
-        that evaluates it once; returns its result."""
+        that evaluates it once; returns its result. LBFGS evaluates it more than once, and needs one."""
+        if self._evaluates:
+            if closure is None:
+                raise PolyaccelError(
+                    "this optimizer evaluates the loss several times a step, and was given no closure that computes it",
+                    cure="call engine.optimizer.step(closure) instead of engine.step(); the closure calls "
+                    "engine.zero_grad(), runs the model, calls engine.backward(loss) and returns the loss",
+                )
+            return self._update(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._update(None)
         return loss
 
     @property
