@@ -22,7 +22,7 @@ from polyaccel.comm.discovery import discover, publish
 from polyaccel.comm.join.backends import comm_backend, fitting_backend
 from polyaccel.comm.join.hosts import share_hosts
 from polyaccel.comm.torch_group import initialized_world
-from polyaccel.comm.watch.dump import Dumper, default_folder
+from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, RanksApart
 
@@ -89,12 +89,12 @@ def init_distributed(
         accelerator.set_device(rendezvous.local_rank)
     communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
     if communicator.world_size > 1:
-        folder = _value(section, "dump_dir")
+        folder = _value(section, "dump_dir") or os.environ.get(FOLDER_VARIABLE)
         dumper = Dumper(
             communicator.recorder,
             communicator.rank,
             communicator.world_size,
-            Path(folder) if folder else default_folder(os.environ),
+            Path(folder) if folder else None,
         )
         dumper.start()
         communicator.at_close.append(dumper.stop)

@@ -62,7 +62,7 @@ def compare(dumps: Sequence[Dump]) -> list[Divergence | AgreeingGroup]:
 def _compare_group(group: tuple[int, ...], ranks: Mapping[int, Mapping[int, DumpedCall]]) -> Divergence | AgreeingGroup:
     first = max(min(calls) for calls in ranks.values() if calls)
     last = max(max(calls) for calls in ranks.values() if calls)
-    for seq in range(first, last + 1):
+    for seq in sorted(seq for seq in set().union(*ranks.values()) if first <= seq <= last):
         here = {rank: calls.get(seq) for rank, calls in ranks.items()}
         if len({call.what if call else None for call in here.values()}) > 1:
             missing = [rank for rank, call in here.items() if call is None]

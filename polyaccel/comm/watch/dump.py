@@ -16,10 +16,10 @@ import ctypes
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -30,15 +30,22 @@ from types import TracebackType
 from typing import Any
 
 from polyaccel.comm.collective import MESSAGES
+from polyaccel.comm.host_address import start_of
 from polyaccel.comm.watch.record import Entry, Recorder
 from polyaccel.errors import CommError
+from polyaccel.private import own_folder, runtime_folder, write_own
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER_VARIABLE = "POLYACCEL_DUMP_DIR"
 _DEFAULT_ACTION = 0  # SIG_DFL of the C library
-_WRITING_S = 2.0  # the thread may be waiting for what the main thread was writing when the signal came
+_WRITING_S = 2.0  # until the thread has written, unless the disk stands still
+_SAYING_S = 0.2
+_MOST_NBYTES = 1 << 26
+_JOB_PREFIX = "dump-"
+MOST_OLD_JOBS = 16
+"""Jobs that have ended whose dumps are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +81,30 @@ def dump_of(entries: Iterable[Entry], rank: int, world_size: int, reason: str) -
 
 
 def write_dump(dump: Dump, folder: Path) -> Path:
-    """Write `rank-N.json` into `folder`, whole or not at all, over an older one. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Write `rank-N.json` into `folder`, which exists, whole or not at all, over an older one. Raises OSError."""
     path = folder / _file_name(dump.rank)
-    part = path.with_suffix(f".{dump.pid}.part")
-    part.write_text(json.dumps({"format": FORMAT, **_as_json(dump)}))
-    part.replace(path)
+    write_own(path, json.dumps({"format": FORMAT, **_as_json(dump)}).encode())
     return path
 
 
 def read_dump(path: Path) -> Dump:
     """Read what `write_dump` wrote. Raises CommError that names the file."""
+    from pydantic import TypeAdapter  # ranks write, and need none of it
+
     try:
-        fields = json.loads(path.read_text())
-        if fields.pop("format") != FORMAT:
-            raise ValueError("written by another version of polyaccel")
-        calls = tuple(DumpedCall(**{**call, "group": tuple(call["group"])}) for call in fields.pop("calls"))
-        return Dump(**fields, calls=calls)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path.stat().st_size > _MOST_NBYTES:
+            raise ValueError(f"it is longer than {_MOST_NBYTES} bytes")
+        tree = json.loads(path.read_bytes())
+        if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
+            raise ValueError("written by another version of polyaccel, or by another program")
+        dump = TypeAdapter(Dump).validate_python(tree)
+        if dump.rank not in range(dump.world_size):
+            raise ValueError(f"rank {dump.rank} is not in a world of {dump.world_size}")
+        strange = next((call for call in dump.calls if dump.rank not in call.group), None)
+        if strange is not None:
+            raise ValueError(f"rank {dump.rank} called #{strange.seq} on a group that it is not in: {strange.group}")
+        return dump
+    except (OSError, ValueError, RecursionError) as error:
         raise CommError(
             f"{path} is not a dump of the flight recorder: {error}",
             cure="name the rank-N.json files of one job, or the folder that holds them",
@@ -99,33 +112,51 @@ def read_dump(path: Path) -> Dump:
         ) from error
 
 
-def default_folder(environ: Mapping[str, str]) -> Path:
-    """`POLYACCEL_DUMP_DIR`, else a folder of this user and job (by the launcher's process) beside temporary files."""
-    chosen = environ.get(FOLDER_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    return Path(tempfile.gettempdir(), f"polyaccel-{os.getuid()}", f"dump-{os.getppid()}")
+def job_folder(environ: Mapping[str, str]) -> Path:
+    """The folder of this job's dumps, by the process that launched it, in the user's runtime folder."""
+    launcher = os.getppid()
+    return runtime_folder(environ) / f"{_JOB_PREFIX}{launcher}-{_start_of(launcher)}"
+
+
+def forget_old_jobs(runtime: Path) -> None:
+    """Remove the dumps of jobs whose launcher has ended, but those of the last MOST_OLD_JOBS. Other ranks may do the
+    same at the same time."""
+    old = []
+    for folder in runtime.glob(f"{_JOB_PREFIX}*"):
+        launcher, _, start = folder.name.removeprefix(_JOB_PREFIX).partition("-")
+        is_known = launcher.isdecimal() and start.isdecimal() and int(start) > 0
+        if not (is_known and _start_of(int(launcher)) == int(start)):
+            with suppress(OSError):
+                old.append((folder.lstat().st_mtime, folder))
+    for _, folder in sorted(old, reverse=True)[MOST_OLD_JOBS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Dumper:
     """Writes this rank's dump when something goes wrong. One a process, from `start` to `stop`.
 
-    An event is written once; SIGUSR1 writes anew each time, so that a job can be asked twice.
+    `folder` is the user's choice; None is the job's in the runtime folder, which is made when there is something to
+    write. An event is written once; SIGUSR1 writes anew each time, so that a job can be asked twice.
     """
 
-    def __init__(self, recorder: Recorder, rank: int, world_size: int, folder: Path) -> None:
+    def __init__(self, recorder: Recorder, rank: int, world_size: int, folder: Path | None) -> None:
         self._recorder = recorder
         self._rank = rank
         self._world_size = world_size
-        self._folder = folder
+        self._is_chosen = folder is not None
+        self._folder = folder or job_folder(os.environ)
         self._undo: list[Callable[[], object]] = []
         self._writing = threading.Lock()
+        self._main_is_writing = False
+        self._after_writing: Callable[[], object] | None = None
 
     def start(self) -> None:
         """Listen for failures, uncaught exceptions and, in the main thread of a process, signals.
 
         What this rank of an earlier job left in the folder becomes `rank-N.earlier`, lest it be taken for this one's.
         """
+        if not self._is_chosen:
+            forget_old_jobs(self._folder.parent)
         left = self._folder / _file_name(self._rank)
         with suppress(OSError):  # as a rule there is nothing
             left.replace(left.with_suffix(".earlier"))
@@ -142,16 +173,40 @@ class Dumper:
 
     def write(self, reason: str, *, level: int = logging.WARNING) -> Path | None:
         """Write the dump and log where; None, and a log line, when that is not possible. Raises nothing."""
-        try:
-            with self._writing:
-                dump = dump_of(list(self._recorder.entries), self._rank, self._world_size, reason)
-                path = write_dump(dump, self._folder)
-        except (OSError, RuntimeError) as error:  # RuntimeError: another thread made a call meanwhile
-            _log.warning("the flight recorder could not be written to %s: %s", self._folder, error)
-            return None
-        compare = f"polyaccel comm diff {path.parent}"
-        _log.log(level, "%s; the last calls are in %s, compare all ranks with `%s`", reason, path, compare)
+        is_main = _is_main_thread()
+        self._main_is_writing = self._main_is_writing or is_main
+        with self._writing:
+            path, said = self._write(reason)
+            _log.log(level if path is not None else logging.WARNING, said)
+        if is_main:
+            self._main_is_writing = False
+            after, self._after_writing = self._after_writing, None
+            if after is not None:
+                after()
         return path
+
+    def _write(self, reason: str) -> tuple[Path | None, str]:
+        """Write the dump. Returns its path and a sentence on it; None where it could not be written."""
+        try:
+            if self._is_chosen:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            else:
+                own_folder(own_folder(self._folder.parent) / self._folder.name)
+            dump = dump_of(list(self._recorder.entries), self._rank, self._world_size, reason)
+            path = write_dump(dump, self._folder)
+        except (OSError, RuntimeError) as error:  # RuntimeError: another thread made a call meanwhile
+            return None, f"the flight recorder could not be written to {self._folder}: {error}"
+        compare = f"polyaccel comm diff {path.parent}"
+        return path, f"{reason}; the last calls are in {path}, compare all ranks with `{compare}`"
+
+    def _write_last(self, reason: str) -> None:
+        """`write` of a process that ends now. The line is shown if nobody holds up the log: the main thread, which may
+        have been in the middle of a line of its own when the signal came, writes no more."""
+        with self._writing:
+            _, said = self._write(reason)
+        line = threading.Thread(target=_log.warning, args=(said,), daemon=True, name="polyaccel last line")
+        line.start()
+        line.join(_SAYING_S)
 
     def _watch_exceptions(self) -> None:
         of_main, of_threads = sys.excepthook, threading.excepthook
@@ -192,7 +247,15 @@ class Dumper:
             """The thread answers, unless the C handler could not reach it; it ends the process."""
             if number == signal.SIGTERM:
                 theirs.send(bytes([number]))
-                reader.join(_WRITING_S)  # a script that went on could end well before the thread has written
+                # A script that went on could end well before the thread has written. But what this thread is writing
+                # itself, the other one waits for.
+                if self._main_is_writing:
+                    self._after_writing = wait_for_the_end
+                else:
+                    wait_for_the_end()
+
+        def wait_for_the_end() -> None:
+            reader.join(_WRITING_S)
 
         reader = threading.Thread(target=self._answer, args=(ours, on_signal), daemon=True, name="polyaccel dumps")
         reader.start()
@@ -239,10 +302,18 @@ class Dumper:
                     elif number == signal.SIGTERM and not is_ours:
                         self.write("SIGTERM", level=logging.INFO)
                     elif number == signal.SIGTERM:
-                        self.write("SIGTERM")
+                        self._write_last("SIGTERM")
                         # Python lets only the main thread, which may hang, give a signal its default action back.
                         ctypes.CDLL(None).signal(number, ctypes.c_void_p(_DEFAULT_ACTION))
                         os.kill(os.getpid(), number)
+
+
+def _start_of(process: int) -> int:
+    """`start_of`; 0 where there is no such process, or no way to ask."""
+    try:
+        return start_of(process)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _file_name(rank: int) -> str:

@@ -27,7 +27,7 @@ def dump(rank: int, calls: Sequence[DumpedCall], world_size: int = 3) -> Dump:
 
 def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = dump(1, [call(0), call(1, "all_reduce sum 4 x float32", ended=False)])
-    path = write_dump(written, tmp_path / "new" / "folder")
+    path = write_dump(written, tmp_path)
     assert path.name == "rank-1.json"
     assert read_dump(path) == written
     write_dump(replace(written, reason="again"), path.parent)
@@ -35,12 +35,30 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == ["rank-1.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "calls": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "null", "9" * 5000, "[" * 100_000, '{"format": 99}', '{"format": 1, "calls": [{}]}'),
+        '{"format": 1, "rank": 3, "world_size": 2, "reason": "", "at_s": 0, "host": "", "pid": 1, "calls": []}',
+        (
+            '{"format": 1, "rank": 0, "world_size": 2, "reason": "", "at_s": 0, "host": "", "pid": 1, "calls": '
+            '[{"group": [], "seq": 0, "what": "", "purpose": "", "started_s": 0, "ended_s": null}]}'
+        ),
+    ],
+)
 def test_what_is_no_dump_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(text)
     with pytest.raises(CommError, match=r"rank-0\.json is not a dump"):
         read_dump(path)
+
+
+def test_numbers_far_apart_are_compared_without_counting() -> None:
+    far = 10**18
+    dumps = [dump(0, [call(0), call(far)]), dump(1, [call(0), call(far)]), dump(2, [call(0), call(far, "other")])]
+    (finding,) = compare(dumps)
+    assert isinstance(finding, Divergence)
+    assert finding.seq == far
 
 
 def test_the_first_call_with_another_size_is_found() -> None:

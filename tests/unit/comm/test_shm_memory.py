@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.shm.backend import ShmBackend, _check_one_host
 from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
-from polyaccel.comm.backends.shm.memory import AddressBook, Heap, HeapRange, Member, map_file, new_file, start_of
+from polyaccel.comm.backends.shm.memory import AddressBook, Heap, HeapRange, Member, map_file, new_file
 from polyaccel.comm.backends.torch.backend import GlooBackend
 from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.host_address import start_of
 from polyaccel.comm.join import setup
 from polyaccel.comm.join.backends import fitting_backend
 from polyaccel.comm.parts.single import SingleCommunicator

@@ -19,7 +19,6 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy.typing as npt
 
 from polyaccel.accelerators.memory.host import aligned_shift, spare_nbytes
 from polyaccel.comm.backends.shm.library import shm_library
-from polyaccel.comm.host_address import host_name
+from polyaccel.comm.host_address import host_name, start_of
 from polyaccel.errors import CommError
 
 _TOKEN_NBYTES = 32
@@ -230,8 +229,3 @@ def open_peer(pid: int, file: int, what: str) -> int:
 
 def rounded_up(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _ROUND_NBYTES) * _ROUND_NBYTES
-
-
-def start_of(process: int | str) -> int:
-    """When a process started, in ticks since boot: with its id, what tells it from a later one of that id."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,0 +1,68 @@
+"""Folders and files that belong to this user alone, also where others may write beside them.
+
+[Note: Planted links]
+In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file
+would be, which a write follows, or a folder of theirs, in which they exchange our files. So a folder counts only if it
+is no link, is this user's and nobody else may write to it; and a file is made under a name that does not exist yet,
+without following links, before it takes the place of an older one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """The folder for what lives as long as jobs do: `polyaccel` in `XDG_RUNTIME_DIR` if that is this user's alone, else
+    `polyaccel-<user>` beside temporary files. The caller makes it with `own_folder`."""
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    if given and _is_own(Path(given), _OF_OTHERS):
+        return Path(given, "polyaccel")
+    return Path(tempfile.gettempdir(), f"polyaccel-{os.geteuid()}")
+
+
+def own_folder(path: Path) -> Path:
+    """`path`, made where it is missing, for this user alone. Its parent exists. Raises PermissionError for a link, and
+    for a folder that belongs to somebody else or that others may write to."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_own(path, _WRITTEN_BY_OTHERS):
+        status = path.lstat()
+        what = "is a link" if stat.S_ISLNK(status.st_mode) else f"has mode {stat.S_IMODE(status.st_mode):o}"
+        reason = f"belongs to user {status.st_uid} and {what}: remove it, or name another folder"
+        raise PermissionError(errno.EPERM, reason, str(path))
+    path.chmod(0o700)
+    return path
+
+
+def write_own(path: Path, data: bytes) -> None:
+    """Write the file, for this user alone, whole or not at all, in the place of an older one. Follows no link. Raises
+    OSError."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "wb") as opened:
+            opened.write(data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _is_own(path: Path, forbidden: int) -> bool:
+    """Whether this is a folder, no link to one, of this user, whose mode has none of the `forbidden` bits."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & forbidden
