@@ -262,6 +262,7 @@ class TorchAdapter(ModelAdapter):
         Raises ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained now.
         """
         self._owned.check_trained()
+        self._passes.require_one_scale()
         self.adopt_changes()
         if self._sites is not None:
             self._sites.before_update()

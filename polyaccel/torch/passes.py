@@ -53,6 +53,8 @@ class BackwardPasses:
         self._step: ZeroStep | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
+        self._held_scale = 1.0
+        """The loss scale of the gradients that the step holds."""
         self._factor = 1.0
         """Gradients of the present pass are multiplied with this before they enter their bucket."""
         self._is_scaled_by_user = False
@@ -169,8 +171,22 @@ class BackwardPasses:
 
     def _begin(self, factor: float) -> None:
         step = self._attached
+        if not step.holds_gradients:
+            self._held_scale = self.loss_scale
+        self.require_one_scale()
         self._factor = factor
         step.begin_pass(reduce=self.reduce and step.policy.reduces_pass(is_last=self._counters.is_boundary))
+
+    def require_one_scale(self) -> None:
+        """Raise PolyaccelError where the loss scale has changed since a backward pass whose gradients are held: it is
+        divided out once, of all."""
+        if self._attached.holds_gradients and self._held_scale != self.loss_scale:
+            raise PolyaccelError(
+                f"the loss scale changed from {self._held_scale:g} to {self.loss_scale:g} under gradients that were "
+                "multiplied with the first",
+                cure="change it between optimizer steps, or call engine.zero_grad() and start over",
+                value=self.loss_scale,
+            )
 
     def _end(self) -> None:
         """Autograd has done, and the gradients are there."""

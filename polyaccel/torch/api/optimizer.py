@@ -7,6 +7,7 @@ it; its `param_groups` are read anew at each update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -71,11 +72,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self._is_built = True
         self.param_groups = groups
+        self._members = self._addresses()
         self.defaults = hyperparameters(groups[0]) if groups else {}  # where schedules look what there is to move
+
+    def _addresses(self) -> list[list[int]]:
+        """The parameters of each group; the engine keeps them alive."""
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
+    def _require_members(self) -> None:
+        """Raise ShardingError where the groups have other parameters than when the engine was built."""
+        now = self._addresses()
+        if now != self._members:
+            pairs = zip_longest(now, self._members)
+            index = next(index for index, (ours, planned) in enumerate(pairs) if ours != planned)
+            raise ShardingError(
+                f"optimizer group {index} has other parameters than the engine was built with",
+                cure="pass all groups to polyaccel.initialize, or call it again; lr 0 keeps a group still until it is "
+                "wanted",
+                value=index,
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. `closure` computes the loss and the gradients before, as in every optimizer of torch
         that evaluates it once; returns its result. LBFGS evaluates it more than once, and needs one."""
+        self._require_members()
         if self._evaluates:
             if closure is None:
                 raise PolyaccelError(

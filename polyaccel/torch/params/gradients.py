@@ -192,7 +192,7 @@ class GradientAccess:
         self._norms.clear()
 
     def _require_unscaled(self, fqn: str, verb: str) -> None:
-        if (scale := self._loss_scale()) != 1.0 and self._step.holds_gradients:
+        if (scale := self._loss_scale()) != 1.0 and (verb == "set" or self._step.holds_gradients):
             raise ShardingError(
                 f"the gradient of {fqn!r} was {verb} while gradients are multiplied with the loss scale {scale:g}",
                 cure='clip with "gradient_clipping" in the config; polyaccel.utils.safe_get_full_grad and '
