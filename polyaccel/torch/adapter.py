@@ -21,6 +21,7 @@ from polyaccel.torch.gathering.arriving import expect
 from polyaccel.torch.gathering.sharded import hide, show
 from polyaccel.torch.gathering.sites import Sites
 from polyaccel.torch.gathering.state_dicts import StateDicts
+from polyaccel.torch.params.buffers import broadcast_buffers
 from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal, reveal
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
 from polyaccel.torch.params.ownership import OwnedParameters
@@ -278,13 +279,8 @@ class TorchAdapter(ModelAdapter):
                     expect(self.parameter(fqn), partial(self._step.params.wait_published, index))
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
-        """Begin with rank 0's buffers (running statistics and the like) on every rank."""
-        if communicator.world_size == 1:
-            return
-        for buffer in self.module.buffers():
-            flat = self._accelerator.wrap(buffer.detach().contiguous())
-            communicator.broadcast(flat, 0, label="initial buffers")
-            buffer.copy_(flat.raw.view(buffer.shape))
+        """Begin with rank 0's buffers on every rank."""
+        broadcast_buffers(self.module, self._accelerator, communicator)
 
     # Parameters away from the device.
 

@@ -34,7 +34,7 @@ def parameter_specs(
         fqn: ParamSpec(
             fqn,
             tuple(parameter.shape),
-            dtypes.get(parameter) or dtype_of(parameter.dtype),
+            dtypes.get(parameter) or _dtype_of(fqn, parameter),
             group_of.get(fqn, 0),
             parameter.requires_grad and fqn in group_of,
         )
@@ -62,6 +62,19 @@ def convert_buffers(module: nn.Module, dtype: DType | None, keep_in_fp32: Collec
             for key, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     part._buffers[key] = buffer.to(wanted)
+
+
+def _dtype_of(fqn: str, parameter: nn.Parameter) -> DType:
+    if parameter.is_complex():
+        raise ShardingError(
+            f"parameter {fqn!r} is of {parameter.dtype}, and the engine trains real ones",
+            cure="make torch.view_as_real(value) the parameter, and use torch.view_as_complex of it in forward",
+            value=fqn,
+        )
+    try:
+        return dtype_of(parameter.dtype)
+    except ShardingError as error:
+        raise ShardingError(f"parameter {fqn!r}: {error.message}", cure=error.cure, value=fqn) from None
 
 
 def _beside_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:

@@ -3,13 +3,11 @@ values."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
@@ -23,6 +21,14 @@ from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, unpacked
 from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.params.buffers import plain_values, set_plain_values, strided_tensors
+from polyaccel.torch.states.extra_states import (
+    extra_state_blobs,
+    is_extra_state,
+    packed,
+    saved_extra_states,
+    set_extra_states,
+)
 from polyaccel.torch.states.random_states import RandomStates
 from polyaccel.types import DType
 from polyaccel.zero.step import ZeroStep
@@ -69,9 +75,10 @@ def save_run(
     if isinstance(run.schedule, Schedule):
         scalars["lr_scheduler"] = run.schedule.state_dict()
     elif run.schedule is not None:
-        blobs[_CLIENT_SCHEDULE] = _packed(run.schedule.state_dict())
+        blobs[_CLIENT_SCHEDULE] = packed(run.schedule.state_dict())
     if run.data is not None:
         scalars["data"] = run.data.state_dict()
+    blobs |= extra_state_blobs(run.adapter.module)
     save_checkpoint(
         storage,
         tag,
@@ -142,7 +149,8 @@ def _check(
         names = ", ".join(wanted.kept[:8])
         log.warning("%d parameters or their states were not saved and stay as they are: %s", len(wanted.kept), names)
     buffers = _saved_buffers(run, reader)
-    blobs = reader.rank_blobs(0) if client is not None or run.schedule is not None else {}
+    blobs = reader.rank_blobs(0)
+    extra_states = saved_extra_states(run.adapter.module, blobs)
     random_states = None
     if not module_only:
         run.check_progress(values)
@@ -161,6 +169,7 @@ def _check(
         wanted.read(reader, run.accelerator)
         for name, tensor in buffers.items():
             _read_buffer(run.accelerator, reader, name, tensor)
+        set_extra_states(run.adapter.module, extra_states)
         if not module_only:
             run.load_progress(values)
             if run.data is not None and values.data is not None:
@@ -196,23 +205,26 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
             yield TensorPiece(slot.param.fqn, kind, slot.param.shape, buffer.dtype, start, buffer)
     if run.communicator.rank == 0:
         for name, tensor in _buffers(run.adapter).items():
-            flat = run.accelerator.wrap(tensor.detach().contiguous())
-            yield TensorPiece(name, _BUFFER, tuple(tensor.shape), dtype_of(tensor.dtype), 0, flat)
+            values = plain_values(tensor)
+            yield TensorPiece(
+                name, _BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
+            )
 
 
 def _buffers(adapter: TorchAdapter) -> dict[str, Tensor]:
-    """The module's persistent buffers by name. Every parameter is up to date."""
+    """The strided tensors that hold the values of the module's persistent buffers, by name. Every parameter is up to
+    date."""
     parameters = set(map(id, adapter.names))
-    found = {}
+    buffers = []
     for name, value in adapter.module.state_dict(keep_vars=True).items():
-        if id(value) in parameters:
+        if id(value) in parameters or is_extra_state(name):
             continue
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            cure = "keep such state in client_state, or in tensors registered as buffers"
-            raise CheckpointError(f"the module's extra state {name!r} is a {kind}", cure=cure, value=kind)
-        found[name] = value
-    return found
+            cure = "keep it in client_state, in get_extra_state, or in tensors registered as buffers"
+            raise CheckpointError(f"the module's state {name!r} is a {kind}", cure=cure, value=kind)
+        buffers.append((name, value))
+    return dict(strided_tensors(buffers))
 
 
 def _saved_buffers(run: TorchRun, reader: RenamedReader) -> dict[str, Tensor]:
@@ -222,24 +234,24 @@ def _saved_buffers(run: TorchRun, reader: RenamedReader) -> dict[str, Tensor]:
         if not reader.has(name, _BUFFER):
             log.warning("the checkpoint has no buffer %r; it keeps its value", name)
             continue
-        shape = reader.tensor(name, _BUFFER).shape
-        if shape != tuple(tensor.shape):
+        shape, values = reader.tensor(name, _BUFFER).shape, plain_values(tensor)
+        if shape != tuple(values.shape):
             raise CheckpointError(
                 f"the buffer {name!r} has the shape {shape} in checkpoint {reader.tag!r}, and "
-                f"{tuple(tensor.shape)} in the model",
+                f"{tuple(values.shape)} in the model",
                 cure="build the model that was saved",
                 value=shape,
             )
-        reader.verify(name, _BUFFER, 0, tensor.numel(), dtype_of(tensor.dtype))
+        reader.verify(name, _BUFFER, 0, values.numel(), dtype_of(values.dtype))
         found[name] = tensor
     return found
 
 
 def _read_buffer(accelerator: Accelerator, reader: RenamedReader, name: str, tensor: Tensor) -> None:
-    flat = accelerator.allocate(tensor.numel(), dtype_of(tensor.dtype))
+    present = plain_values(tensor)
+    flat = accelerator.allocate(present.numel(), dtype_of(present.dtype))
     reader.read_into(name, _BUFFER, 0, flat.numel, flat, cast_through=accelerator.allocate)
-    with torch.no_grad():
-        tensor.copy_(flat.raw.view(tensor.shape))
+    set_plain_values(tensor, flat.raw.view(present.shape))
 
 
 def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
@@ -257,13 +269,6 @@ def _allocate_client_states(zero: ZeroStep, reader: RenamedReader) -> None:
             for kind, dtype in saved.get(piece.fqn, ()):
                 if kind not in shard.states:
                     shard.allocate_state(kind, dtype)
-
-
-def _packed(state: Any) -> bytes:
-    """The state of a schedule of torch, which may hold more than plain values."""
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    return stream.getvalue()
 
 
 def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, bytes]) -> Mapping[str, Any] | None:
