@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from logging import getLogger
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
@@ -28,6 +29,8 @@ from polyaccel.zero.plan.policy import (
     TrafficPolicy,
     ZeroPolicy,
 )
+
+log = getLogger(__name__)
 
 PLACES: dict[OffloadDevice, Place] = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.NVME}
 """Where the built-in tiers hold their buffers, by the names that configs have for them."""
@@ -62,21 +65,32 @@ def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPoli
     """The bounds on gathered parameters.
 
     Where the config does not state them, a small model gets tighter ones than DeepSpeed's defaults, which are made for
-    billions of parameters and would never free anything: three units may be live.
+    billions of parameters and would never free anything: three units may be live. A stated bound below the largest
+    bucket becomes that bucket, and a warning says so.
     """
     zero = config.zero_optimization
     stated = zero.model_fields_set
     units: dict[str, int] = {}
-    for bucket in layout.buckets:
-        if not bucket.kind.persistent:
-            units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
+    gathered = [bucket for bucket in layout.buckets if not bucket.kind.persistent]
+    for bucket in gathered:
+        units[bucket.kind.unit] = units.get(bucket.kind.unit, 0) + bucket.numel
     unit = max(units.values(), default=0)
 
     def bound(name: str, value: int, tight: int) -> int:
         return value if name in stated else min(value, tight)
 
+    max_live = bound("max_live_parameters", zero.max_live_parameters, 3 * unit)
+    largest = max(gathered, key=lambda bucket: bucket.numel, default=None)
+    if largest is not None and largest.numel > max_live:
+        if ZeroPolicy.of_stage(zero.stage).params is Placement.SHARDED:
+            log.warning(
+                "zero_optimization.stage3_max_live_parameters = %d is less than the %d elements of the bucket of %r, "
+                "which are gathered as one: %d it is. A smaller reduce_bucket_size makes smaller buckets",
+                *(max_live, largest.numel, largest.slots[0].param.fqn, largest.numel),
+            )
+        max_live = largest.numel
     return GatherPolicy(
-        max_live_numel=bound("max_live_parameters", zero.max_live_parameters, 3 * unit),
+        max_live_numel=max_live,
         prefetch_numel=bound("prefetch_bucket_size", zero.prefetch_bucket_size, unit),
         max_reuse_numel=bound("max_reuse_distance", zero.max_reuse_distance, unit),
         warn_of_deviations=zero.log_trace_cache_warnings,

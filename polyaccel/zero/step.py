@@ -20,11 +20,10 @@ from typing import Literal
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.gradients import GradientBucket
-from polyaccel.zero.buckets.params import ParamOwner, ParamStore, check_bounds
+from polyaccel.zero.buckets.params import ParamOwner, ParamStore
 from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
-from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.update.by_hand import ByHand
 from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts
@@ -59,8 +58,6 @@ class ZeroStep:
                 f"layout for {plan.layout.world_size} ranks, communicator of {communicator.world_size}",
                 value=plan.layout.world_size,
             )
-        if plan.zero.params is Placement.SHARDED:
-            check_bounds(plan.policy.gathering, plan.layout)
         self.plan = plan
         self.layout = plan.layout
         self.policy = plan.zero

@@ -19,15 +19,13 @@ from logging import getLogger
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
-from polyaccel.errors import ShardingError
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 from polyaccel.zero.buckets.gathering import Gathering, ShardedBucket
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.parts import StepParts, Tiers
 from polyaccel.zero.plan.bucket_plan import BucketPlan, StepPlan, TrainedBucketPlan
-from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slice, Slot
-from polyaccel.zero.plan.policy import GatherPolicy
+from polyaccel.zero.plan.layout import Bucket, Slice, Slot
 
 log = getLogger(__name__)
 
@@ -356,18 +354,6 @@ class ParamStore:
         self.fence()
         self.gathering.close()
         self.buckets.clear()
-
-
-def check_bounds(policy: GatherPolicy, layout: ShardLayout) -> None:
-    """Raise ShardingError when a single bucket is larger than the bound on gathered parameters."""
-    for bucket in layout.buckets:
-        if not bucket.kind.persistent and bucket.numel > policy.max_live_numel:
-            names = [slot.param.fqn for slot in bucket.slots]
-            raise ShardingError(
-                f"the bucket of {names} has {bucket.numel} elements; at most {policy.max_live_numel} may be gathered",
-                cure="raise zero_optimization.stage3_max_live_parameters",
-                value=policy.max_live_numel,
-            )
 
 
 def _common_dtype(dtypes: set[DType]) -> DType:

@@ -405,12 +405,20 @@ def test_what_is_gathered_stays_within_the_bound():
         assert max(peaks) <= bound
 
 
-def test_a_bound_below_one_bucket_is_refused():
-    def work(communicator, model):
-        with pytest.raises(ShardingError, match=r"at most 100 may be gathered\n.*stage3_max_live_parameters"):
-            engine_of(model, zero={"stage3_max_live_parameters": 100})
+def test_a_bound_below_one_bucket_becomes_that_bucket_and_is_told(caplog):
+    def work(communicator, model, bound):
+        engine = engine_of(model, zero={"stage3_max_live_parameters": bound})
+        train(engine, range(2), communicator.rank)
+        largest = max(bucket.numel for bucket in engine.zero.layout.buckets if not bucket.kind.persistent)
+        engine.destroy()
+        return snapshot(model), largest
 
-    on_threads(2, work, gpt)
+    with caplog.at_level(logging.WARNING, logger="polyaccel"):
+        trained, largest = on_threads(2, work, gpt, 5)[0]
+    told = f"stage3_max_live_parameters = 5 is less than the {largest} elements of the bucket of "
+    assert told in caplog.text
+    assert f"{largest} it is" in caplog.text
+    assert_bitwise(trained, on_threads(2, work, gpt, 10**9)[0][0])
 
 
 def test_an_engine_without_an_optimizer_runs_and_frees():
