@@ -25,6 +25,10 @@ class PolyaccelError(Exception):
         return f"{self.message}\n  cure: {self.cure}" if self.cure else self.message
 
 
+_MOST_SHOWN = 100
+"""Problems that the message of a `ConfigError` tells; `problems` has all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong in a config: the dotted key, its value, what was expected, and the cure."""
@@ -35,8 +39,17 @@ class Problem:
     cure: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.key} = {self.value!r}: {self.expected}"
+        head = f"{self.key} = {_shown(self.value)}: {self.expected}"
         return f"{head}\n    cure: {self.cure}" if self.cure else head
+
+
+def _shown(value: object) -> str:
+    """`value` on a line of some 200 characters at most."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; a value inside itself
+        return f"<{type(value).__name__}: {error}>"
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text)} characters)"
 
 
 class ConfigError(PolyaccelError, ValueError):
@@ -46,7 +59,9 @@ class ConfigError(PolyaccelError, ValueError):
         self.problems = tuple(problems)
         self.source = source
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        lines = "".join(f"\n  {problem}" for problem in self.problems)
+        lines = "".join(f"\n  {problem}" for problem in self.problems[:_MOST_SHOWN])
+        if len(self.problems) > _MOST_SHOWN:
+            lines += f"\n  and {len(self.problems) - _MOST_SHOWN} more"
         super().__init__(f"{source}: {count}{lines}", value=[problem.value for problem in self.problems])
 
 

@@ -90,6 +90,14 @@ def host_accelerator(accelerator: Accelerator) -> Accelerator:
     return accelerator if accelerator.name == _HOST else choose_accelerator(_HOST)
 
 
+def is_a_framework_device(name: str) -> bool:
+    """Whether torch or JAX knows devices called `name`, present or not, beside the plugins that are installed."""
+    try:
+        return (_torch_device(name, "the argument") or _jax_device(name, "the argument")) is not None
+    except PluginNotFound:  # known, and none is here
+        return True
+
+
 def _from_environment() -> tuple[str | None, str]:
     """The name that the environment asks for, and the variable it is from."""
     given = {variable: value for variable in VARIABLES if (value := os.environ.get(variable, "").strip())}

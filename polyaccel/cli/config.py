@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _check(args: argparse.Namespace) -> int:
     """Print the resolved batch sizes and every setting that is not a default; 1 with all problems on stderr."""
+    from polyaccel.cli.start_checks import start_problems
     from polyaccel.config import load_resolved
     from polyaccel.config.load import draft_config
 
@@ -41,6 +42,8 @@ def _check(args: argparse.Namespace) -> int:
         draft = draft_config(args.file)
         world_size = _implied_world_size(draft.config) if args.world_size is None else args.world_size
         config = load_resolved(args.file, world_size=world_size)
+        if problems := start_problems(config):
+            raise ConfigError(problems, source=draft.source)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_LAUNCHER = "local"
+_MOST_RANKS = 4096
+"""More processes than this on one machine are a slip of the pen."""
 _DESCRIPTION = """\
 Start one process a rank, each with the variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) and of DeepSpeed (CROSS_RANK, CROSS_SIZE, LOCAL_SIZE), show what they print with the rank's
@@ -124,8 +126,9 @@ def count_ranks() -> int:
 def _nproc(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks from 1 nor auto")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST_RANKS:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is neither a number of ranks from 1 to {_MOST_RANKS} nor auto")
     return int(text)
 
 

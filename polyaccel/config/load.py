@@ -20,6 +20,8 @@ from polyaccel.config.text import parse_json
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
 Source = str | Path | Mapping[str, Any] | Config
+MAX_DEPTH = 64
+"""Containers inside containers. No key stands deeper than five; options of plugins may."""
 _BASE64 = re.compile(r"[A-Za-z0-9_+/-]+={0,2}\s*")
 
 
@@ -73,8 +75,8 @@ def config_problems(config: Config) -> list[Problem]:
 
 
 def _read(source: object, source_name: str | None) -> tuple[Any, list[Problem], str]:
+    problems: list[Problem] = []
     if isinstance(source, Mapping):
-        problems: list[Problem] = []
         return _plain(source, "", problems), problems, source_name or "config dict"
     if not isinstance(source, str | Path):
         problem = Problem("config", source, "should be a path, a dict or base64 of JSON", "pass one of these")
@@ -88,8 +90,8 @@ def _read(source: object, source_name: str | None) -> tuple[Any, list[Problem], 
         except (OSError, UnicodeDecodeError) as error:
             cure = "pass the path of a JSON file, a dict, or base64 of JSON"
             raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", cure)], source=name) from None
-    tree, repeated = parse_json(text, source=name)
-    return tree, repeated, name
+    tree, problems = parse_json(text, source=name)
+    return _plain(tree, "", problems), problems, name
 
 
 def _is_file(path: Path) -> bool:
@@ -111,16 +113,26 @@ def _decoded(source: str) -> str | None:
     return text if text.lstrip().startswith(("{", "/", "#")) else None
 
 
-def _plain(value: Any, where: str, problems: list[Problem]) -> Any:
-    """A copy of `value` in dicts and lists, so that nothing of the caller's is ever changed."""
+def _plain(value: Any, where: str, problems: list[Problem], depth: int = 0) -> Any:
+    """A copy of `value` in dicts and lists, so that nothing of the caller's is ever changed.
+
+    Raises ConfigError for a value that is nested too deeply, or contains itself.
+    """
+    key = where.removeprefix(".") or "config"
+    if depth > MAX_DEPTH:
+        expected = f"is nested deeper than {MAX_DEPTH} levels, or contains itself"
+        raise ConfigError([Problem(f"{key[:60]}...", "...", expected, "write a flatter config")])
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                key = where.removeprefix(".") or "config"
                 problems.append(Problem(key, name, "has a key that is not a string", "quote the key"))
         return {
-            name: _plain(child, f"{where}.{name}", problems) for name, child in value.items() if isinstance(name, str)
+            name: _plain(child, f"{where}.{name}", problems, depth + 1)
+            for name, child in value.items()
+            if isinstance(name, str)
         }
     if isinstance(value, list | tuple):
-        return [_plain(child, f"{where}[{index}]", problems) for index, child in enumerate(value)]
+        return [_plain(child, f"{where}[{index}]", problems, depth + 1) for index, child in enumerate(value)]
+    if isinstance(value, str) and "\0" in value:
+        problems.append(Problem(key, value, "contains a null character", "remove it"))
     return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,6 +17,8 @@ from polyaccel.errors import Problem
 
 M = TypeVar("M", bound=Section)
 _MAX_PASSES = 20
+_MOST_SUGGESTIONS = 50
+"""Unknown keys for which a known one is looked for, in one table: that takes a millisecond a key."""
 
 
 def validate_tree(model: type[M], tree: Any, *, prefix: Path = ()) -> tuple[M | None, list[Problem]]:
@@ -30,18 +34,19 @@ def validate_tree(model: type[M], tree: Any, *, prefix: Path = ()) -> tuple[M | 
         except ValidationError as error:
             details = error.errors(include_url=False)
             if attempt == 0:
-                problems = _merged([_problem(model, tree, item, prefix) for item in details])
+                unknown = count()
+                problems = _merged([_problem(model, tree, item, prefix, unknown) for item in details])
             tree = _without(tree, [_blamed(tree, item) for item in details])
     return None, problems
 
 
-def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path) -> Problem:
+def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path, unknown: Iterator[int]) -> Problem:
     path = _place(tree, item)
     key = dotted((*prefix, *path))
     value = item["input"]
     kind = item["type"]
     if kind == "extra_forbidden":
-        return unknown_key(model, path, value, prefix=prefix)
+        return unknown_key(model, path, value, prefix=prefix, suggests=next(unknown) < _MOST_SUGGESTIONS)
     if kind == "missing":
         return Problem(key, None, "is required and missing", "give it a value")
     if kind in ("model_type", "dict_type"):
@@ -50,9 +55,11 @@ def _problem(model: type[Section], tree: Any, item: ErrorDetails, prefix: Path) 
     return Problem(key, value, message, _cure(value, kind, item.get("ctx", {})))
 
 
-def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = ()) -> Problem:
-    """The problem of a key that `model` does not have. Of the whole config, absent keys are suggested too: who spells
-    one rightly learns that its feature does not exist."""
+def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = (), suggests: bool = True) -> Problem:
+    """The problem of a key that `model` does not have, with the key that was meant if it `suggests`. Of the whole
+    config, absent keys are suggested too: who spells one rightly learns that its feature does not exist."""
+    if not suggests:
+        return Problem(dotted((*prefix, *path)), value, "is not a known key", "remove it")
     cure = suggest_key(model, path, () if prefix else absent_keys())
     if prefix:
         cure = cure.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
@@ -62,11 +69,15 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
 def take_absent(model: type[Section], tree: dict[str, Any]) -> list[Problem]:
     """Remove the absent keys from `tree`, a config of the kind `model`. Return a problem for each that asks for its
     feature, and for each unknown key among them."""
-    return list(_take_absent(model, section_names(model), tree, ()))
+    return list(_take_absent(model, section_names(model), tree, (), count()))
 
 
 def _take_absent(
-    model: type[Section], sections: frozenset[str], table: dict[str, Any], parents: tuple[str, ...]
+    model: type[Section],
+    sections: frozenset[str],
+    table: dict[str, Any],
+    parents: tuple[str, ...],
+    unknown: Iterator[int],
 ) -> Iterator[Problem]:
     for name, value in list(table.items()):
         path = (*parents, name)
@@ -76,14 +87,14 @@ def _take_absent(
             yield from _absent_problem(key, value, *found)
         elif is_above(key):
             if isinstance(value, dict):
-                yield from _take_absent(model, sections, value, path)
+                yield from _take_absent(model, sections, value, path, unknown)
             elif key not in sections:
                 cure = 'write {"key": value, ...}, or leave it out'
                 yield Problem(key, value, "should be an object", cure)
             if key not in sections:
                 del table[name]
         elif parents and ".".join(parents) not in sections:
-            yield unknown_key(model, path, value)
+            yield unknown_key(model, path, value, suggests=next(unknown) < _MOST_SUGGESTIONS)
 
 
 def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Iterator[Problem]:
@@ -156,7 +167,8 @@ def _merged(problems: list[Problem]) -> list[Problem]:
             expected = f"{known.expected}, or {problem.expected}"
             merged[problem.key] = Problem(known.key, known.value, expected, known.cure or problem.cure)
     # "should be 'auto'" about a list says nothing beside the problem of its item.
-    return [problem for key, problem in merged.items() if not any(other.startswith(f"{key}[") for other in merged)]
+    lists = {key[:at] for key in merged for at, char in enumerate(key) if char == "["}
+    return [problem for key, problem in merged.items() if key not in lists]
 
 
 def _blamed(tree: Any, item: ErrorDetails) -> Path:
@@ -171,9 +183,11 @@ def _blamed(tree: Any, item: ErrorDetails) -> Path:
 def _without(tree: Any, paths: list[Path]) -> Any:
     if () in paths or not isinstance(tree, Mapping):
         return {}
-    kept: dict[str, Any] = {}
-    for name, child in tree.items():
-        below = [path[1:] for path in paths if path[0] == name]
-        if () not in below:
-            kept[name] = _without(child, below) if below else child
-    return kept
+    below: dict[str | int, list[Path]] = defaultdict(list)
+    for path in paths:
+        below[path[0]].append(path[1:])
+    return {
+        name: _without(child, below[name]) if name in below else child
+        for name, child in tree.items()
+        if () not in below.get(name, ())
+    }

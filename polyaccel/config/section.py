@@ -42,10 +42,12 @@ def _whole(value: Any) -> Any:
 
 
 T = TypeVar("T")
-Int = Annotated[int, BeforeValidator(_whole)]
+_MOST = 2**63 - 1
+"""No count of anything is larger; DeepSpeed writes this where there is no bound."""
 # Bounds stand before the validator, or the JSON Schema lacks them.
-PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
-CountInt = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Int = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
+PositiveInt = Annotated[int, Field(gt=0, le=_MOST), BeforeValidator(_whole)]
+CountInt = Annotated[int, Field(ge=0, le=_MOST), BeforeValidator(_whole)]
 Stage = Annotated[T, BeforeValidator(_whole)]
 """For a `Literal` of integers: without it `true` would pass as 1."""
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -7,6 +7,7 @@ parser of the standard library reports errors where the user sees them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,19 +18,34 @@ from polyaccel.errors import ConfigError, Problem
 def parse_json(text: str, *, source: str) -> tuple[Any, list[Problem]]:
     """The value written in `text`, and a problem for every key that an object repeats (the last one counts).
 
-    Raises ConfigError with line and column when `text` is not JSON.
+    Raises ConfigError with line and column when `text` is not JSON, and for numbers and nesting that no config has.
     """
     try:
-        tree = json.loads(blank_comments(text), object_pairs_hook=_Object)
+        tree = _parsed(text)
+        repeated = list(_repeated(tree, ()))
+    except RecursionError:
+        problem = Problem("config", "...", "is nested too deeply to be read", "write a flatter config")
+        raise ConfigError([problem], source=source) from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         line = text.split("\n")[error.lineno - 1].strip()
         problem = Problem(place, line, f"is not JSON: {error.msg}", "only comments and trailing commas may be added")
         raise ConfigError([problem], source=source) from None
+    except ValueError as error:  # of an integer with thousands of digits
+        problem = Problem("config", "...", f"holds a number that cannot be read: {error}", "write a smaller number")
+        raise ConfigError([problem], source=source) from None
     return tree, [
         Problem(dotted(path), tree_value, "is written twice in the same object", "keep one of them")
-        for path, tree_value in _repeated(tree, ())
+        for path, tree_value in repeated
     ]
+
+
+def _parsed(text: str) -> Any:
+    """The value of `text`, whose comments are looked for only where there must be some: that takes longer."""
+    try:
+        return json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError:
+        return json.loads(blank_comments(text), object_pairs_hook=_Object)
 
 
 def blank_comments(text: str) -> str:
@@ -83,8 +99,8 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = [name for name in self if names.count(name) > 1]
+        counts = Counter(name for name, _ in pairs) if len(self) < len(pairs) else {}
+        self.repeated = [name for name, count in counts.items() if count > 1]
 
 
 def _repeated(tree: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -19,7 +19,7 @@ from polyaccel.policies import module_rules_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
-from polyaccel.torch.api.optimizer import ParamGroups, make_groups, torch_optimizer
+from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.deferred.values import prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
@@ -157,10 +157,7 @@ def _make_schedule(runtime: Runtime, engine: TorchEngine, client: Any) -> Any:
         raise ConfigError([Problem("scheduler.type", section.type, "there is no optimizer to schedule", cure)])
     if section.type in SCHEDULES:
         return build_schedule(section.type, section.params, engine.optimizer)
-    kind = getattr(torch.optim.lr_scheduler, section.type, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
-        cure = f"use one of {', '.join(SCHEDULES)}, or the exact name of a class of torch.optim.lr_scheduler"
-        raise ConfigError([Problem("scheduler.type", section.type, "no schedule has this name", cure)])
+    kind = schedule_class(section.type)
     try:
         return kind(engine.optimizer, **section.params)
     except (TypeError, ValueError) as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from polyaccel.config.section import Listed, PositiveFloat, Section
 
@@ -31,7 +31,7 @@ class CommConfig(Section):
 
     backend: str | None = None
     """Name of an installed plugin of the group `polyaccel.comm`; null is the accelerator's own choice."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[PositiveFloat, Field(le=1e9)] = 600.0
     """Seconds after which a collective that some rank has not joined is an error that names the missing ranks."""
     debug: bool = False
     """Compare every collective's op, numel and dtype over the ranks before it runs, and name the rank that differs."""

@@ -20,7 +20,7 @@ class Fp16Config(Section):
     """Cast the model's floating-point inputs to float16 before each forward pass."""
     loss_scale: Annotated[float, Field(ge=0)] = 0.0
     """A fixed loss scale, or 0 for a dynamic one. The five settings below shape the dynamic one only."""
-    initial_scale_power: CountInt = 16
+    initial_scale_power: Annotated[CountInt, Field(le=127)] = 16
     """The dynamic scale starts at 2 to this power."""
     loss_scale_window: PositiveInt = 1000
     """Steps without overflow after which the dynamic scale doubles."""

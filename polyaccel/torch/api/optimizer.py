@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.engine.resuming import hyperparameters, load_groups
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.ops.optimizers import OPTIMIZERS
@@ -33,13 +34,27 @@ def make_groups(parameters: Iterable[Any] | None, module: nn.Module, defaults: M
     return groups
 
 
-def torch_optimizer(name: str, params: Mapping[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
-    """An optimizer of torch by its exact class name. Raises ConfigError when torch has none, or refuses `params`."""
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class of torch.optim called `name`. Raises ConfigError when there is none."""
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
-        known = ", ".join(OPTIMIZERS)
-        cure = f"use one of {known}, or the exact name of a class of torch.optim"
+        cure = f"use one of {', '.join(OPTIMIZERS)}, or the exact name of a class of torch.optim"
         raise ConfigError([Problem("optimizer.type", name, "no optimizer has this name", cure)])
+    return kind
+
+
+def schedule_class(name: str) -> Callable[..., torch.optim.lr_scheduler.LRScheduler]:
+    """The class of torch.optim.lr_scheduler called `name`. Raises ConfigError when there is none."""
+    kind = getattr(torch.optim.lr_scheduler, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
+        cure = f"use one of {', '.join(SCHEDULES)}, or the exact name of a class of torch.optim.lr_scheduler"
+        raise ConfigError([Problem("scheduler.type", name, "no schedule has this name", cure)])
+    return kind
+
+
+def torch_optimizer(name: str, params: Mapping[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
+    """An optimizer of torch by its exact class name. Raises ConfigError when torch has none, or refuses `params`."""
+    kind = optimizer_class(name)
     try:
         return kind(groups, **params)
     except (TypeError, ValueError) as error:

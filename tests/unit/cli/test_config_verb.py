@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,42 @@ def test_check_lists_all_problems_and_fails(tmp_path: Path, capsys: pytest.Captu
     assert captured.err.startswith(f"{path}: 3 problems")
     for part in ("zero_optimisation = {}", "fp16.enabled = 1", "train_batch_size = 3"):
         assert part in captured.err
+
+
+WARMUP = {"warmup_num_steps": 11, "total_num_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"optimizer": {"type": "AdamX"}}, "optimizer.type = 'AdamX': no optimizer has this name"),
+        ({"scheduler": {"type": "Warmup"}}, "scheduler.type = 'Warmup': no scheduler has this name"),
+        ({"accelerator": "cudaa"}, "accelerator = 'cudaa': no accelerator plugin is called 'cudaa'"),
+        ({"comm": {"backend": "gluu"}}, "no comm backend plugin is called 'gluu'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "FILE/x"}}}, "is no directory"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}, "is longer than the whole schedule"),
+    ],
+)
+def test_check_refuses_what_training_could_not_start_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "file").touch()
+    text = json.dumps({"train_batch_size": 1, **config}).replace("FILE", str(tmp_path / "file"))
+    assert _run("check", _write(tmp_path / "a.json", text)) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_check_takes_classes_and_devices_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "RMSprop"},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
+        "accelerator": "mtia",
+        "comm": {"backend": "gloo"},
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "new" / "folder")}},
+    }
+    assert _run("check", _write(tmp_path / "a.json", json.dumps(config))) == 0, capsys.readouterr().err
 
 
 def test_check_of_a_missing_file_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,3 +265,47 @@ def test_a_hint_is_checked_like_a_written_value() -> None:
 
 def test_a_world_without_ranks_is_refused() -> None:
     assert "world_size = 0: should be at least 1" in str(_report({"train_batch_size": 4}, world_size=0))
+
+
+def test_suggestions_are_made_for_the_first_fifty_unknown_keys() -> None:
+    """Each takes a look at all keys; there may be megabytes of unknown ones."""
+    tree = {**OK, **{f"gradient_cliping{number}": 1 for number in range(1000)}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    assert len(caught.value.problems) == 1000
+    suggested = [problem for problem in caught.value.problems if "did you mean" in problem.cure]
+    assert len(suggested) == 50
+    assert "gradient_cliping99" in str(caught.value)
+    assert str(caught.value).endswith("and 900 more")
+
+
+def test_a_value_too_long_to_print_is_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**OK, "comm": {"backend": 1, "dump_dir": ["x" * 10_000]}})
+    assert len(str(caught.value)) < 1000
+    assert "(10004 characters)" in str(caught.value)
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(5000):
+    DEEP = {"zero_optimization": DEEP}
+CYCLE: dict[str, Any] = {}
+CYCLE["fp16"] = CYCLE
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        (DEEP, "is nested deeper than 64 levels"),
+        (CYCLE, "is nested deeper than 64 levels, or contains itself"),
+        ({"train_batch_size": 10**40}, "train_batch_size = 1000.*less than or equal to 9223372036854775807"),
+        ({"train_batch_size": 10**9999}, "train_batch_size = <int: Exceeds the limit .*less than or equal"),
+        ({"fp16": {"initial_scale_power": 1000}}, "initial_scale_power = 1000: .*less than or equal to 127"),
+        ({"comm": {"timeout_s": 1e308}}, r"timeout_s = 1e\+308: .*less than or equal"),
+        ({"comm": {"dump_dir": "a\0b"}}, r"comm.dump_dir = 'a\\x00b': contains a null character"),
+    ],
+    ids=["deep", "cycle", "large", "thousands of digits", "scale", "timeout", "null"],
+)
+def test_extremes_are_refused_by_name(tree: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config({**OK, **tree})
