@@ -121,6 +121,16 @@ def start_of(process: int | str) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
 
 
+def is_running(process: int, start: int) -> bool:
+    """Whether the process of this id that started then still runs. One that has ended, but whose parent has not asked
+    for it yet, does not. Linux only."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and int(fields[19]) == start
+
+
 def _named() -> list[str]:
     try:
         return socket.gethostbyname_ex(socket.gethostname())[2]

@@ -16,7 +16,14 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
 from polyaccel.comm.watch.log import CommLog, Timing
-from polyaccel.comm.watch.watchdog import Watchdog, read_notes, where_ranks_are
+from polyaccel.comm.watch.watchdog import (
+    Watchdog,
+    have_ended,
+    read_notes,
+    shown,
+    wait_for_ends,
+    where_ranks_are,
+)
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.errors import CommError, CommTimeout
@@ -195,19 +202,29 @@ class RecordingCommunicator(WrappedCommunicator):
         """`error` with what the board knows of the ranks that did not take part in `entry`'s call."""
         if self.recorder.on_failure is not None:
             self.recorder.on_failure(f"a collective {'timed out' if isinstance(error, CommTimeout) else 'failed'}")
-        known = error.missing_ranks
+        known, is_late = error.missing_ranks, isinstance(error, CommTimeout)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
+        if not is_late:
+            wait_for_ends(notes, known)
         places = where_ranks_are(
-            entry.group, self.ranks[self.rank], entry.seq, entry.collective.described(), notes, known, now_s=time()
+            entry.group,
+            self.ranks[self.rank],
+            entry.seq,
+            shown(entry.collective),
+            notes,
+            known,
+            now_s=time(),
+            started_s=entry.started_s,
+            is_late=is_late,
         )
         if not places and not known:
             return error
         said = error.message if str(entry.collective) in error.message else f"{entry.collective}: {error.message}"
         message = "; ".join([said, *places.values()])
-        if isinstance(error, CommTimeout):
-            missing = tuple(sorted({*known, *places}))
+        missing = tuple(sorted({*known, *(places if is_late else have_ended(notes, entry.group))}))
+        if is_late:
             return CommTimeout(message, missing_ranks=missing, cure=error.cure)
-        return CommError(message, missing_ranks=known, cure=error.cure, value=error.value)
+        return CommError(message, missing_ranks=missing, cure=error.cure, value=error.value)
 
     @contextmanager
     def _recorded(self, collective: Collective) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -46,6 +47,10 @@ def what_survivors_say_of_a_killed_rank(trio: RankPool) -> str:
     assert "rank 0 raised CommError" in reports
     assert "rank 2 raised CommError" in reports
     assert CALL in reports
+    # Whichever connection broke first: the process that has ended is named by both, with its last call, and it alone.
+    ended = re.findall(r"rank (\d) \(process \d+ on \S+\) has ended without a word, after #\d+ ", reports)
+    assert ended[:2] == ["1", "1"]
+    assert set(ended) == {"1"}
     return reports
 
 

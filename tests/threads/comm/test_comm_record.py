@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import asdict
 from time import sleep
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,9 @@ from polyaccel.comm.backends.local.backend import LocalCommunicator, LocalWorld
 from polyaccel.comm.backends.local.meeting import DictBoard
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
-from polyaccel.comm.watch.watchdog import read_notes, where_ranks_are
+from polyaccel.comm.host_address import start_of
+from polyaccel.comm.watch.record import Entry, Recorder, RecordingCommunicator
+from polyaccel.comm.watch.watchdog import ENDED_IN_ORDER, Watchdog, WatchedProcess, read_notes, where_ranks_are
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
@@ -91,8 +95,16 @@ def test_debug_mode_names_both_calls_on_every_rank() -> None:
 NOW_S = 1e6
 
 
-def note(seq: int, text: str, *, age_s: float = 0.0, group: str = "0,1,2") -> str:
-    return json.dumps({"at": NOW_S - age_s, "stale_after_s": 15.0, "calls": {group: [seq, text, NOW_S - 605]}})
+def note(seq: int, text: str, *, age_s: float = 0.0, group: str = "0,1,2", **more: Any) -> str:
+    calls = {group: [seq, text, NOW_S - 605]}
+    return json.dumps({"at": NOW_S - age_s, "every_s": 1.0, "stale_after_s": 15.0, "calls": calls, **more})
+
+
+def process(pid: int, start: int) -> dict[str, Any]:
+    return {**asdict(WatchedProcess.this()), "pid": pid, "start": start, "host": "node7"}
+
+
+ELSEWHERE = {"pid": 1, "start": 1, "host": "node7", "system": "another one"}
 
 
 @pytest.mark.parametrize(
@@ -105,15 +117,27 @@ def note(seq: int, text: str, *, age_s: float = 0.0, group: str = "0,1,2") -> st
         (note(42, "all_reduce", age_s=612), "rank 2 has not reported for 612 s: stopped or dead? It last entered #42"),
         (note(5, "barrier", group="2,3"), "rank 2 has called nothing on this group"),
         (None, "rank 2 has never reported"),
+        ("null", "rank 2 has never reported"),
+        ('{"at": 1', "rank 2 has never reported"),
+        ('{"at": {}, "calls": []}', "rank 2 has never reported"),
+        (
+            note(41, "barrier", process=process(os.getpid(), 1)),
+            f"rank 2 (process {os.getpid()} on node7) has ended without a word, after #41 barrier: killed",
+        ),
+        (
+            note(41, "barrier", process=process(os.getpid(), 1), ended=ENDED_IN_ORDER),
+            f"rank 2 (process {os.getpid()} on node7) has ended in order, after #41 barrier: out of data?",
+        ),
+        (
+            note(41, "barrier", process=ELSEWHERE, ended="uncaught ValueError"),
+            "rank 2 (process 1 on node7) takes part no more, after #41 barrier: uncaught ValueError",
+        ),
+        (note(42, "all_reduce", process=ELSEWHERE), None),
+        (note(42, "all_reduce", process=process(os.getpid(), start_of("self"))), None),
     ],
 )
 def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None) -> None:
-    board = DictBoard()
-    board.post(0, note(42, "all_reduce"))
-    board.post(1, note(42, "all_reduce"))
-    if text is not None:
-        board.post(2, text)
-    places = where_ranks_are((0, 1, 2), 0, 42, "all_reduce", read_notes(board, 3), (), now_s=NOW_S)
+    places = told(text, (), started_s=NOW_S - 600)
     if expected is None:
         assert places == {}
     else:
@@ -121,10 +145,56 @@ def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None)
         assert places[2].startswith(expected)
 
 
+def told(text: str | None, missing: tuple[int, ...], *, started_s: float, is_late: bool = True) -> dict[int, str]:
+    """What rank 0 is told of the others in call #42, where rank 1 is too and rank 2 has posted `text`."""
+    board = DictBoard()
+    board.post(0, note(42, "all_reduce"))
+    board.post(1, note(42, "all_reduce"))
+    if text is not None:
+        board.post(2, text)
+    notes = read_notes(board, 3)
+    return where_ranks_are(
+        (0, 1, 2), 0, 42, "all_reduce", notes, missing, now_s=NOW_S, started_s=started_s, is_late=is_late
+    )
+
+
+@pytest.mark.parametrize("text", [note(41, "barrier"), note(5, "barrier", group="2,3"), None])
+def test_a_rank_that_had_no_time_to_report_is_not_blamed(text: str | None) -> None:
+    assert told(text, (), started_s=NOW_S - 0.5) == {}
+    assert list(told(text, (2,), started_s=NOW_S - 0.5)) == [2]
+
+
+def test_a_call_that_failed_before_its_limit_is_not_explained_by_ranks_that_are_only_behind() -> None:
+    assert told(note(41, "barrier"), (1,), started_s=NOW_S - 60, is_late=False) == {
+        1: "rank 1 entered this call too, but did not carry it through"
+    }
+    ended = note(41, "barrier", process=process(os.getpid(), 1))
+    assert list(told(ended, (1,), started_s=NOW_S - 60, is_late=False)) == [1, 2]
+
+
+def test_a_note_fits_on_a_board_of_shared_memory_however_many_groups_there_are() -> None:
+    posted: list[str] = []
+
+    class Narrow(DictBoard):
+        def post(self, rank: int, text: str) -> None:
+            super().post(rank, text)
+            posted.append(text)
+
+    last = {}
+    for number in range(100):
+        group = tuple(range(number + 100))
+        last[group] = Entry(group, Collective(Operation.BARRIER, number=number, label="a long name " * 30))
+    board = Narrow()
+    Watchdog(board, 3, last, 60.0).stop("done")
+    assert max(map(len, posted)) < 4000
+    assert read_notes(board, 4)[3].ended == "done"
+
+
 def test_a_known_missing_rank_is_told_even_if_it_seems_to_be_there() -> None:
     board = DictBoard()
     board.post(1, note(42, "all_reduce", group="0,1"))
-    places = where_ranks_are((0, 1), 0, 42, "all_reduce", read_notes(board, 2), (1,), now_s=NOW_S)
+    notes = read_notes(board, 2)
+    places = where_ranks_are((0, 1), 0, 42, "all_reduce", notes, (1,), now_s=NOW_S, started_s=NOW_S)
     assert places == {1: "rank 1 entered this call too, but did not carry it through"}
 
 
