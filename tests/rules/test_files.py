@@ -40,6 +40,12 @@ def test_a_folder_can_be_read_at_a_glance() -> None:
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
+def test_a_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports test files by their names alone, without folders."""
+    counts = Counter(file.name for shelf in ("tests", "plugins") for file in (ROOT / shelf).rglob("test_*.py"))
+    assert {name: count for name, count in counts.items() if count > 1} == {}
+
+
 def test_a_class_has_a_name_of_its_own() -> None:
     homes = defaultdict(list)
     for name, file in FILES.items():

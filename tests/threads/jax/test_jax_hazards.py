@@ -21,7 +21,7 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.parts.single import SingleCommunicator
-from polyaccel.engine.resuming import read_state
+from polyaccel.engine.resuming import WantedState
 from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
 from polyaccel.jax.views import fence
 from polyaccel.testkit.ranks.threads import run_threads
@@ -121,7 +121,7 @@ def test_the_engine_fences_before_it_writes(monkeypatch, tmp_path):
     def check(engine):
         monkeypatch.setattr("polyaccel.jax.engine.fence", noted(order, "fence", fence))
         monkeypatch.setattr(engine.zero.optimizer, "update", noted(order, "update", engine.zero.optimizer.update))
-        monkeypatch.setattr("polyaccel.jax.checkpoint.read_state", noted(order, "load", read_state))
+        monkeypatch.setattr(WantedState, "read", noted(order, "load", WantedState.read))
         engine.grad_step(batch())
         engine.step()
         assert order == ["fence", "update"]
