@@ -18,6 +18,7 @@ from polyaccel.comm.arguments import check_members
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.objects import ObjectCollectives
+from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
@@ -255,11 +256,11 @@ class Communicator(ObjectCollectives):
         """Zeroed memory that this communicator moves best (registered, pinned, shared: its own business)."""
         return self.accelerator.allocate(numel, dtype)
 
-    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+    def allocate_shared(self, numel: int, dtype: DType) -> SharedMemory | None:
         """One zeroed memory that every rank of the group maps, or None where there is no such thing.
 
-        Collective: all ranks ask for the same sizes in the same order and get the same answer. What a rank writes there
-        the others see after the next collective. An in-place `all_gather` of such a buffer moves nothing: every part
+        Collective: all ranks ask for the same sizes in the same order and get the same answer. What a rank writes to
+        its `whole` the others see after the next collective. An in-place `all_gather` of that moves nothing: every part
         stands where it belongs, and the call is the moment from which all ranks may read it.
         """
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from polyaccel.torch.gathering.state_dicts import StateDicts
 from polyaccel.torch.params.buffers import broadcast_buffers
 from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal, reveal
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
-from polyaccel.torch.params.ownership import OwnedParameters
+from polyaccel.torch.params.ownership import OwnedParameters, bind
 from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.params.units import external_parameters, find_units, units_of_parameters
 from polyaccel.torch.passes import BackwardPasses
@@ -78,7 +78,7 @@ class TorchAdapter(ModelAdapter):
             self._sites.on_bound(self._bucket_of[fqn], view)
 
     def on_freed(self, fqn: str) -> None:
-        self._owned.before_freed(fqn)
+        self._owned.before_freed(fqn, differs=partial(self._differs, fqn))
         self._hide(fqn)
         if self._sites is not None:
             self._sites.on_freed(self._bucket_of[fqn])
@@ -100,6 +100,7 @@ class TorchAdapter(ModelAdapter):
         self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
         self._gather_at_use(step)
         has_optimizer = step.optimizer is not None
+        self._owned.begin(place.bucket.slots[0].param.fqn for place in step.params if place.shared is not None)
         trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
         self._gradients = GradientAccess(step, trained, lambda: self.gradient_scale)
         for parameter in self.names:
@@ -149,10 +150,13 @@ class TorchAdapter(ModelAdapter):
         if self._step is None:
             return
         self._step.params.gathering.close()
+        for parameter, _ in self._owned.whole():  # with what users wrote there last
+            bind(parameter, Tensor.data.__get__(parameter).clone())  # type: ignore[attr-defined]
         for place in self._step.params:
-            with self._step.params.peek(place.bucket.index) as full:
-                for slot in place.bucket.slots:
-                    self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
+            if place.is_sharded:
+                with self._step.params.peek(place.bucket.index) as full:
+                    for slot in place.bucket.slots:
+                        self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
 
     # What users ask of a parameter (`ParameterOwner`).
 
@@ -246,25 +250,61 @@ class TorchAdapter(ModelAdapter):
         if home.is_whole:
             home.version = parameter._version
 
-    def adopt_changes(self) -> None:
-        """Take over what the user wrote into parameters since the last update, as `load_state_dict` does, and note
-        which gradients user code has written to.
+    def changed_params(self) -> Collection[str]:
+        return self._owned.changed(self.step.params.changed_faces())
 
-        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
+    def on_adopted(self, names: Collection[str]) -> None:
+        self._owned.on_adopted(names)
+
+    def cure_of_difference(self, fqn: str) -> str:
+        for module in self._modules_with(self.parameter(fqn)):
+            if getattr(self.module.get_submodule(module), "max_norm", None) is not None:
+                return (
+                    f"each rank renormalises only the rows of {module!r} that its own batch has; build it with "
+                    "max_norm=None and renormalise all rows on every rank after each step"
+                )
+        return super().cure_of_difference(fqn)
+
+    def adopt_changes(self) -> None:
+        """Take over what users wrote into parameters since the last update, as `load_state_dict` does. Collective.
+
+        Raises ShardingError where ranks wrote different values, if a forward or backward pass changed a sharded
+        parameter, for that is lost, and if the module has another parameter in the place of one.
         """
-        self._owned.adopt_changes(self.step.params)
-        if self._gradients is not None:
-            self._gradients.note_writes()
+        self.step.adopt_changes()
+
+    def adopt_here(self, fqn: str) -> None:
+        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before
+        somebody looks at its states. Whether all ranks wrote the same, the next update sees."""
+        step = self.step
+        place, _ = step.params.locate(fqn)
+        beside = [slot.param.fqn for slot in place.bucket.slots if place.shared is not None] or [fqn]
+        for name in beside:
+            if self._owned.homes[name].is_whole and step.params.differs(name):
+                step.params.adopt(name)
+
+    def forget_changes(self) -> None:
+        """What the engine holds now counts, on all ranks, whatever users wrote into parameters before."""
+        self.step.params.forget_faces()
+        self._owned.on_adopted(home.fqn for _, home in self._owned.whole())
+
+    def _differs(self, fqn: str) -> bool:
+        """Whether a gathered parameter has other values than this rank's slice, as far as its gather is exact."""
+        index = self._bucket_of.get(fqn)
+        if self._step is None or index is None or not self._step.params.gathering.is_exact(index):
+            return False
+        return self._step.params.differs(fqn)
 
     def before_update(self) -> None:
-        """An update follows: what the user changed by hand is taken over, and nothing stays gathered for graphs of the
-        old values.
+        """An update follows: note the gradients that the user changed; nothing stays gathered for graphs of the old
+        values.
 
         Raises ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained now.
         """
         self._owned.check_trained()
         self._passes.require_one_scale()
-        self.adopt_changes()
+        if self._gradients is not None:
+            self._gradients.note_writes()
         if self._sites is not None:
             self._sites.before_update()
 
@@ -301,8 +341,8 @@ class TorchAdapter(ModelAdapter):
         params.gathering.is_suspended = False
         for fqn in self._specs:
             place, slot = params.locate(fqn)
-            if place.full is not None:
-                self._show(fqn, place.full.view(slot.offset, slot.param.numel).raw)
+            if place.face is not None:
+                self._show(fqn, place.face.view(slot.offset, slot.param.numel).raw)
 
     @property
     def _is_suspended(self) -> bool:

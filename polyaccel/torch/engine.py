@@ -295,6 +295,7 @@ class TorchEngine(nn.Module, Engine):
                 name_map=name_map,
             )
         self._own_data = None  # its position has changed
+        self.adapter.forget_changes()
         return loaded
 
     def _run(self) -> TorchRun:

@@ -20,11 +20,11 @@ from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
-from polyaccel.torch.deferred.values import prepare
+from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
-from polyaccel.torch.params.specs import convert_buffers
+from polyaccel.torch.params.specs import convert_buffers, require_own_memory
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -57,6 +57,7 @@ def initialize(
     runtime.apply_to_process()
     require_whole(model)
     prepare(model)
+    require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)

@@ -129,7 +129,7 @@ class _Forward:
         weight, bias = layer.weight, layer.bias
         for parameter in (weight, bias):
             if type(parameter) in _ABSENT:
-                parameter.detach()  # has its values brought here, after which it is an ordinary one
+                Tensor.detach(parameter)  # has its values brought here, after which it is an ordinary one
         return self.products.apply(input, weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -79,6 +79,7 @@ def write_fragment(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
         own.values.copy_from(value)
     if kind == PARAM:
         step.params.publish_master(step.layout.locate(fqn)[0].index)
+        step.params.refresh_face(fqn)
 
 
 def write_whole(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:

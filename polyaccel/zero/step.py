@@ -19,6 +19,7 @@ from typing import Literal
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.zero.buckets.changes import take_over_changes
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.params import ParamOwner, ParamStore
 from polyaccel.zero.parts import Staging, StepParts
@@ -66,6 +67,7 @@ class ZeroStep:
         self.accelerator = parts.accelerator
         self._communicators = parts.communicators
         self._timed = timed
+        self._owner = owner
         self.params = ParamStore(plan, parts, owner, lambda: self._timed("publish"))
         self._staging = Staging(parts.accelerator.new_stream())
         self._in_flight: InFlight[Buffer] = InFlight(communicator.allocate, plan.policy.reduction)
@@ -235,7 +237,8 @@ class ZeroStep:
 
         Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
         that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
-        update that failed half-way (`require_whole`), and while sharded parameters are held.
+        update that failed half-way (`require_whole`), and while sharded parameters are held; and ShardingError, on all
+        ranks, where parameters were changed by hand in ways that cannot count (`take_over_changes`).
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
@@ -246,21 +249,32 @@ class ZeroStep:
         if self._has_unreduced:
             self.begin_pass(reduce=True)
             self.end_pass()
+        changed = self._owner.changed_params()
         self._is_incomplete = True  # should anything fail before they were used
         if self._update.is_early:
-            arrivals, norm = self._facts.agree_on_arrivals(), None
+            arrivals, norm = self._facts.agree_on_arrivals(has_changes=bool(changed)), None
         else:
             self.finish_reductions()
-            arrivals, norm = self._facts.agree_on_everything(loss_scale, measure=self._update.measures)
+            arrivals, norm = self._facts.agree_on_everything(
+                loss_scale, measure=self._update.measures, has_changes=bool(changed)
+            )
+        self._is_incomplete = False
         if self.plan.policy.require_all and len(arrivals.touched) < len(self.steps):
-            self._is_incomplete = False
             raise _unused(sorted(self.steps.keys() - arrivals.touched))
+        if arrivals.has_changes:
+            take_over_changes(self.params, self._owner, self.communicator, changed)
+        self._is_incomplete = True
         self.params.fence()
         self.params.gathering.end_step()
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.culprit)
         return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
+
+    def adopt_changes(self) -> None:
+        """Take over what users wrote into parameters since the last update. Collective. Raises ShardingError on all
+        ranks where they wrote different values."""
+        take_over_changes(self.params, self._owner, self.communicator, self._owner.changed_params())
 
     def agree_on_arrivals(self) -> Arrivals:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""

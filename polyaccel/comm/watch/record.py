@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import time
 
-from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
+from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.watch.log import CommLog, Timing
 from polyaccel.comm.watch.watchdog import (
     Watchdog,
@@ -174,7 +174,7 @@ class RecordingCommunicator(WrappedCommunicator):
         group.log = self.log
         return group
 
-    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+    def allocate_shared(self, numel: int, dtype: DType) -> SharedMemory | None:
         with self._recorded(Collective(Operation.SHARED, numel=numel, dtype=dtype)):
             return self.inner.allocate_shared(numel, dtype)
 

@@ -97,6 +97,7 @@ def _find(param: nn.Parameter) -> _Place | None:
     if home is None or home.owner is None:
         return None
     home.owner.step.params.wait_published(home.owner.step.layout.locate(home.fqn)[0].index)
+    home.owner.adopt_here(home.fqn)
     return _Place(home.owner, home.fqn)
 
 

@@ -11,8 +11,9 @@ from types import TracebackType
 from torch import Tensor, nn
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, note_version
+from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, is_handed_out, note_version
 from polyaccel.torch.params.units import register_external_parameter
+from polyaccel.zero.buckets.changes import writers_of
 
 
 @dataclass(eq=False)
@@ -28,11 +29,18 @@ class _Opening:
     def changed(self) -> list[str]:
         """Names of the parameters that somebody wrote to on this rank."""
         params = self.owner.step.params
+        known = {*params.changed_faces()}
         return [
             fqn
             for fqn in (*self.fqns, *self.neighbours)
-            if has_changed(self.owner.parameter(fqn)) or (self.owner.checks_contents and params.differs(fqn))
+            if fqn in known
+            or has_changed(self.owner.parameter(fqn))
+            or (self.owner.checks_contents and params.differs(fqn))
         ]
+
+    def handed_out(self) -> list[str]:
+        """Names of the parameters that this rank may have written to without a trace."""
+        return [fqn for fqn in (*self.fqns, *self.neighbours) if is_handed_out(self.owner.parameter(fqn))]
 
 
 class GatheredParameters:
@@ -40,8 +48,9 @@ class GatheredParameters:
 
     With `modifier_rank`, what that rank wrote into them is broadcast when the context is left, and master weights
     follow. Without one nothing may be written: a change, noticed by the parameters' version counters (or by their
-    values, with `zero_optimization.enable_sanity_checks`), raises ShardingError on every rank and names the parameter;
-    sharded parameters keep their old values then. An exception that leaves the context writes nothing back.
+    values, of parameters whose `.data` or numpy array was asked for, and of all with
+    `zero_optimization.enable_sanity_checks`), raises ShardingError on every rank and names the parameter; sharded
+    parameters keep their old values then. An exception that leaves the context writes nothing back.
 
     `params` is a parameter or an iterable of them; those that belong to no engine are left alone. Contexts nest, and
     one may be entered again. `fwd_module` will gather them in its forward from now on, as with
@@ -68,7 +77,8 @@ class GatheredParameters:
         self._open.append(openings)
         for opening in openings:
             params = opening.owner.step.params
-            params.settle_shared(opening.buckets)
+            if any(index not in params.gathering for index in opening.buckets):
+                opening.owner.adopt_changes()
             for index in opening.buckets:
                 params.hold(index)
             for fqn in (*opening.fqns, *opening.neighbours):
@@ -118,21 +128,18 @@ class GatheredParameters:
         """Broadcast the changes of the modifier rank. Raises ShardingError on all ranks for a change by anybody
         else."""
         step = opening.owner.step
-        changed = [set(names) for names in step.communicator.all_gather_object(opening.changed())]
         may_change = set() if self._modifier_rank is None else set(opening.fqns)
-        for rank, names in enumerate(changed):
-            strangers = sorted(names - may_change)
+        told = step.communicator.all_gather_object((opening.changed(), opening.handed_out()))
+        suspects = dict.fromkeys(fqn for _, names in told for fqn in names if fqn not in may_change)
+        written = writers_of(step.params, step.communicator, list(suspects))
+        for rank, (changed, _) in enumerate(told):
+            strangers = sorted({*changed, *written[rank]} - may_change)
             if strangers:
                 raise _changed_in_vain(strangers, rank, asked_for=strangers[0] in opening.fqns)
         if self._modifier_rank is None:
             return
+        step.params.broadcast_seen(opening.fqns, self._modifier_rank)
         for fqn in opening.fqns:
-            place, slot = step.params.locate(fqn)
-            values = step.params.full(place.bucket.index).view(slot.offset, slot.param.numel)
-            if step.communicator.world_size > 1 and values.numel:
-                step.communicator.broadcast(
-                    values, self._modifier_rank, label="changed parameters", bucket=place.bucket.index
-                )
             step.params.adopt(fqn)
             note_version(opening.owner.parameter(fqn))
         opening.owner.on_update()
@@ -157,7 +164,7 @@ def _open(owner: ParameterOwner, fqn: str) -> None:
     home = home_of(parameter)
     assert home is not None  # it was found by it
     if home.openings == 0:
-        if has_changed(parameter):  # written to before, while it was whole
+        if has_changed(parameter):  # written to while it was kept whole between two uses
             owner.step.params.adopt(fqn)
         note_version(parameter)
     home.openings += 1

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.params.gradients import ShowsGradient, reveal
-from polyaccel.torch.params.ownership import Home, home_of
+from polyaccel.torch.params.ownership import Home, bind, home_of
 
 NEEDS_NO_VALUES = frozenset(
     {
@@ -113,10 +113,10 @@ def hide(parameter: nn.Parameter, home: Home, dtype: torch.dtype, device: torch.
     if home.placeholder is None:
         home.placeholder = torch.empty(parameter.shape, dtype=dtype, device=device)
         home.placeholder.untyped_storage().resize_(0)
-        parameter.data = home.placeholder  # which makes a parameter of one that was made inside zero.Init
+        bind(parameter, home.placeholder)  # which makes a parameter of one that was made inside zero.Init
         reveal(parameter)
         home.kind = type(parameter)
-    parameter.data = home.placeholder
+    bind(parameter, home.placeholder)
     parameter.__class__ = ShardedParameter
     home.is_whole = False
 
@@ -125,9 +125,9 @@ def show(parameter: nn.Parameter, home: Home, values: Tensor) -> None:
     """Give `parameter`, whose home is `home`, its values: `values`, flat."""
     if type(parameter) is ShardedParameter:
         parameter.__class__ = home.kind  # type: ignore[assignment]
-        home.version = parameter._version
+        home.version, home.is_handed_out = parameter._version, False
         home.is_whole = True
-    parameter.data = values.view(parameter.shape)
+    bind(parameter, values.view(parameter.shape))
 
 
 def require_whole(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
+from polyaccel.torch.params.handed_out import HandsOutMemory
 from polyaccel.torch.params.ownership import home_of
 from polyaccel.torch.params.sharded_gradient import LocalPart, ShardedGradient
 from polyaccel.types import ReduceOp
@@ -31,7 +32,7 @@ AUTOGRAD_S: Any = Tensor.grad
 """torch's own attribute, in which autograd accumulates and from which the engine's hook takes."""
 
 
-class ShowsGradient:
+class ShowsGradient(HandsOutMemory):
     """The `grad` of an engine's parameter. See [Note: Gradients in buckets]."""
 
     __slots__ = ()

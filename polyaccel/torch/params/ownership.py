@@ -6,7 +6,7 @@ them, so that parameters pickle and copy like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyaccel.errors import ShardingError
-from polyaccel.zero.buckets.params import ParamStore
 from polyaccel.zero.step import ZeroStep
 
 
@@ -63,6 +62,13 @@ class ParameterOwner(Protocol):
     def unregister_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Undo `register_external`."""
 
+    def adopt_changes(self) -> None:
+        """Take over what users wrote into parameters since the last update. Collective."""
+
+    def adopt_here(self, fqn: str) -> None:
+        """Take over what users of this rank wrote into one parameter, and those in shared memory with it, before
+        somebody looks at its states. Whether all ranks wrote the same, the next update sees."""
+
     def on_update(self) -> None:
         """The parameters have new values: graphs built on the old ones must not be used any more."""
 
@@ -71,18 +77,22 @@ class ParameterOwner(Protocol):
 class Home:
     """Where a parameter's values live, and which adapter owns it.
 
-    `version` is its version counter when its values were last those that the engine knows. `is_whole` is False while it
+    `version` is its version counter when its values were last those that the engine knows, and `is_handed_out` says
+    that users may write to it without raising that ([Note: Memory that was handed out]). `is_whole` is False while it
     is sharded: then its tensor is `placeholder`, without values, and `kind` is the class that it will have again.
-    `openings` counts the `GatheredParameters` that it is open in.
+    `openings` counts the `GatheredParameters` that it is open in. `memory` is the address of the buffer that it stands
+    in for good, 0 for a sharded one.
     """
 
     fqn: str
     owner_ref: ReferenceType[ParameterOwner]
     version: int
+    is_handed_out: bool = False
     is_whole: bool = True
     kind: type[nn.Parameter] = nn.Parameter
     placeholder: Tensor | None = None
     openings: int = 0
+    memory: int = 0
 
     @property
     def owner(self) -> ParameterOwner | None:
@@ -99,10 +109,21 @@ def home_of(parameter: Tensor) -> Home | None:
     return home
 
 
+def bind(parameter: Tensor, values: Tensor) -> None:
+    """Let `parameter` stand on the memory of `values`, whatever `parameter.data = ...` means for users."""
+    Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+
+
 def has_changed(parameter: nn.Parameter) -> bool:
     """Whether somebody wrote to `parameter` since its version was noted."""
     home = home_of(parameter)
     return home is not None and parameter._version != home.version
+
+
+def is_handed_out(parameter: nn.Parameter) -> bool:
+    """Whether users may write to `parameter` without raising its version ([Note: Memory that was handed out])."""
+    home = home_of(parameter)
+    return home is not None and home.is_handed_out
 
 
 def note_version(parameter: nn.Parameter) -> None:
@@ -110,6 +131,22 @@ def note_version(parameter: nn.Parameter) -> None:
     home = home_of(parameter)
     if home is not None:
         home.version = parameter._version
+
+
+def _references(parameter: Tensor) -> int:
+    """How many tensors stand on the memory of `parameter`."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+
+
+def _require_own_memory(parameter: nn.Parameter, home: Home) -> None:
+    """Raise ShardingError where `parameter` stands in other memory than its engine's."""
+    if home.memory and parameter.untyped_storage().data_ptr() != home.memory:
+        raise ShardingError(
+            f"parameter {home.fqn!r} was given other memory than its engine's (parameter.set_, or a library that "
+            "lays weights out anew)",
+            cure="write the values into the memory that is there: parameter.copy_(values) under torch.no_grad()",
+            value=home.fqn,
+        )
 
 
 class OwnedParameters:
@@ -127,6 +164,12 @@ class OwnedParameters:
             self.homes[fqn] = _homes[parameter] = Home(fqn, ref(owner), parameter._version)
         self._frozen = {fqn: parameter for fqn, parameter in self.by_name.items() if not parameter.requires_grad}
         self._changed_in_passing: list[str] = []
+        self._members_of: dict[int, list[nn.Parameter]] = {}
+        """The parameters in each piece of memory, by its address."""
+        self._seen_by_engine: set[int] = set()
+        """The memory of which the engine itself sees what users write there, by its address."""
+        self._references: dict[int, int] = {}
+        """How many tensors stood on each piece of memory when nobody had been given any."""
         self._module = module
         self._parts = list(module.modules())  # kept, so that no new object has the address of an old one
         self._members = self._addresses()
@@ -141,10 +184,22 @@ class OwnedParameters:
         """The parameters that have their values now."""
         return [(self.by_name[fqn], home) for fqn, home in self.homes.items() if home.is_whole]
 
-    def before_freed(self, fqn: str) -> None:
-        """A gathered parameter is about to lose its values: remember if somebody wrote to them."""
+    def begin(self, shared: Iterable[str]) -> None:
+        """The parameters stand in the buffers of their engine now, and nobody else has seen those yet. In the memory of
+        `shared`, and of those beside them, the engine itself sees what is written."""
+        self._seen_by_engine = {self.by_name[fqn].untyped_storage().data_ptr() for fqn in shared}
+        self._members_of = {}
+        for parameter, home in self.whole():
+            home.version, home.is_handed_out = parameter._version, False
+            home.memory = parameter.untyped_storage().data_ptr()
+            self._members_of.setdefault(home.memory, []).append(parameter)
+        self._count_references()
+
+    def before_freed(self, fqn: str, *, differs: Callable[[], bool]) -> None:
+        """A gathered parameter is about to lose its values: remember if somebody wrote to them. `differs` says whether
+        they are others than this rank's slice has."""
         home = self.homes[fqn]
-        if home.is_whole and home.version != self.by_name[fqn]._version:
+        if home.is_whole and (home.version != self.by_name[fqn]._version or (home.is_handed_out and differs())):
             self._changed_in_passing.append(fqn)
 
     def on_update(self) -> None:
@@ -154,11 +209,15 @@ class OwnedParameters:
         torch.autograd.graph.increment_version([parameter for parameter, _ in whole])
         for parameter, home in known:
             home.version = parameter._version
+        self._count_references()
 
-    def adopt_changes(self, params: ParamStore) -> None:
-        """Take over into `params` what the user wrote into parameters since the last update, as `load_state_dict` does.
+    def changed(self, known: Collection[str]) -> list[str]:
+        """The whole parameters that users may have written to since their values were last known to the engine, except
+        those that are open in a `GatheredParameters`, which looks after them. `known` are those of which the engine saw
+        it by itself.
 
-        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost.
+        Raises ShardingError if a forward or backward pass changed a sharded one, for that is lost, and if the module
+        has another parameter in the place of one.
         """
         lost, self._changed_in_passing = self._changed_in_passing, []
         if lost:
@@ -167,11 +226,41 @@ class OwnedParameters:
                 cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
                 value=lost,
             )
+        self._require_not_replaced()
+        found = [fqn for fqn in known if not self.homes[fqn].openings]
         for parameter, home in self.whole():
-            if parameter._version != home.version:
-                params.note_change(home.fqn)
-                params.adopt(home.fqn)
-                home.version = parameter._version
+            if (home.is_handed_out or parameter._version != home.version) and not home.openings:
+                _require_own_memory(parameter, home)
+                if home.memory not in self._seen_by_engine:
+                    found.append(home.fqn)
+        return found
+
+    def on_adopted(self, names: Iterable[str]) -> None:
+        """The engine knows the values of these parameters. Those whose memory somebody still holds stay marked."""
+        for fqn in names:
+            parameter, home = self.by_name[fqn], self.homes[fqn]
+            home.version = parameter._version
+            if home.is_handed_out:
+                home.is_handed_out = _references(parameter) > self._references.get(home.memory, 0)
+
+    def _count_references(self) -> None:
+        """Note how many tensors stand on each piece of memory of which no parameter was handed out."""
+        taken = {home.memory for home in self.homes.values() if home.is_handed_out}
+        for memory, (first, *_) in self._members_of.items():
+            if memory not in taken:
+                self._references[memory] = _references(first)
+
+    def _require_not_replaced(self) -> None:
+        """Raise ShardingError where the module has a new parameter under the name of one that the engine knows."""
+        for fqn, _ in self._added():
+            if fqn in self.by_name:
+                raise ShardingError(
+                    f"the module has another nn.Parameter as {fqn!r} than the one that its engine trains "
+                    "(load_state_dict(assign=True), or module.weight = nn.Parameter(...))",
+                    cure="write the values into the parameter that is there: load_state_dict(assign=False), or "
+                    "parameter.copy_(values) under torch.no_grad()",
+                    value=fqn,
+                )
 
     def check_trained(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained

@@ -4,7 +4,9 @@ element types of its buffers."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -75,6 +77,28 @@ def _dtype_of(fqn: str, parameter: nn.Parameter) -> DType:
         return dtype_of(parameter.dtype)
     except ShardingError as error:
         raise ShardingError(f"parameter {fqn!r}: {error.message}", cure=error.cure, value=fqn) from None
+
+
+def require_own_memory(params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ShardingError for two of `params`, by name, whose memory overlaps: torch would update it once for each."""
+    ranges = sorted(
+        (one.data_ptr(), one.data_ptr() + _extent(one) * one.element_size(), fqn)
+        for fqn, one in params.items()
+        if one.layout is torch.strided and one.numel() and not one.is_meta
+    )
+    for (_, end, first), (start, _, second) in pairwise(ranges):
+        if start < end:
+            raise ShardingError(
+                f"parameters {first!r} and {second!r} are two, in one memory (tied by `.data`, or views of one tensor)",
+                cure=f"tie them before polyaccel.initialize by giving both modules one nn.Parameter, or let each have "
+                f"its own memory: {second}.data = {second}.data.clone()",
+                value=(first, second),
+            )
+
+
+def _extent(parameter: nn.Parameter) -> int:
+    """How many elements lie between the first and the last one in memory, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
 
 
 def _beside_statistics(module: nn.Module) -> dict[nn.Parameter, DType]:

@@ -58,12 +58,13 @@ class OffloadedStates:
     def offload(
         self, include: Iterable[StateKind | str] | None, device: str, *, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Copy states of the kinds in `include` (None: all) to the host and empty their memory. Raises PolyaccelError
-        for another `device` than "cpu" and for unknown kinds, ShardingError while something is away."""
+        """Copy states of the kinds in `include` (None: all) to the host and empty their memory. Collective. Raises
+        PolyaccelError for another `device` than "cpu" and for unknown kinds, ShardingError while something is away."""
         self._adapter.require_nothing_away()
         if device != "cpu":
             raise PolyaccelError(f"states cannot be offloaded to {device!r}", cure='use device="cpu"', value=device)
         zero = self._zero
+        zero.adopt_changes()
         zero.finish_reductions()
         zero.params.fence()
         for kind in self._kinds(include):

@@ -38,6 +38,7 @@ def load_whole_state_dict(
     Collective. Raises RuntimeError, as torch does, on every rank and before anything changed, where the names or shapes
     on any rank are others. Hooks of a module's own that rename entries are torch's to run: then torch compares.
     """
+    adapter.adopt_changes()
     zero.params.fence()
     found = zero.communicator.all_gather_object(_differences(adapter.module, state_dict, strict=strict))
     told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
@@ -51,6 +52,7 @@ def load_whole_state_dict(
     except BaseException:
         zero.mark_half("loading a state_dict")
         raise
+    adapter.forget_changes()
     adapter.on_update()
 
 
@@ -122,6 +124,7 @@ def _entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen:
     Collective. One bucket is whole at a time. Tied parameters share one tensor.
     """
     zero.require_whole()
+    adapter.adopt_changes()
     values = {}
     is_writer = zero.communicator.rank == 0
     for place in zero.params:

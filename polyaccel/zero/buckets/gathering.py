@@ -125,6 +125,10 @@ class Gathering:
     def is_whole(self, index: int) -> bool:
         return self._buckets[index].is_whole
 
+    def is_exact(self, index: int) -> bool:
+        """Whether a gathered bucket has the values of the slices, not what a quantised gather leaves of them."""
+        return self._buckets[index].is_exact
+
     def whole_or_none(self, index: int) -> Buffer | None:
         """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
         under way is forgotten."""

@@ -5,8 +5,8 @@ Where the communicator can share memory and the optimizer is sharded, a bucket i
 too: nothing is gathered, and each rank updates its part where everybody reads it. Two meetings make that safe. No rank
 writes before the small all-reduce with which an update begins (`GradientFacts`), which each enters after its backward
 pass, when it has done reading; and none reads before the all-gather that publishes a bucket, which moves nothing there
-but which each enters after its last write. Rank 0 alone writes the initial values. A user who changes parameters by
-hand changes them for all ranks: each rank writing the same value is well, each rank multiplying by 0.9 is not.
+but which each enters after its last write. Rank 0 alone writes the initial values. Frontends see another face of that
+memory (`SharedMemory`), in which each rank's users write for themselves ([Note: Changes by hand]).
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from logging import getLogger
+from hashlib import blake2b
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
+from polyaccel.zero.buckets.bucket_params import BucketParams
 from polyaccel.zero.buckets.gathering import Gathering, ShardedBucket
 from polyaccel.zero.buckets.rounding import WeightRounding
-from polyaccel.zero.parts import StepParts, Tiers
-from polyaccel.zero.plan.bucket_plan import BucketPlan, StepPlan, TrainedBucketPlan
-from polyaccel.zero.plan.layout import Bucket, Slice, Slot
-
-log = getLogger(__name__)
+from polyaccel.zero.parts import StepParts
+from polyaccel.zero.plan.bucket_plan import StepPlan
+from polyaccel.zero.plan.layout import Bucket, Slot
 
 
 class ParamOwner(ABC):
@@ -43,56 +41,18 @@ class ParamOwner(ABC):
     def on_freed(self, fqn: str) -> None:  # noqa: B027 - likewise
         """The parameter is sharded now and stands nowhere as a whole."""
 
+    def changed_params(self) -> Collection[str]:
+        """The whole parameters that users of this rank may have written to since their values were last known."""
+        return ()
 
-class BucketParams:
-    """One bucket's parameters on this rank, and their master weights, in the buffers of `plan`.
+    def on_adopted(self, names: Collection[str]) -> None:  # noqa: B027 - an owner without users need not be told
+        """The values of these parameters are known again."""
 
-    `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
-    exists only while `Gathering` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
-    updates: its own shard, or everything under a replicated optimizer. It is a view of the parameters when those are
-    of the master type already and rest as it would, so that the update needs no copy and no extra byte; else it is in
-    the tier of the bucket's states.
-    """
-
-    def __init__(self, plan: BucketPlan, tiers: Tiers, communicator: Communicator) -> None:
-        bucket, params = plan.bucket, plan.params
-        self.full: Buffer | None = None
-        if plan.may_share:
-            self.full = communicator.allocate_shared(bucket.numel, params.dtype)
-        self.is_shared = self.full is not None
-        """`full` is one memory of all ranks. See [Note: Parameters once a host]."""
-        self.plan = plan = plan.once_a_host() if self.is_shared else plan
-        self.bucket = bucket
-        self.is_sharded = plan.is_sharded
-        self.tier = tiers.of_params(plan)
-        low, high = bucket.shard_bounds(communicator.rank)
-        if plan.is_sharded:
-            self.own = self.tier.allocate(f"bucket{bucket.index}.params", params.numel, params.dtype)
-        else:
-            self.full = communicator.allocate(params.numel, params.dtype) if self.full is None else self.full
-            self.own = self.full.view(low, high - low)
-        self.origin = low if plan.updates_shard else 0
-        """The bucket's element where `master` starts."""
-        self.master = extent = self.own if plan.updates_shard or self.full is None else self.full
-        self.out: Buffer | None = None
-        """Where new parameters go; None where they are the master weights."""
-        if isinstance(plan, TrainedBucketPlan) and plan.master is not None:
-            key = f"bucket{bucket.index}.master"
-            self.master = tiers.of_update(plan).allocate(key, plan.master.numel, plan.master.dtype)
-            self.out = extent
-
-    @property
-    def master_is_view(self) -> bool:
-        """Whether the parameters are the master weights."""
-        return self.out is None
-
-    def slices(self) -> tuple[Slice, ...]:
-        """The parameters' parts of `master`."""
-        low, high = self.origin, self.origin + self.master.numel
-        return tuple(
-            Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low)
-            for slot in self.bucket.slots
-            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
+    def cure_of_difference(self, fqn: str) -> str:
+        """What to do where the ranks' users gave a parameter different values."""
+        return (
+            "change it alike on all ranks, or on one of them inside "
+            "`with polyaccel.zero.GatheredParameters([...], modifier_rank=0)`, which all enter"
         )
 
 
@@ -118,7 +78,6 @@ class ParamStore:
         """How many updates each parameter has had: none while no rank had a gradient for it, as in plain torch."""
         self.rounding = WeightRounding(self.steps, parts.accelerator, is_stochastic=plan.policy.stochastic_rounding)
         self._publishing: dict[int, Work] = {}
-        self._has_warned = False
         self.buckets: list[BucketParams] = []
         for bucket in plan.buckets:
             self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._communicator)))
@@ -150,6 +109,12 @@ class ParamStore:
         whole = self.buckets[index].full
         return whole if whole is not None else self.gathering.full(index)
 
+    def _seen(self, fqn: str) -> Buffer:
+        """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
+        place, slot = self.locate(fqn)
+        whole = self.full(place.bucket.index) if place.shared is None else place.shared.face
+        return whole.view(slot.offset, slot.param.numel)
+
     def _bind(self, place: BucketParams) -> BucketParams:
         """Move a bucket's parameters into it. Bucket after bucket, so that few parameters exist twice."""
         bucket = place.bucket
@@ -157,7 +122,7 @@ class ParamStore:
         precise = _common_dtype({original.dtype for original in originals.values()})
         direct = place.full if precise is bucket.kind.dtype else None
         staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
-        writes = not place.is_shared or self._communicator.rank == 0
+        writes = place.shared is None or self._communicator.rank == 0
         for slot in bucket.slots if writes or direct is None else ():
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
         self._communicator.broadcast(staging, 0, label="initial parameters", bucket=bucket.index)
@@ -167,40 +132,19 @@ class ParamStore:
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
         place.own.mark_written()
-        if place.full is not None and place.is_shared:
-            self._meet(place.full, place.own, bucket)  # what rank 0 wrote is there
+        self._meet(place)  # what rank 0 wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
-        if place.full is not None:
-            self._show(bucket, [place.full.view(slot.offset, slot.param.numel) for slot in bucket.slots])
+        if place.face is not None:
+            self._show(bucket, [place.face.view(slot.offset, slot.param.numel) for slot in bucket.slots])
         else:
             self._hide(bucket)
         return place
 
-    def _meet(self, full: Buffer, own: Buffer, bucket: Bucket) -> None:
-        """Wait until every rank has come here and its writes to a bucket in shared memory are visible."""
-        self._communicator.all_gather(full, own, label="shared parameters", bucket=bucket.index)
-
-    def settle_shared(self, indices: Iterable[int]) -> None:
-        """Wait until every rank has come here, if one of these buckets is shared: a user is about to write to it by
-        hand, and the others must have done reading. Collective."""
-        for index in indices:
-            place = self.buckets[index]
-            if place.full is not None and place.is_shared:
-                self.wait_published(index)
-                self._meet(place.full, place.own, place.bucket)
-
-    def note_change(self, fqn: str) -> None:
-        """A user changed a parameter by hand. Where it is shared, warn once that all ranks of the host see the
-        change."""
-        place, _ = self.locate(fqn)
-        if place.is_shared and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "parameter %r was changed in place. The ranks of this host have one memory for it: each rank setting "
-                "the same values is fine, but a change like mul_ happens once for each rank that makes it. Make such "
-                "changes inside GatheredParameters(..., modifier_rank=0), or set POLYACCEL_SHM_SYMMETRIC=0",
-                fqn,
-            )
+    def _meet(self, place: BucketParams) -> None:
+        """Where a bucket is in shared memory, wait until every rank has come here and its writes are visible."""
+        if place.shared is not None:
+            whole, index = place.shared.whole, place.bucket.index
+            self._communicator.all_gather(whole, place.own, label="shared parameters", bucket=index)
 
     def _source(self, place: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""
@@ -306,21 +250,79 @@ class ParamStore:
             if master is not None:
                 master.copy_from(part)
         self._mark_written(place)
+        self.refresh_face(fqn)
+
+    def refresh_face(self, fqn: str) -> None:
+        """Let users see the present values of a parameter in shared memory, whatever they wrote to it before, and keep
+        what they wrote beside it."""
+        place, slot = self.locate(fqn)
+        if place.shared is not None and place.shared.written():
+            window = slot.offset, slot.param.numel
+            place.shared.face.view(*window).copy_from(place.shared.whole.view(*window))
+
+    def changed_faces(self) -> Sequence[str]:
+        """The parameters in shared memory that users of this rank have given other values."""
+        found: list[str] = []
+        for place in self.buckets:
+            if place.shared is None:
+                continue
+            ranges = place.shared.written()
+            if not ranges:
+                continue
+            self.wait_published(place.bucket.index)
+            names = [
+                slot.param.fqn
+                for slot in place.bucket.slots
+                if any(start < slot.end and slot.offset < end for start, end in ranges)
+                and self.digest(slot.param.fqn) != _digest(place.shared.whole.view(slot.offset, slot.param.numel))
+            ]
+            if not names:
+                place.shared.forget()
+            found += names
+        return found
+
+    def forget_faces(self, names: Iterable[str] | None = None) -> None:
+        """Let users of this rank see what the engine has, in the buckets of `names` (None: in all): what they wrote
+        there was taken over, or is lost."""
+        indices = range(len(self.buckets)) if names is None else {self.locate(fqn)[0].bucket.index for fqn in names}
+        for index in indices:
+            if (shared := self.buckets[index].shared) is not None:
+                shared.forget()
 
     def adopt(self, fqn: str) -> None:
-        """Take over the values that were written into the whole parameter, alike on all ranks. Raises ShardingError
-        while it is sharded.
+        """Take over the values that were written into the whole parameter, alike on all ranks, into this rank's slice
+        and master weights. Raises ShardingError while it is sharded.
 
         Master weights that round to the very values that stand there keep their precision.
         """
         place, slot = self.locate(fqn)
-        value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
-        for start, own, master, part in self._parts(place, slot, value):
+        for start, own, master, part in self._parts(place, slot, self._seen(fqn)):
             if own is not None:
                 own.copy_from(part)
             if master is not None and not self.rounding.leads_to(part, master, slot.param, start):
                 master.copy_from(part)
         self._mark_written(place)
+
+    def show_adopted(self, names: Iterable[str]) -> None:
+        """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
+        for index in sorted({self.locate(fqn)[0].bucket.index for fqn in names}):
+            self._meet(self.buckets[index])
+        self.forget_faces(names)
+
+    def broadcast_seen(self, names: Sequence[str], rank: int) -> None:
+        """Let all ranks have the values that users of `rank` see in whole parameters. Collective."""
+        for fqn in names:
+            place, slot = self.locate(fqn)
+            seen = self._seen(fqn)
+            if place.shared is None and self._communicator.world_size > 1 and seen.numel:
+                self._communicator.broadcast(seen, rank, label="changed parameters", bucket=place.bucket.index)
+            elif place.shared is not None and self._communicator.rank == rank:
+                place.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
+        self.show_adopted(names)
+
+    def digest(self, fqn: str) -> str:
+        """A digest of the bits of the whole parameter as users of this rank see it."""
+        return _digest(self._seen(fqn))
 
     def _mark_written(self, place: BucketParams) -> None:
         place.own.mark_written()
@@ -330,10 +332,9 @@ class ParamStore:
     def differs(self, fqn: str) -> bool:
         """Whether the whole parameter has other values than this rank's slice and master weights know."""
         place, slot = self.locate(fqn)
-        value = self.full(place.bucket.index).view(slot.offset, slot.param.numel)
         return any(
             not self.rounding.leads_to(part, known, slot.param, start)
-            for start, own, master, part in self._parts(place, slot, value)
+            for start, own, master, part in self._parts(place, slot, self._seen(fqn))
             for known in (own, master)
             if known is not None
         )
@@ -346,6 +347,8 @@ class ParamStore:
             if piece.fqn == slot.param.fqn:
                 window = (piece.shard_offset, piece.length)
                 own = place.own.view(*window) if place.is_sharded else None
+                if place.shared is not None:
+                    own = place.shared.whole.view(slot.offset + piece.start, piece.length)
                 master = None if place.master_is_view else place.master.view(*window)
                 yield piece.start, own, master, value.view(piece.start, piece.length)
 
@@ -354,6 +357,10 @@ class ParamStore:
         self.fence()
         self.gathering.close()
         self.buckets.clear()
+
+
+def _digest(values: Buffer) -> str:
+    return blake2b(values.to_bytes(), digest_size=16).hexdigest()
 
 
 def _common_dtype(dtypes: set[DType]) -> DType:

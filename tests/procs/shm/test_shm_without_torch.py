@@ -23,10 +23,12 @@ for turn in range(2):
     buffer = ours.allocate(60_000, DType.FLOAT32)
     buffer.fill(1.0 + ours.rank)
     ours.all_reduce(buffer)
-    own = ours.allocate_shared(2_000, DType.FLOAT32)
+    shared = ours.allocate_shared(2_000, DType.FLOAT32)
+    own = shared.whole
     own.view(1_000 * ours.rank, 1_000).fill(7.0 + ours.rank)
     ours.all_gather(own, own.view(1_000 * ours.rank, 1_000))
-    print(ours.backend, type(buffer.raw).__name__, sorted(set(buffer.raw.tolist())), sorted(set(own.raw.tolist())))
+    seen = shared.face.raw.tolist()
+    print(ours.backend, type(buffer.raw).__name__, sorted(set(buffer.raw.tolist())), sorted(set(seen)))
     comm.destroy_process_group()
 assert sys.modules["torch"] is None
 """

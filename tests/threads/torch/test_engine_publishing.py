@@ -140,10 +140,11 @@ def test_a_parameter_that_is_under_way_looks_like_itself():
         assert len(engine.zero.params.arriving) == arriving - 2
         assert "nan" not in repr(model.attention.in_proj_weight)
         for copied, original in zip(copies, (model.holder.weight, model.switched.weight), strict=True):
-            assert type(copied) is type(original) is nn.Parameter
+            assert type(copied) is nn.Parameter
+            assert isinstance(original, nn.Parameter)
             assert torch.equal(copied, original)
         assert (own + 1).isfinite().all()
-        assert type(own) is Own
+        assert isinstance(own, Own)
         assert own.__dict__ == {}
 
     on_threads(2, look, functional)

@@ -16,6 +16,7 @@ from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.host_notes import exchange_on_host
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
+from polyaccel.comm.backends.shm.private import tells_private_pages
 from polyaccel.comm.base import Board, CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.parts.single import SingleCommunicator
@@ -99,7 +100,7 @@ def share_memory(
         note = {
             "member": asdict(Member.of_this_process(heap)),
             "control": file,
-            "symmetric": os.environ.get(SYMMETRIC_VARIABLE) != "0",
+            "symmetric": os.environ.get(SYMMETRIC_VARIABLE) != "0" and tells_private_pages(),
         }
         found = [json.loads(text) for text in exchange(json.dumps(note))]
         members = {one: Member(**said["member"]) for one, said in zip(ranks, found, strict=True)}

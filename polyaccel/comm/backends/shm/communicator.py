@@ -16,7 +16,8 @@ the ranks agree is looked at in each call, by the library.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,11 +26,13 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.shm.group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.backends.shm.library import ShmOp, shm_library
-from polyaccel.comm.backends.shm.memory import AddressBook, Bytes, map_file, new_file, open_peer, rounded_up
+from polyaccel.comm.backends.shm.memory import map_file, new_file, open_peer, rounded_up
+from polyaccel.comm.backends.shm.private import PrivateMapping, TwiceMapped
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType
@@ -141,7 +144,8 @@ class ShmCommunicator(Communicator):
             )
             return alone if is_member else None
         nbytes = shm_library().pa_shm_control_nbytes(len(members)) if is_member else 0
-        control = self._share(nbytes, members[0])
+        with self._shared_file(nbytes, members[0]) as file:
+            control = map_file(file, nbytes) if is_member else np.empty(0, np.uint8)
         if not is_member:
             return None
         rank = members.index(self.rank)
@@ -168,14 +172,19 @@ class ShmCommunicator(Communicator):
             return self.accelerator.allocate(numel, dtype)
         return self.accelerator.over_host_memory(self._host.heap.allocate(nbytes), dtype)
 
-    def allocate_shared(self, numel: int, dtype: DType) -> Buffer | None:
+    def allocate_shared(self, numel: int, dtype: DType) -> SharedMemory | None:
         if not self._host.symmetric:
             return None
-        memory = self._share(numel * dtype.itemsize, 0, self._host.heap.book)
-        return self.accelerator.over_host_memory(memory, dtype)
+        nbytes, over = numel * dtype.itemsize, self.accelerator.over_host_memory
+        with self._shared_file(nbytes, 0) as file:
+            whole = over(map_file(file, nbytes, self._host.heap.book), dtype)
+            face = PrivateMapping(file, nbytes)
+            return TwiceMapped(whole, over(face.bytes(), dtype), face)
 
-    def _share(self, nbytes: int, owner: int, book: AddressBook | None = None) -> Bytes:
-        """Zeroed memory that group rank `owner` makes for all ranks that ask for bytes. Collective."""
+    @contextmanager
+    def _shared_file(self, nbytes: int, owner: int) -> Iterator[int]:
+        """A file of zeroed memory that group rank `owner` makes for all ranks that ask for bytes, open until every rank
+        has done with it. Collective."""
         file = new_file("polyaccel-shared", rounded_up(nbytes)) if self.rank == owner else -1
         try:
             answers = self.all_gather_object((file, nbytes))
@@ -184,12 +193,11 @@ class ShmCommunicator(Communicator):
             if self.rank != owner and nbytes:
                 first = self.ranks[owner]
                 file = open_peer(self._host.members[first].pid, answers[owner][0], f"shared memory of rank {first}")
-            memory = map_file(file, nbytes, book) if nbytes else np.empty(0, np.uint8)
+            yield file
             self.barrier()  # the owner's descriptor is what the others open
         finally:
             if file >= 0:
                 os.close(file)
-        return memory
 
     def _run(self, address: int, collective: Collective) -> None:
         try:

@@ -1,0 +1,64 @@
+"""The buffers of one bucket's parameters on one rank."""
+
+from __future__ import annotations
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.zero.parts import Tiers
+from polyaccel.zero.plan.bucket_plan import BucketPlan, TrainedBucketPlan
+from polyaccel.zero.plan.layout import Slice
+
+
+class BucketParams:
+    """One bucket's parameters on this rank, and their master weights, in the buffers of `plan`.
+
+    `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
+    exists only while `Gathering` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
+    updates: its own shard, or everything under a replicated optimizer. It is a view of the parameters when those are
+    of the master type already and rest as it would, so that the update needs no copy and no extra byte; else it is in
+    the tier of the bucket's states.
+    """
+
+    def __init__(self, plan: BucketPlan, tiers: Tiers, communicator: Communicator) -> None:
+        bucket, params = plan.bucket, plan.params
+        self.shared = communicator.allocate_shared(bucket.numel, params.dtype) if plan.may_share else None
+        """One memory of all ranks, which is `full` then. See [Note: Parameters once a host]."""
+        self.full: Buffer | None = None if self.shared is None else self.shared.whole
+        self.plan = plan = plan if self.shared is None else plan.once_a_host()
+        self.bucket = bucket
+        self.is_sharded = plan.is_sharded
+        self.tier = tiers.of_params(plan)
+        low, high = bucket.shard_bounds(communicator.rank)
+        if plan.is_sharded:
+            self.own = self.tier.allocate(f"bucket{bucket.index}.params", params.numel, params.dtype)
+        else:
+            self.full = communicator.allocate(params.numel, params.dtype) if self.full is None else self.full
+            self.own = self.full.view(low, high - low)
+        self.origin = low if plan.updates_shard else 0
+        """The bucket's element where `master` starts."""
+        self.master = extent = self.own if plan.updates_shard or self.full is None else self.full
+        self.out: Buffer | None = None
+        """Where new parameters go; None where they are the master weights."""
+        if isinstance(plan, TrainedBucketPlan) and plan.master is not None:
+            key = f"bucket{bucket.index}.master"
+            self.master = tiers.of_update(plan).allocate(key, plan.master.numel, plan.master.dtype)
+            self.out = extent
+
+    @property
+    def face(self) -> Buffer | None:
+        """The whole bucket as frontends see it, where it exists for good."""
+        return self.full if self.shared is None else self.shared.face
+
+    @property
+    def master_is_view(self) -> bool:
+        """Whether the parameters are the master weights."""
+        return self.out is None
+
+    def slices(self) -> tuple[Slice, ...]:
+        """The parameters' parts of `master`."""
+        low, high = self.origin, self.origin + self.master.numel
+        return tuple(
+            Slice(slot.param.fqn, begin - slot.offset, end - begin, begin - low)
+            for slot in self.bucket.slots
+            if (begin := max(low, slot.offset)) < (end := min(high, slot.end))
+        )

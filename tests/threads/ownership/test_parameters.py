@@ -1,0 +1,77 @@
+"""What a script does to parameters between steps counts as in plain torch, or is refused before the next update.
+
+The statements are in `parameter_statements`: first those that count, then those that are refused, with the errors. The
+reference is the same script in one plain process, which sees the batches of all ranks. Here each rank has memory of its
+own; tests/procs/torch/test_ownership_processes.py has the memory that ranks share.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairwise import combinations
+from parameter_statements import HONOURED, REFUSED, assert_honoured, config_for, in_turn, train_with
+from parity_models import grouped, on_threads, parity_loss, parity_model
+from torch import nn
+
+import polyaccel
+from polyaccel.errors import ShardingError
+
+IN_TURN = [pytest.param(script, id=name) for name, script in in_turn(HONOURED, 4)]
+
+
+@combinations(script=IN_TURN, stage=[0, 1, 2, 3], kind=["fp32", "bf16", "offload"], world=[2, 3], accumulation=[1, 2])
+def test_what_a_script_writes_counts(script, stage, kind, world, accumulation):
+    config = config_for(stage, kind, accumulation)
+    assert_honoured(on_threads(world, train_with, parity_model, config, script), kind, accumulation, script)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("statement", REFUSED)
+def test_what_cannot_count_is_refused_by_name(statement, stage):
+    def work(communicator, model):
+        engine, *_ = polyaccel.initialize(
+            model=model, model_parameters=grouped(model), config=config_for(stage, "fp32")
+        )
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        statement(model)
+        engine.step()
+
+    with pytest.raises(ShardingError, match=REFUSED[statement]):
+        on_threads(2, work, parity_model)
+
+
+class Reads(nn.Module):
+    """Reads a parameter past autograd in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values):
+        return self.layer(values).sum() + self.layer.weight.data.sum() + self.layer.bias.detach().sum()
+
+
+def test_parameters_of_an_engine_compile_and_make_parameters():
+    def work(communicator, model):
+        engine, *_ = polyaccel.initialize(model=model, config=config_for(1, "fp32"))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(1, 4)), engine(torch.ones(1, 4)))
+        weight = model.layer.weight
+        second = nn.Parameter(weight)
+        assert second.data_ptr() == weight.data_ptr()
+        assert second.requires_grad
+        (2.0 * second).sum().backward()
+        assert second.grad.sum() == 32.0
+        assert not isinstance(weight.detach(), nn.Parameter)
+
+    on_threads(1, work, Reads)
+
+
+def test_two_parameters_in_one_memory_are_refused_at_the_start():
+    def work(communicator, model):
+        model.twice.bias.data = model.narrow.bias.data
+        polyaccel.initialize(model=model, config=config_for(0, "fp32"))
+
+    with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' are two, in one memory.*\n *cure: tie"):
+        on_threads(1, work, parity_model)
