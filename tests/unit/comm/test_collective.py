@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from polyaccel.comm.arguments import MOST_SHOWN, shown_counts
 from polyaccel.comm.collective import Collective, Operation
 
 WORLD = 3
@@ -60,3 +61,13 @@ def test_only_a_numbered_call_shows_its_number() -> None:
     assert str(collective) == "#0 barrier 'step'"
     collective.number = -1
     assert str(collective) == "barrier 'step'"
+
+
+def test_many_counts_are_shortened_and_told_apart() -> None:
+    assert shown_counts(None) == "[]"
+    assert shown_counts((1, 2)) == "[1, 2]"
+    most = (7,) * MOST_SHOWN
+    assert shown_counts(most) == str(list(most))
+    longer = [shown_counts((*most, last)) for last in (1, 2)]
+    assert all(text.startswith("[7, 7, ") and f"... {MOST_SHOWN + 1} counts, checksum " in text for text in longer)
+    assert longer[0] != longer[1]

@@ -70,7 +70,8 @@ def test_on_one_node_all_tasks_are_local_though_none_is_listed() -> None:
 def test_an_interactive_shell_of_a_larger_job_is_one_process() -> None:
     """`salloc` may start its shell as a step of one task."""
     shell = TASKS[0] | {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
-    assert discover(environ=shell).world_size == 1
+    found = discover(environ=shell)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (0, 1, 0, 1)
 
 
 def test_the_variables_of_pmi2_are_slurms_own() -> None:

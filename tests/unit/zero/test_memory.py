@@ -21,6 +21,7 @@ from polyaccel.zero.plan.policy import (
     Precision,
     ReductionPolicy,
     StepPolicy,
+    TrafficPolicy,
     ZeroPolicy,
 )
 
@@ -95,6 +96,18 @@ LAYOUT = plan_layout(
     units={"head": "c", "body": "b", "bias": "b", "frozen": "a"},
 )
 WHOLE, FROZEN = 640 + 384, 128
+
+
+@pytest.mark.parametrize(("world_size", "ahead"), [(4, True), (4, False), (1, True)])
+def test_quantised_traffic_takes_codes_scales_and_two_parts_in_float32(world_size: int, ahead: bool) -> None:
+    layout = plan_layout([ParamSpec("a", (NUMEL,), DType.BFLOAT16)], world_size=world_size, max_bucket_numel=NUMEL)
+    policy = StepPolicy(gathering=GatherPolicy(prefetch_numel=NUMEL if ahead else NUMEL - 1))
+    traffic = TrafficPolicy(trained_bits=8, gradient_bits=4)
+    plan = plan_step(layout, ZeroPolicy.of_stage(3), policy, traffic=traffic, state_names=[])
+    scales = 4 * NUMEL // 256
+    gathered, reduced, added = NUMEL + scales, NUMEL // 2 + scales, 4 * NUMEL // 4
+    expected = gathered * (2 if ahead else 1) + 2 * reduced + 2 * added
+    assert estimate_memory(plan).nbytes(Purpose.CODES) == (expected if world_size > 1 else 0)
 
 
 def _rows(found: MemoryEstimate) -> dict[Purpose, int]:
