@@ -101,7 +101,8 @@ class RanksApart(CommError):
 
 
 class LossScaleError(PolyaccelError, ArithmeticError):
-    """fp16 gradients still overflow at the smallest loss scale. Names the first parameter that is not finite."""
+    """Gradients are not finite step after step, under fp16 at the smallest loss scale. Names the first parameter that
+    is not finite."""
 
 
 class CheckpointError(PolyaccelError, OSError):

@@ -30,6 +30,10 @@ FORMAT = (1, 1)
 """
 
 
+PARAM = "param"
+"""The kind of the tensors that are parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements [start, start + length) of a tensor, at byte `offset` of `file`. `crc32` is zlib's, over those bytes."""
@@ -122,6 +126,8 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     scalars: dict[str, Any] = field(default_factory=dict)
     blobs: tuple[tuple[BlobEntry, ...], ...] = ()
+    not_finite: str = ""
+    """The first parameter with a value that is not finite; empty where there is none."""
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], TensorEntry]:
@@ -195,6 +201,8 @@ class Manifest:
                 {blob.name: [blob.file, blob.offset, blob.nbytes, blob.crc32] for blob in blobs} for blobs in self.blobs
             ],
         }
+        if self.not_finite:
+            tree["not_finite"] = self.not_finite
         return _json({**tree, "digest": _digest(tree)})
 
     @classmethod
@@ -223,6 +231,7 @@ class Manifest:
             tensors=tuple(TensorEntry.from_tree(each) for each in checked.tensors),
             scalars=scalars,
             blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
+            not_finite=checked.not_finite,
         )
 
 

@@ -55,6 +55,7 @@ class ManifestTree(_Tree):
     tensors: tuple[TensorTree, ...]
     scalars: dict[str, Any]
     blobs: tuple[dict[str, tuple[FileName, Count, Count, Crc32]], ...]
+    not_finite: StrictStr = ""
 
 
 class RankFileTree(_Tree):
@@ -64,6 +65,7 @@ class RankFileTree(_Tree):
     nbytes: Count
     tensors: tuple[TensorTree, ...]
     blobs: tuple[tuple[StrictStr, FileName, Count, Count, Crc32], ...]
+    not_finite: StrictStr
 
 
 def json_object(data: bytes, what: str) -> dict[str, Any]:

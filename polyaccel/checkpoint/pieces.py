@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.manifest import BlobEntry, Piece, TensorEntry
+from polyaccel.checkpoint.manifest import PARAM, BlobEntry, Piece, TensorEntry
 from polyaccel.checkpoint.parsing import RankFileTree, parsed
 from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
@@ -64,6 +66,8 @@ class RankFile:
     nbytes: int = 0
     tensors: list[TensorEntry] = field(default_factory=list)
     blobs: list[BlobEntry] = field(default_factory=list)
+    not_finite: str = ""
+    """The first parameter with a value that is not finite; empty where there is none."""
 
     def chunks(self, pieces: Iterable[TensorPiece], rank_blobs: Mapping[str, bytes]) -> Iterator[bytes]:
         """The file's contents, in order."""
@@ -71,6 +75,8 @@ class RankFile:
             stored = []
             for start, part in _cut(piece):
                 data = part.to_bytes()
+                if piece.kind == PARAM and not self.not_finite and not _is_finite(data, piece.dtype):
+                    self.not_finite = piece.fqn
                 yield self._padding()
                 stored.append(Piece(start, part.numel, self.name, self.nbytes, zlib.crc32(data)))
                 self.nbytes += len(data)
@@ -90,6 +96,7 @@ class RankFile:
             "nbytes": self.nbytes,
             "tensors": [entry.to_tree() for entry in self.tensors],
             "blobs": blobs,
+            "not_finite": self.not_finite,
         }
 
     @classmethod
@@ -97,12 +104,19 @@ class RankFile:
         """The inverse of `to_tree`. Raises CheckpointError, naming `what`, for any other tree."""
         checked = parsed(RankFileTree, tree, what)
         tensors = [TensorEntry.from_tree(entry) for entry in checked.tensors]
-        return cls(checked.name, checked.nbytes, tensors, [BlobEntry(*blob) for blob in checked.blobs])
+        blobs = [BlobEntry(*blob) for blob in checked.blobs]
+        return cls(checked.name, checked.nbytes, tensors, blobs, checked.not_finite)
 
     def _padding(self) -> bytes:
         padding = bytes(-self.nbytes % PIECE_ALIGNMENT_NBYTES)
         self.nbytes += len(padding)
         return padding
+
+
+def _is_finite(data: bytes, dtype: DType) -> bool:
+    if dtype is DType.BFLOAT16:  # which numpy does not know: all bits of the exponent are set
+        return not bool(((np.frombuffer(data, np.uint16) & 0x7F80) == 0x7F80).any())
+    return not dtype.is_floating or bool(np.isfinite(np.frombuffer(data, dtype.value)).all())
 
 
 def _cut(piece: TensorPiece) -> Iterator[tuple[int, Buffer]]:

@@ -33,6 +33,13 @@ class TagStatus:
     tag: str
     saved_at_s: float
     problem: str = ""
+    not_finite: str = ""
+    """The first parameter with a value that is not finite, of a tag that can be loaded and should not be."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a run may go on from here."""
+        return not self.problem and not self.not_finite
 
 
 class CheckpointReader:
@@ -57,6 +64,11 @@ class CheckpointReader:
     def scalars(self) -> dict[str, Any]:
         """The plain values that were saved with the tensors."""
         return self._manifest.scalars
+
+    @property
+    def not_finite(self) -> str:
+        """The first parameter with a value that is not finite; empty where there is none."""
+        return self._manifest.not_finite
 
     def tensors(self) -> tuple[TensorEntry, ...]:
         """Every tensor, sorted by name and kind."""
@@ -251,7 +263,7 @@ def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointRead
         return _open_tag(storage, wanted)
     except CheckpointError as error:
         tags = list_checkpoints(storage)
-        complete = [status.tag for status in tags if not status.problem]
+        complete = [status.tag for status in tags if status.is_good]
         if fallback and tag is None and complete:
             _log.warning("%s; loading %r, the newest complete checkpoint, instead", error.message, complete[0])
             return _open_tag(storage, complete[0])
@@ -304,10 +316,10 @@ def _status(storage: Storage, tag: str) -> TagStatus:
     try:
         commit = read_commit(storage, tag)
         saved_at_s = commit.saved_at_s if commit else 0.0
-        _open_tag(storage, tag)
+        not_finite = _open_tag(storage, tag).not_finite
     except CheckpointError as error:
         return TagStatus(tag, saved_at_s, error.message)
-    return TagStatus(tag, saved_at_s)
+    return TagStatus(tag, saved_at_s, not_finite=not_finite)
 
 
 def _inventory(storage: Storage, tags: Sequence[TagStatus]) -> str:
@@ -316,6 +328,9 @@ def _inventory(storage: Storage, tags: Sequence[TagStatus]) -> str:
         return (
             f"{storage.location} holds no checkpoint" if storage.names() else f"{storage.location} is empty or missing"
         )
-    complete = ", ".join(status.tag for status in tags if not status.problem) or "none"
+    complete = ", ".join(status.tag for status in tags if status.is_good) or "none"
     broken = ", ".join(status.tag for status in tags if status.problem)
-    return f"complete checkpoints there, newest first: {complete}" + (f"; not complete: {broken}" if broken else "")
+    sick = ", ".join(status.tag for status in tags if status.not_finite)
+    told = f"complete checkpoints there, newest first: {complete}"
+    told += f"; not complete: {broken}" if broken else ""
+    return told + (f"; of parameters that are not finite: {sick}" if sick else "")

@@ -51,7 +51,8 @@ def save_checkpoint(
     """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
 
     `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.scalars`), checked on every rank. When the call
-    returns, on any rank, the checkpoint is complete and durable, and `latest` names it if `save_latest`.
+    returns, on any rank, the checkpoint is complete and durable, and `latest` names it if `save_latest`; but `latest`
+    never moves to parameters that are not finite, of which the log warns.
 
     Raises CheckpointError on every rank when anything failed on any. The tag is then what it was before, or, if the
     very last steps failed, the new checkpoint, whole; `latest` and other tags are intact. Raises CommTimeout when a
@@ -91,7 +92,9 @@ def save_checkpoint(
             raise
     # From here on the tag is saved, whatever happens.
     on_rank_0(
-        communicator, f"{tag!r} is saved, but moving 'latest' to it", lambda: _finish(storage, commit, save_latest)
+        communicator,
+        f"{tag!r} is saved, but moving 'latest' to it",
+        lambda: _finish(storage, commit, files, save_latest=save_latest),
     )
     return commit
 
@@ -160,6 +163,7 @@ def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], 
         tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
         scalars=scalars,
         blobs=tuple(tuple(file.blobs) for file in files),
+        not_finite=next((file.not_finite for file in files if file.not_finite), ""),
     )
     manifest.check()
     for name, nbytes in manifest.files.items():
@@ -179,9 +183,15 @@ def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], 
     return commit
 
 
-def _finish(storage: Storage, commit: Commit, save_latest: bool) -> None:
-    """Move `latest`, then delete the tag's earlier saves."""
-    if save_latest:
+def _finish(storage: Storage, commit: Commit, files: Sequence[RankFile], *, save_latest: bool) -> None:
+    """Move `latest`, unless a parameter is not finite, then delete the tag's earlier saves."""
+    not_finite = next((file.not_finite for file in files if file.not_finite), "")
+    if not_finite:
+        _log.warning(
+            "%r holds values of %s that are not finite: nothing resumes from it unless it is named%s",
+            commit.tag, not_finite, "; 'latest' stays where it was" if save_latest else "",
+        )  # fmt: skip
+    elif save_latest:
         write_latest(storage, commit.tag)
     clear_leftovers(storage, commit.tag)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from logging import getLogger
+from logging import INFO, WARNING, getLogger
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
@@ -95,6 +95,7 @@ class Engine(ABC):
     timer: PhaseTimer
     _recorder: StepRecorder
     _result: StepResult | None = None
+    _has_applied_not_finite = False
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -237,8 +238,23 @@ class Engine(ABC):
         """Keep what an update did; the loss scale follows."""
         self._result = result
         self.loss_scaler.update(not result.applied, result.culprit)
+        if result.culprit is not None and self.communicator.rank == 0:
+            self._tell_not_finite(result)
+
+    def _tell_not_finite(self, result: StepResult) -> None:
+        """Say which gradient was not finite: once in a while under a loss scale that is still being found, that is
+        usual."""
+        step, culprit = self.global_steps + 1, result.culprit
         if not result.applied:
-            log.info("step %d skipped: the gradient of %s is not finite", self.global_steps + 1, result.culprit)
+            is_news = self.loss_scaler.skips_in_a_row == 1 and not self.loss_scaler.dynamic
+            log.log(WARNING if is_news else INFO, "step %d skipped: the gradient of %s is not finite", step, culprit)
+        elif not self._has_applied_not_finite:
+            self._has_applied_not_finite = True
+            log.warning(
+                "step %d applied gradients that are not finite, the first of %s: weights are NaN from here on, and no "
+                "checkpoint of them becomes the one to resume from (said once)",
+                step, culprit,
+            )  # fmt: skip
 
     def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
         """Count the step whose update was the last, move the learning-rate schedule, make the figures."""

@@ -15,6 +15,9 @@ from polyaccel.errors import CheckpointError, ConfigError, LossScaleError, Probl
 
 SCALE_FACTOR = 2.0
 """The scale grows and shrinks by this factor. A power of two, so that scaling rounds nothing."""
+MOST_SKIPS = 17
+"""Steps in a row that may be skipped where the scale cannot shrink: as many as a dynamic one of fp16 skips from its
+default to its minimum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class LossScaler:
         self._scale = self.policy.initial_scale
         self._good_steps = 0
         self._tolerance = self.policy.hysteresis
+        self.skips_in_a_row = 0
+        """Steps that were skipped since the last one that was not."""
 
     @classmethod
     def from_config(
@@ -99,12 +104,22 @@ class LossScaler:
         return self.policy.dynamic
 
     def update(self, overflow: bool, culprit: str | None = None) -> None:
-        """Move the scale after a step whose gradients overflowed, or did not.
+        """Move the scale after a step that was skipped because its gradients overflowed, or was not.
 
-        Raises LossScaleError when it would have to go below the minimum; `culprit` is the parameter that the message
-        then names, the first whose gradient is not finite.
+        Raises LossScaleError when it would have to go below the minimum, or cannot move and more than `MOST_SKIPS`
+        steps were skipped one after the other; `culprit` is the parameter that the message then names, the first whose
+        gradient is not finite.
         """
+        self.skips_in_a_row = self.skips_in_a_row + 1 if overflow else 0
         if not self.dynamic:
+            if self.skips_in_a_row > MOST_SKIPS:
+                raise LossScaleError(
+                    f"{self.skips_in_a_row} steps in a row had gradients that are not finite, {_first(culprit)}: "
+                    "nothing is trained any more",
+                    cure="load the last good checkpoint and look for the cause: learning rate, data, or the layer of "
+                    "that parameter",
+                    value=culprit,
+                )
             return
         if overflow:
             self._good_steps = 0
@@ -125,9 +140,9 @@ class LossScaler:
         elif self._scale > self.policy.min_scale:
             self._scale = max(self._scale / SCALE_FACTOR, self.policy.min_scale)
         else:
-            where = f"the first in parameter {culprit!r}" if culprit else "in a parameter that is not known"
             raise LossScaleError(
-                f"fp16 gradients are not finite although the loss scale {self._scale:g} is at its minimum, {where}",
+                f"fp16 gradients are not finite although the loss scale {self._scale:g} is at its minimum, "
+                f"{_first(culprit)}",
                 cure="train in bf16 ({'bf16': {'enabled': true}}), or look for the cause: learning rate, data, "
                 "or values above 65504 in that layer; lower fp16.min_loss_scale only if gradients are truly that large",
                 value=culprit,
@@ -153,6 +168,10 @@ class LossScaler:
             self._good_steps = int(state_dict["good_steps"])
             # The config may have changed in between: never tolerate more than it does now.
             self._tolerance = min(max(1, int(state_dict["tolerance"])), self.policy.hysteresis)
+
+
+def _first(culprit: str | None) -> str:
+    return f"the first in parameter {culprit!r}" if culprit else "in a parameter that is not known"
 
 
 def _is_positive(value: object) -> bool:

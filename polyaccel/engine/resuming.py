@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from logging import getLogger
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
+from polyaccel.checkpoint.manifest import PARAM
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
@@ -31,11 +31,6 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.types import DType
-
-log = getLogger(__name__)
-
-PARAM = "param"
-"""The kind of the tensors that are parameters; the others are optimizer states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +127,7 @@ class TrainingRun:
         """`error` with the other checkpoints that there are."""
 
         def others() -> list[str]:
-            return [each.tag for each in list_checkpoints(saved.storage) if not each.problem and each.tag != saved.tag]
+            return [each.tag for each in list_checkpoints(saved.storage) if each.is_good and each.tag != saved.tag]
 
         tags = ", ".join(on_rank_0(self.communicator, "listing checkpoints", others)) or "none"
         message = f"{error.message}\n  other complete checkpoints there, newest first: {tags}"

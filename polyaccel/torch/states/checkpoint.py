@@ -13,10 +13,11 @@ from torch import Tensor
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint.manifest import PARAM
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.writer import TagValidation
 from polyaccel.engine.lr_schedules import Schedule
-from polyaccel.engine.resuming import PARAM, SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
+from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, unpacked
