@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
@@ -18,7 +19,7 @@ from polyaccel.engine.base import ModelAdapter
 from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred.values import value_of
 from polyaccel.torch.gathering.arriving import expect
-from polyaccel.torch.gathering.sharded import hide, show
+from polyaccel.torch.gathering.sharded import hide, show, takes_hooks
 from polyaccel.torch.gathering.sites import Sites
 from polyaccel.torch.gathering.state_dicts import StateDicts
 from polyaccel.torch.params.buffers import broadcast_buffers
@@ -119,11 +120,25 @@ class TorchAdapter(ModelAdapter):
                     if index not in buckets_of.setdefault(name, []):
                         buckets_of[name].append(index)
         if buckets_of:
+            self._require_hooks()
             self._sites = Sites(self.module, step, buckets_of, self._passes.notice)
             self._state_dicts = StateDicts(self.module, step)
             for module in self.module.modules():
                 for parameter in external_parameters(module):
                     self.register_external(module, parameter)
+
+    def _require_hooks(self) -> None:
+        """Raise ShardingError for a TorchScript module with sharded parameters: nothing can be gathered around it."""
+        for name, module in self.module.named_modules():
+            if takes_hooks(module):
+                continue
+            if any(self.is_sharded(self.names[parameter]) for parameter in module.parameters()):
+                raise ShardingError(
+                    f"{name or 'the model'!r} is a TorchScript module, on which no hooks can be put, so that stage 3 "
+                    "cannot gather its parameters when it runs",
+                    cure="use torch.compile or torch.jit.trace in place of torch.jit.script, or stage 2",
+                    value=name,
+                )
 
     def _modules_with(self, parameter: nn.Parameter) -> list[str]:
         """The modules that have `parameter` themselves, by full name."""
@@ -211,6 +226,11 @@ class TorchAdapter(ModelAdapter):
         if self._state_dicts is None or self._is_suspended:
             return None
         return self._state_dicts.answer(func, *args)
+
+    def enter_notes(self) -> saved_tensors_hooks | None:
+        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
+        leaves what is returned."""
+        return None if self._sites is None else self._sites.enter_notes()
 
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter` around `module` too, if it is sharded."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, is_handed_out, note_version
@@ -25,6 +26,8 @@ class _Opening:
     fqns: list[str]
     buckets: list[int]
     neighbours: list[str]
+    notes: saved_tensors_hooks | None = None
+    """In force while it is open, so that a graph which is built inside finds the parameters in its backward pass."""
 
     def changed(self) -> list[str]:
         """Names of the parameters that somebody wrote to on this rank."""
@@ -53,8 +56,9 @@ class GatheredParameters:
     parameters keep their old values then. An exception that leaves the context writes nothing back.
 
     `params` is a parameter or an iterable of them; those that belong to no engine are left alone. Contexts nest, and
-    one may be entered again. `fwd_module` will gather them in its forward from now on, as with
-    `register_external_parameter`. Works at every stage. `enabled=False` makes it do nothing.
+    one may be entered again. What is computed from the parameters may enter a loss. `fwd_module` will gather them in
+    its forward from now on, as with `register_external_parameter`. Works at every stage. `enabled=False` makes it do
+    nothing.
     """
 
     def __init__(
@@ -83,11 +87,15 @@ class GatheredParameters:
                 params.hold(index)
             for fqn in (*opening.fqns, *opening.neighbours):
                 _open(opening.owner, fqn)
+            opening.notes = opening.owner.enter_notes()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         openings = self._open.pop()
+        for opening in reversed(openings):
+            if opening.notes is not None:
+                opening.notes.__exit__(None, None, None)
         try:
             if kind is None:
                 for opening in openings:

@@ -103,6 +103,11 @@ class EngineHook:
         )
 
 
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether hooks can be put on `module`: not on one that `torch.jit.script` has made, or a part of it."""
+    return not isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
+
+
 def hide(parameter: nn.Parameter, home: Home, dtype: torch.dtype, device: torch.device) -> None:
     """Take the values of `parameter`, whose home is `home`, away; operations on it ask its adapter.
 

@@ -180,6 +180,10 @@ class Sites:
             return True
         return False
 
+    def enter_notes(self) -> saved_tensors_hooks | None:
+        """Replace gathered parameters by notes in graphs that are built from now on; the caller leaves the hooks."""
+        return self._saved.enter() if torch.is_grad_enabled() else None
+
     # Forward.
 
     def _hook(self, site: Site) -> Iterable[Any]:

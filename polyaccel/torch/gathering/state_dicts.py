@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
-from polyaccel.torch.gathering.sharded import EngineHook
+from polyaccel.torch.gathering.sharded import EngineHook, takes_hooks
 from polyaccel.torch.params.ownership import home_of
 from polyaccel.zero.step import ZeroStep
 
@@ -38,7 +38,7 @@ class StateDicts:
         self._look = ExitStack()
         self._loading: dict[str, bool] = {}
         """Parameters whose module is loading, and whether their values were taken already."""
-        self._handles = [handle for part in module.modules() for handle in self._hook(part)]
+        self._handles = [handle for part in module.modules() if takes_hooks(part) for handle in self._hook(part)]
 
     def release(self) -> None:
         """Take all hooks off."""

@@ -13,6 +13,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyaccel.errors import ShardingError
@@ -55,6 +56,10 @@ class ParameterOwner(Protocol):
     def answer(self, func: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
         not."""
+
+    def enter_notes(self) -> saved_tensors_hooks | None:
+        """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
+        leaves what is returned."""
 
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter` around `module` too, if it is sharded."""
