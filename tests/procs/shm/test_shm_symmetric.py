@@ -96,6 +96,29 @@ def test_parameters_are_one_memory_where_the_optimizer_is_sharded(pools: Pools, 
     assert (first[1], first[2]) == (stage == 3, False)
 
 
+def begin_apart(communicator: Communicator, config: Any) -> tuple[list[float], list[float]]:
+    """The means of this rank's parameters before and after `initialize`, each rank having drawn its own."""
+    model = parity_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0 + communicator.rank)
+    before = [float(parameter.detach().mean()) for parameter in model.parameters()]
+    engine, *_ = polyaccel.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with polyaccel.zero.GatheredParameters(list(model.parameters())):
+        after = [float(parameter.detach().mean()) for parameter in model.parameters()]
+    engine.destroy()
+    return before, after
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_training_begins_with_the_parameters_of_rank_0(pools: Pools, stage: int, symmetric: bool) -> None:
+    runs = pools(2, symmetric).run(begin_apart, make_config(stage, zero=ZERO, bf16={"enabled": stage == 2}))
+    expected = runs[0][0]
+    assert runs[1][0] != expected
+    assert [after for _, after in runs] == [expected, expected]
+
+
 def change_by_hand(communicator: Communicator, config: Any) -> tuple[float, float]:
     """Rank 1 changes a parameter for all, and each rank loads the same state dict; what this rank sees of both."""
     model = parity_model()
