@@ -31,6 +31,13 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir(), f"polyaccel-{os.geteuid()}")
 
 
+def cache_folder() -> Path:
+    """The folder for what is kept between runs and can be made again: `polyaccel` in `XDG_CACHE_HOME`, or `~/.cache`.
+    The caller makes it."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "polyaccel"
+
+
 def own_folder(path: Path) -> Path:
     """`path`, made where it is missing, for this user alone. Its parent exists. Raises PermissionError for a link, and
     for a folder that belongs to somebody else or that others may write to."""

@@ -129,6 +129,11 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
             environ.setdefault(name, str(value))
 
 
+def comes_of_launcher(rendezvous: Rendezvous) -> bool:
+    """Whether the ranks are those of torchrun or `polyaccel run`, all of them, as the variables say."""
+    return rendezvous.source == _TORCHRUN and rendezvous.world_size > 1
+
+
 def local_rank(*, default: int) -> int:
     """This rank's number on its host, as the launcher set it; `default` where it set none."""
     return integer(os.environ, "LOCAL_RANK", default)

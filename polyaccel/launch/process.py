@@ -12,6 +12,7 @@ from enum import Enum
 from time import monotonic, sleep
 from typing import IO
 
+from polyaccel.arrival import ARRIVAL_VARIABLE, ArrivalPipe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import RankSpec
 
@@ -99,7 +100,7 @@ class RankProcess:
             os.killpg(self.pid, signum)
 
 
-def start_rank(spec: RankSpec, *, owns_stdout: bool, owns_stderr: bool) -> RankProcess:
+def start_rank(spec: RankSpec, arrivals: ArrivalPipe, *, owns_stdout: bool, owns_stderr: bool) -> RankProcess:
     """Start the process of a rank. Standard output and error are pipes to read, unless it `owns` the launcher's own.
 
     Local rank 0 reads the launcher's standard input, the others nothing. Raises LaunchError when it cannot start.
@@ -111,7 +112,8 @@ def start_rank(spec: RankSpec, *, owns_stdout: bool, owns_stderr: bool) -> RankP
             stdout=None if owns_stdout else subprocess.PIPE,
             stderr=None if owns_stderr else subprocess.PIPE,
             bufsize=0,
-            env=dict(spec.environment),
+            env={**spec.environment, ARRIVAL_VARIABLE: arrivals.name},
+            pass_fds=(arrivals.write_fd,),
             start_new_session=True,
             preexec_fn=_child_setup(spec),
         )
@@ -144,6 +146,12 @@ def describe_end(rank: RankProcess) -> str:
         return f"{name_rank(rank)} exited with code {code} {after}"
     hint = f" ({_HINTS[signum]})" if (signum := -code) in _HINTS else ""
     return f"{name_rank(rank)} was killed by {signal_name(signum)} {after}{hint}"
+
+
+def describe_absence(gone: RankProcess, waiting: Sequence[RankProcess]) -> str:
+    """A sentence about a rank that the others wait for in vain."""
+    names = ", ".join(map(name_rank, waiting))
+    return f"{describe_end(gone)}, before it had met the others (init_distributed); {names} waited for it"
 
 
 def describe_stop(rank: RankProcess, stop_timeout_s: float) -> str:

@@ -2,11 +2,12 @@
 
 [Note: How a job ends]
 It ends well when all ranks exit with 0. The first rank that fails (or is stopped for too long) decides the exit code;
-then every process of the job gets SIGTERM, and SIGKILL after the grace period. A signal that the launcher passes on
-asks the ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it,
-however much later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight
+then every process of the job gets SIGTERM, and SIGKILL after the grace period. A rank that exits with 0 fails the job
+too where others wait to meet it, as they say through the arrival pipe. A signal that the launcher passes on asks the
+ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
+later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight
 recorders, is passed on too and ends nothing. Processes that ranks leave behind are ended in the same way, so that
-nothing outlives the job.
+nothing outlives the job. Of a launcher that is killed itself, the keeper ends the job (`keeper`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any
 
+from polyaccel.arrival import HAS_MET, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import LaunchPlan
+from polyaccel.launch.keeper import Keeper
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
     ProcessState,
     RankProcess,
+    describe_absence,
     describe_end,
     describe_stop,
     exit_code,
@@ -71,10 +75,13 @@ class Supervisor:
         self._is_ending = False
         self._kill_at_s = inf
         self._kill_rounds = 0
+        self._keeper: Keeper | None = None
+        self._arrivals = ArrivalPipe()
+        self._words: dict[int, str] = {}
 
     def run(self) -> int:
         """The exit code of the job, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
-        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD)) as inbox:
+        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD), self._arrivals.read_fd) as inbox:
             try:
                 self._start()
                 while self._is_going_on():
@@ -84,14 +91,19 @@ class Supervisor:
                         break
             finally:
                 self._kill_what_is_left()
+                if self._keeper is not None:
+                    self._keeper.dismiss()
+                self._arrivals.close()
                 self._conclude()
         return self._verdict.code if self._verdict else 0
 
     def _start(self) -> None:
+        self._keeper = Keeper(self._plan.job_id)
         for spec in self._plan.ranks:
             owns_stdout, owns_stderr = self._output.owns(spec)
-            rank = start_rank(spec, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
+            rank = start_rank(spec, self._arrivals, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
             self._tree.add(rank.pid)
+            self._keeper.add(rank.pid)
             self._ranks.append(rank)
             self._output.attach(rank)
         self._output.start()  # last: a process with threads should not fork
@@ -122,7 +134,10 @@ class Supervisor:
                 self._output.say(f"{signum.name} is passed on to the ranks")
                 for rank in self._ranks:  # not to what they started, which would end of it
                     rank.signal_rank(signum)
-        self._note_changes([rank for rank in self._ranks if rank.poll()])
+        changed = [rank for rank in self._ranks if rank.poll()]
+        self._words.update(self._arrivals.words())  # later: what a rank said before it ended is there
+        self._note_changes(changed)
+        self._note_absence()
         now = monotonic()
         for rank in self._ranks:
             if self._stopped_until_s(rank) <= now:
@@ -163,6 +178,17 @@ class Supervisor:
                 self._fail(_Verdict(code, f"ended by {name}, which was passed on to the ranks"))
             else:
                 self._fail(_Verdict(code, describe_end(rank), rank))
+
+    def _note_absence(self) -> None:
+        """Fail where ranks wait for one that has ended with code 0: it will not come."""
+        waiting = [
+            rank
+            for rank in self._ranks
+            if rank.state is not ProcessState.ENDED and self._words.get(rank.spec.rank) == WAITS
+        ]
+        gone = [rank for rank in self._ranks if rank.returncode == 0 and self._words.get(rank.spec.rank) != HAS_MET]
+        if waiting and gone and not self._is_ending:
+            self._fail(_Verdict(1, describe_absence(gone[0], waiting), gone[0]))
 
     def _fail(self, verdict: _Verdict) -> None:
         if self._verdict is None:
@@ -214,14 +240,16 @@ def _listed(pids: set[int]) -> str:
 class SignalInbox:
     """Signals as messages: they wake up the main loop, which reads their numbers in order.
 
-    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back.
+    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back. `news_fd` is a
+    descriptor that wakes the loop up too.
 
     A signal that is ignored on entry stays ignored (nohup, a shell's background job), SIGCHLD excepted.
     Python delivers signals to the main thread only; entering elsewhere raises LaunchError.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+    def __init__(self, signals: Iterable[signal.Signals], news_fd: int | None = None) -> None:
         self._signals = tuple(signals)
+        self._news = [] if news_fd is None else [news_fd]
         self._former: dict[signal.Signals, Any] = {}
         self._former_fd = -1
         self._read_fd = self._write_fd = -1
@@ -248,9 +276,10 @@ class SignalInbox:
         os.close(self._write_fd)
 
     def wait(self, timeout_s: float | None) -> list[signal.Signals]:
-        """The signals that came since the last call, in order; blocks until there is one or `timeout_s` is over."""
-        ready, _, _ = select.select([self._read_fd], [], [], timeout_s)
-        return [signal.Signals(number) for number in os.read(self._read_fd, 4096)] if ready else []
+        """The signals that came since the last call, in order; blocks until there is one, or `news_fd` can be read, or
+        `timeout_s` is over."""
+        ready, _, _ = select.select([self._read_fd, *self._news], [], [], timeout_s)
+        return [signal.Signals(number) for number in os.read(self._read_fd, 4096)] if self._read_fd in ready else []
 
 
 def _keep_only_the_number(signum: int, frame: FrameType | None) -> None:

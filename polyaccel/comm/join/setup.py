@@ -10,6 +10,7 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
+from polyaccel.arrival import HAS_MET, WAITS, tell_launcher
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
 from polyaccel.comm.default import (
     default_communicator,
@@ -18,7 +19,7 @@ from polyaccel.comm.default import (
     set_default_communicator,
     set_thread_communicator,
 )
-from polyaccel.comm.discovery import discover, publish
+from polyaccel.comm.discovery import comes_of_launcher, discover, publish
 from polyaccel.comm.join.backends import comm_backend, fitting_backend
 from polyaccel.comm.join.hosts import share_hosts
 from polyaccel.comm.torch_group import initialized_world
@@ -87,7 +88,12 @@ def init_distributed(
     accelerator = get_accelerator()
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
+    is_launched = comes_of_launcher(rendezvous)
+    if is_launched:
+        tell_launcher(os.environ, rendezvous.rank, WAITS)
     communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
+    if is_launched:
+        tell_launcher(os.environ, rendezvous.rank, HAS_MET)
     if communicator.world_size > 1:
         folder = _value(section, "dump_dir") or os.environ.get(FOLDER_VARIABLE)
         dumper = Dumper(

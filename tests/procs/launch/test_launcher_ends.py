@@ -314,8 +314,55 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     assert (code, stderr) == (0, "")
 
 
-def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
-    with Job(tmp_path, FOR_EVER) as job:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_quits_with_0_before_it_has_met_the_others_is_named(late: int, tmp_path: Path) -> None:
+    """And at once, whichever of the two acts later: the others wait for ever here."""
+    script = f"""
+from polyaccel.arrival import WAITS, tell_launcher
+ready()
+if rank == {late}:
+    wait()
+if rank == 1:
+    sys.exit(0)
+tell_launcher(os.environ, 0, WAITS)
+while True:
+    signal.pause()
+"""
+    with Job(tmp_path, script) as job:
         ranks, _ = job.pids()
+        if late == 0:
+            assert wait_gone(ranks[1])
+        let_go(ranks[late])
+        code, _, stderr = job.finish()
+    assert code == 1
+    assert f"rank 1 (pid {ranks[1]}) exited with code 0 after" in stderr
+    assert f"before it had met the others (init_distributed); rank 0 (pid {ranks[0]}) waited for it" in stderr
+
+
+def test_a_rank_that_has_met_the_others_may_quit_before_them(tmp_path: Path) -> None:
+    script = """
+from polyaccel.arrival import HAS_MET, WAITS, tell_launcher
+if rank == 1:
+    tell_launcher(os.environ, 1, HAS_MET)
+ready()
+if rank == 0:
+    tell_launcher(os.environ, 0, WAITS)
+    wait()
+"""
+    with Job(tmp_path, script) as job:
+        ranks, _ = job.pids()
+        assert wait_gone(ranks[1])
+        let_go(ranks[0])
+        code, _, stderr = job.finish()
+    assert (code, stderr) == (0, "")
+
+
+def test_ranks_and_what_they_started_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    script = """
+start("import time; time.sleep(1000)", start_new_session=True)
+start("import time; time.sleep(1000)", env={})
+"""
+    with Job(tmp_path, script + FOR_EVER) as job:
+        ranks, children = job.pids(children=4)
         job.process.kill()
-        assert all(map(wait_gone, ranks))
+        assert all(map(wait_gone, (*ranks, *children)))
