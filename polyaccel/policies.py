@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from typing import Any
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
@@ -36,6 +37,12 @@ PLACES: dict[OffloadDevice, Place] = {"none": Place.DEVICE, "cpu": Place.HOST, "
 """Where the built-in tiers hold their buffers, by the names that configs have for them."""
 _LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
 _BUCKETS_AT_LEAST = 16
+
+_COMMON_SETTINGS = {
+    "gradient_accumulation_steps", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients",
+    "gradient_predivide_factor", "gradient_allreduce_op", "communication_data_type", "zero_optimization", "fp16",
+    "bf16", "torch_autocast", "data_types", "matrix_kernels",
+}  # fmt: skip
 
 
 def plan_for(
@@ -259,6 +266,17 @@ class ModuleRules:
     buffer_dtype: DType | None = None
     keep_in_fp32: tuple[str, ...] | None = None
     leaves: LeafRules = LeafRules()
+
+
+def common_settings_of(config: ResolvedConfig) -> dict[str, Any]:
+    """The part of the config that must be equal on all ranks, as a tree: what numbers and exchanges depend on. Where
+    files lie may differ."""
+    tree: dict[str, Any] = config.model_dump(mode="json", by_alias=True, include=_COMMON_SETTINGS)
+    for section in ("offload_param", "offload_optimizer"):
+        offload = tree["zero_optimization"].get(section) or {}
+        for key in ("nvme_path", "tier_options"):
+            offload.pop(key, None)
+    return tree
 
 
 def module_rules_of(config: ResolvedConfig) -> ModuleRules:

@@ -29,11 +29,13 @@ from polyaccel.engine.base import EngineParts, ModelAdapter
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import Monitor
+from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.policies import (
+    common_settings_of,
     engine_settings_of,
     param_dtype_of,
     place_of,
@@ -105,8 +107,14 @@ class Runtime:
         *,
         resident: bool = False,
     ) -> ZeroStep:
-        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises."""
-        layout = self.plan(tuple(adapter.param_specs()), adapter.unit_names)
+        """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
+
+        Raises ShardingError on all ranks where their models, optimizers or settings differ.
+        """
+        specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
+        facts = training_facts(specs, kind, groups, common_settings_of(self.config))
+        require_same_training(self.communicator, facts)
+        layout = self.plan(specs, adapter.unit_names)
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)

@@ -1,0 +1,100 @@
+"""Ranks that train different things exchanged weights unnoticed; now the first difference is named at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity_models import ParityModel, grouped, make_config, on_threads, parity_model
+from torch import nn
+
+import polyaccel
+from polyaccel.config.resolve import load_resolved
+from polyaccel.errors import ShardingError
+from polyaccel.policies import common_settings_of
+
+Deviation = Callable[[ParityModel, dict[str, Any]], Any]
+"""What rank 1 does to its model and config before `initialize`; returns other arguments for that."""
+
+
+def another_order(model: ParityModel, config: dict[str, Any]) -> None:
+    model.wide = model._modules.pop("wide")
+
+
+def another_frozen_layer(model: ParityModel, config: dict[str, Any]) -> None:
+    model.wide.weight.requires_grad_(False)
+
+
+def another_shape(model: ParityModel, config: dict[str, Any]) -> None:
+    model.unused = nn.Parameter(torch.zeros(7))
+
+
+def one_parameter_more(model: ParityModel, config: dict[str, Any]) -> None:
+    model.more = nn.Parameter(torch.zeros(7))
+
+
+def another_clipping(model: ParityModel, config: dict[str, Any]) -> None:
+    config["gradient_clipping"] = 0.5
+
+
+def another_rate(model: ParityModel, config: dict[str, Any]) -> None:
+    config["optimizer"]["params"]["lr"] = 0.5
+
+
+def another_rate_of_a_group(model: ParityModel, config: dict[str, Any]) -> dict[str, Any]:
+    groups = grouped(model)
+    groups[1]["lr"] = 0.5
+    return {"model_parameters": groups}
+
+
+def another_optimizer(model: ParityModel, config: dict[str, Any]) -> None:
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+
+
+def another_warm_up(model: ParityModel, config: dict[str, Any]) -> None:
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
+
+
+def another_stage(model: ParityModel, config: dict[str, Any]) -> None:
+    config["zero_optimization"]["stage"] = 1
+
+
+DEVIATIONS: dict[Deviation, str] = {
+    another_order: r"ranks \[0, 2\] have parameter .*ranks \[1\] have parameter 'wide\.bias'",
+    another_frozen_layer: r"ranks \[1\] have parameter 'wide\.weight', float32 of shape \(33, 6\), frozen",
+    another_shape: r"ranks \[1\] have parameter 'unused', float32 of shape \(7,\)",
+    one_parameter_more: r"ranks \[1\] have parameter 'more'",
+    another_clipping: r"ranks \[0, 2\] have \"gradient_clipping\": 0\.0 in the config; ranks \[1\] have .*: 0\.5",
+    another_rate: r"'lr' of optimizer group 0: 0\.5",
+    another_rate_of_a_group: r"ranks \[0, 2\] have 'lr' of optimizer group 1: 0\.02; ranks \[1\] have .*: 0\.5",
+    another_optimizer: r"in the config|of optimizer group|optimizer ",
+    another_warm_up: r"\"scheduler",
+    another_stage: r"\"zero_optimization\.stage\": 2 in the config; ranks \[1\] have .*: 1 in",
+}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_a_rank_that_trains_something_else_is_named(deviation: Deviation) -> None:
+    def work(communicator: Any, model: ParityModel) -> None:
+        config = make_config(2)
+        arguments = {"model_parameters": grouped(model)}
+        if communicator.rank == 1:
+            arguments = deviation(model, config) or {"model_parameters": grouped(model)}
+        polyaccel.initialize(model=model, config=config, **arguments)
+
+    with pytest.raises(ShardingError, match=DEVIATIONS[deviation]) as caught:
+        on_threads(3, work, parity_model)
+    assert "the ranks do not train the same" in str(caught.value)
+    assert "in one order on all ranks" in str(caught.value)
+
+
+def test_where_files_lie_may_differ() -> None:
+    trees = []
+    for path in ("/first", "/second"):
+        zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}}
+        config = {"train_batch_size": 4, "zero_optimization": zero, "log_level": "info" if path == "/first" else None}
+        trees.append(common_settings_of(load_resolved(config, world_size=2)))
+    assert trees[0] == trees[1]
+    assert trees[0]["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
