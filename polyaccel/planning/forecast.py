@@ -112,7 +112,7 @@ def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     nbytes = model.buffer_nbytes
     for spec in model.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
-        states = len(state_names(config)) * precision.states.itemsize if spec.trainable else 0
+        states = len(state_names(config)) * precision.states_of(spec.dtype).itemsize if spec.trainable else 0
         nbytes += spec.numel * (kept.itemsize + states)
     return nbytes
 

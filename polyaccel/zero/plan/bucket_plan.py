@@ -182,7 +182,7 @@ def _plan_update(
         second=frozen.second,
         place=place,
         master=None if is_master else PlannedBuffer(frozen.updated_numel, master_dtype, place),
-        states={name: PlannedBuffer(frozen.updated_numel, precision.states, place) for name in state_names},
+        states={name: PlannedBuffer(frozen.updated_numel, precision.states_of(dtype), place) for name in state_names},
         gradient=gradient,
         travelling=travelling,
         is_reduced_in_place=keeps_whole and gradient_dtype is travelling.dtype,

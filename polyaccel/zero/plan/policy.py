@@ -68,7 +68,8 @@ _STAGES = {
 class Precision:
     """Element types of master weights, optimizer states and gradients; parameters have the types of their buckets.
 
-    `master` is the type of master weights (never narrower than the parameter), `states` that of optimizer states.
+    `master` is the type of master weights (never narrower than the parameter), `states` that of optimizer states; those
+    of weights in float64 are not in float32.
     Gradients travel in `reduce` and rest until the update in `accumulate`. `accumulates`: a step has several
     micro-batches.
     """
@@ -84,6 +85,11 @@ class Precision:
     def master_of(self, param: DType) -> DType:
         """The type in which a parameter of type `param` is updated."""
         return param if param.is_floating and param.itemsize >= self.master.itemsize else self.master
+
+    def states_of(self, param: DType) -> DType:
+        """The type of the optimizer states of a parameter of type `param`."""
+        is_wide = self.master_of(param) is DType.FLOAT64 and self.states is DType.FLOAT32
+        return DType.FLOAT64 if is_wide else self.states
 
     def reduce_of(self, param: DType) -> DType:
         """The type in which gradients of a parameter of type `param` travel."""

@@ -180,7 +180,8 @@ class TrustRatioOptimizer(RowOptimizer):
     ) -> Iterator[Shard]:
         for shard in shards:
             group = groups[shard.bucket.kind.group]
-            direction = shard.tier.compute.allocate(shard.master.numel, DType.FLOAT32)
+            dtype = shard.master.dtype if shard.master.dtype is DType.FLOAT64 else DType.FLOAT32
+            direction = shard.tier.compute.allocate(shard.master.numel, dtype)
             for run in shard.runs:
                 _update_run(shard, run, self.row.rule(group, run.step), grad_scale, direction)
             ratios = self._trust_ratios(shard, direction, group, communicator)

@@ -169,3 +169,24 @@ def test_an_optimizer_that_cannot_be_built(optimizer, message):
 
     with pytest.raises(ConfigError, match=message):
         on_threads(1, build, parity_model)
+
+
+IN_FLOAT64 = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", IN_FLOAT64)
+def test_a_model_in_float64_has_its_states_in_float64(kind, stage):
+    """A state in float32 is off by 1e-9 after three steps."""
+
+    def in_float64():
+        return parity_model().double()
+
+    config = make_config(stage, zero=SMALL, optimizer={"type": kind, "params": {"lr": 1e-2}})
+    plain = train_plainly(2, STEPS, build=in_float64, make_optimizer=IN_FLOAT64[kind])
+    run = train_on_threads(2, config, STEPS, build=in_float64)
+    assert_close(run.params, plain.params, 1e-15)

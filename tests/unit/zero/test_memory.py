@@ -76,7 +76,7 @@ def test_in_32_bits_the_master_weights_are_the_parameters(stage: int, nbytes: fl
         (DType.BFLOAT16, 0, 8),
         (DType.FLOAT32, 1, 12),
         (DType.FLOAT32, 0, 8),
-        (DType.FLOAT64, 2, 24),
+        (DType.FLOAT64, 2, 32),
     ],
 )
 def test_other_optimizers_hold_other_numbers_of_states(dtype: DType, state_count: int, nbytes: int) -> None:
