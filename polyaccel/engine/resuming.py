@@ -50,7 +50,14 @@ class TrainingRun:
     """The learning-rate schedule; None without one."""
 
     def scalars(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """The plain values of a checkpoint. Frontends replace those that differ between them."""
+        """The plain values of a checkpoint. Frontends replace those that differ between them.
+
+        Raises CheckpointError for a `client_state` that is no mapping.
+        """
+        if not isinstance(client_state, Mapping):
+            kind = type(client_state).__name__
+            cure = 'give a dict of plain values, such as {"epoch": 3}'
+            raise CheckpointError(f"client_state is a {kind}, not a dict", cure=cure, value=kind)
         groups = None if self.groups is None else {"param_groups": [hyperparameters(group) for group in self.groups]}
         return {
             "counters": self.counters.state_dict(),

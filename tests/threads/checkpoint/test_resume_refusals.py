@@ -134,6 +134,15 @@ def test_saving_between_micro_batches_is_refused_until_gradients_are_dropped(tmp
     on_threads(2, save, parity_model)
 
 
+def test_client_state_that_is_no_mapping_is_refused(tmp_path):
+    def save(communicator, model):
+        with pytest.raises(CheckpointError, match="client_state is a list, not a dict"):
+            engine_for(model, 1).save_checkpoint(str(tmp_path), client_state=[1])
+
+    on_threads(2, save, parity_model)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_client_state_that_is_not_plain_is_refused(tmp_path):
     def save(communicator, model):
         engine_for(model, 1).save_checkpoint(str(tmp_path), client_state={"best": torch.ones(3)})
