@@ -26,6 +26,12 @@ NUMPY = CpuAccelerator("numpy")
 Fault = Literal["crash before", "crash midway", "crash after", "error before", "error after"]
 
 
+@pytest.fixture(autouse=True)
+def _power_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes die here, and not the machine: what was written is there without a wait for the disk."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
 class Crash(BaseException):
     """The process dies here: nobody catches this."""
 
