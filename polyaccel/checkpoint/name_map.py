@@ -86,6 +86,10 @@ class RenamedReader:
         count: int = self.scalars["param_steps"].get(self._source_of(fqn).name, 0)
         return count
 
+    def was_trained(self, fqn: str) -> bool:
+        """Whether a parameter was trained in the run that was saved."""
+        return self._source_of(fqn).name in self.scalars["param_steps"]
+
     def tensors(self) -> tuple[TensorEntry, ...]:
         """Every tensor under its parameter's name; without its pieces where the axes differ or it is a part."""
         return tuple(part for entry in self._reader.tensors() for part in self._in_parts(self._renamed(entry)))

@@ -205,6 +205,8 @@ class StateReader(Protocol):
 
     def steps_of(self, fqn: str) -> int: ...
 
+    def was_trained(self, fqn: str) -> bool: ...
+
     def tensors(self) -> Sequence[TensorEntry]: ...
 
     def has(self, fqn: str, kind: str) -> bool: ...
@@ -274,7 +276,8 @@ class WantedState:
 def wanted_state(
     zero: TrainedState, reader: StateReader, *, optimizer_states: bool, strict: bool, may_lack_states: bool = False
 ) -> WantedState:
-    """The pieces that this rank needs. `may_lack_states`: an optimizer state that was not saved is none.
+    """The pieces that this rank needs. `may_lack_states`: an optimizer state that was not saved is none. A parameter
+    that was frozen when it was saved has none either, and begins with those that it has here.
 
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.
@@ -288,7 +291,7 @@ def wanted_state(
             pieces.append(WantedPiece(fqn, kind, start, buffer))
         elif not reader.has(fqn, PARAM):
             kept[fqn] = None
-        elif may_lack_states:
+        elif may_lack_states or not reader.was_trained(fqn):
             continue
         elif strict:
             missing.append(f"{kind!r} of {fqn!r}")

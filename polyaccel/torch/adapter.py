@@ -38,7 +38,7 @@ class TorchAdapter(ModelAdapter):
 
     `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
     step. `checks_contents`: changes of gathered parameters are looked for at their values, not only at their version
-    counters.
+    counters. `trained` names parameters that an earlier adapter of the engine trained, frozen now or not.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class TorchAdapter(ModelAdapter):
         passes: BackwardPasses,
         *,
         checks_contents: bool = False,
+        trained: Collection[str] = (),
     ) -> None:
         self.module = module
         self.checks_contents = checks_contents
@@ -57,8 +58,10 @@ class TorchAdapter(ModelAdapter):
         """Names of the states that are offloaded now (`OffloadedStates`)."""
         self._accelerator = accelerator
         self._passes = passes
-        self._specs = parameter_specs(module, groups, param_dtype)
-        self._owned = OwnedParameters(module, self)
+        self._specs = parameter_specs(module, groups, param_dtype, trained)
+        self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
+        members = {member for group in groups for member in group}
+        self._frozen_members = [member for member in self._owned.frozen.values() if member in members]
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
         self._gradients: GradientAccess | None = None
@@ -148,7 +151,12 @@ class TorchAdapter(ModelAdapter):
             if any(own is parameter for own in module._parameters.values())
         ]
 
-    def release(self) -> None:
+    def has_unfrozen(self) -> bool:
+        """Whether a member of the optimizer's groups was frozen when it was laid out and requires a gradient now."""
+        return any(member.requires_grad for member in self._frozen_members)
+
+    def release(self, *, is_followed: bool = False) -> None:
+        """`is_followed`: another adapter takes the module over, for the same engine."""
         self._give_back()
         self._passes.release()
         for hooks in (self._sites, self._state_dicts):
@@ -158,7 +166,8 @@ class TorchAdapter(ModelAdapter):
         for parameter in self.names:
             conceal(parameter)
         self._owned.leave()
-        set_configured_leaves(self.module, ())
+        if not is_followed:
+            set_configured_leaves(self.module, ())
 
     def _give_back(self) -> None:
         """Let each parameter have its values in memory of its own. Collective where they are sharded."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from polyaccel.runtime import Runtime
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.activations import ActivationOffload
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
-from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, cast_floats, loss_of, to_device
+from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
@@ -26,6 +27,7 @@ from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import TorchRun, load_run, optimizer_kind, save_run
 from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
+from polyaccel.torch.states.unfreezing import follow, is_due
 from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -59,27 +61,41 @@ class TorchEngine(nn.Module, Engine):
         self._losses: list[Tensor] = []
 
         self._passes = BackwardPasses(self.accelerator, self.counters, self.loss_scaler, self.timer)
-        self.adapter = TorchAdapter(
-            module,
-            [group["params"] for group in groups],
-            self.accelerator,
-            runtime.param_dtype,
-            self._passes,
-            checks_contents=settings.checks_contents,
-        )
-        resident = isinstance(slice_optimizer, ClientOptimizer)
-        self.zero = runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
-        self._offloaded = OffloadedStates(self.zero, self.adapter)
+        self._lay_out(slice_optimizer, groups)
         self.optimizer: Any = None
-        self.adapter.attach(self.zero)
         if slice_optimizer is not None:
             evaluates = isinstance(slice_optimizer, ClientOptimizer) and slice_optimizer.evaluates
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
-            self.optimizer = ZeroOptimizer(groups, self._update, self.adapter.discard_gradients, evaluates=evaluates)
+            self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         self._recorder.begin()
+
+    def _lay_out(
+        self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()
+    ) -> ZeroStep:
+        """Build the step of the module's parameters: those that require a gradient are trained, and `trained`."""
+        self.adapter = TorchAdapter(
+            self._own_module,
+            [group["params"] for group in groups],
+            self.accelerator,
+            self.runtime.param_dtype,
+            self._passes,
+            checks_contents=self._module_settings.checks_contents,
+            trained=trained,
+        )
+        resident = isinstance(slice_optimizer, ClientOptimizer)
+        self.zero = self.runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
+        self._offloaded = OffloadedStates(self.zero, self.adapter)
+        self.adapter.attach(self.zero)
+        return self.zero
+
+    def _train_unfrozen(self) -> None:
+        """Lay out anew if parameters that were frozen are trained from now on. Collective then."""
+        if is_due(self.adapter, before := self.zero):
+            lay_out = partial(self._lay_out, before.optimizer, self.optimizer.param_groups, before.steps)
+            follow(self.adapter, before, lay_out)
 
     # Running the module.
 
@@ -103,11 +119,13 @@ class TorchEngine(nn.Module, Engine):
         """The module's output, under autocast if the config says so."""
         if self.runtime.casts_inputs:
             inputs, named = cast_floats((inputs, named), torch.float16)
+        is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
+        if is_trained_on:
+            self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
         offload = self._offload.active() if self._offload else nullcontext()
         with charge, self._autocast(), offload, explaining_refusal():
             outputs = self._own_module(*inputs, **named)
-        is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
         return outputs
@@ -191,7 +209,7 @@ class TorchEngine(nn.Module, Engine):
         for _ in range(self.gradient_accumulation_steps()):
             with self.timer("data"):
                 batch = to_device(next(source), self.device)
-            loss = loss_of(self._call(batch))
+            loss = loss_of(call_with(self, batch))
             self.backward(loss)
             losses.append(loss.detach())
             self.step()
@@ -204,14 +222,9 @@ class TorchEngine(nn.Module, Engine):
         self.eval()
         try:
             with self.timer(OUTSIDE):
-                return loss_of(self._call(to_device(next(self._data(data_iter)), self.device)))
+                return loss_of(call_with(self, to_device(next(self._data(data_iter)), self.device)))
         finally:
             self.train(was_training)
-
-    def _call(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self(**batch)
-        return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
 
     def _data(self, data_iter: Any) -> Iterator[Any]:
         if data_iter is not None:
@@ -283,6 +296,7 @@ class TorchEngine(nn.Module, Engine):
         was refused has changed nothing.
         """
         self.adapter.require_nothing_away()
+        self._train_unfrozen()
         with self.timer(OUTSIDE):
             loaded = load_run(
                 self._run(),

@@ -67,7 +67,10 @@ class BackwardPasses:
         self._step, self._on_end = step, on_end
         for fqn, parameter in trained.items():
             hook = self._make_hook(fqn)
+            is_frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # without which torch takes no hook, though it may be frozen for a while
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(not is_frozen)
 
     def release(self) -> None:
         """Take all hooks off the parameters."""

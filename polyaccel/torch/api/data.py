@@ -280,6 +280,13 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
+def call_with(engine: Callable[..., Any], batch: Any) -> Any:
+    """The output of `engine` for one micro-batch: a mapping has named inputs, a sequence several."""
+    if isinstance(batch, Mapping):
+        return engine(**batch)
+    return engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch)
+
+
 def loss_of(outputs: Any) -> Tensor:
     """The loss among a module's outputs: the tensor itself, `outputs.loss`, `outputs["loss"]`, or the first of a tuple.
 

@@ -22,13 +22,16 @@ ParamGroups = list[dict[str, Any]]
 
 
 def make_groups(parameters: Iterable[Any] | None, module: nn.Module, defaults: Mapping[str, Any]) -> ParamGroups:
-    """Optimizer groups from what `initialize` was given: parameters, group dicts, or None for all of the module's."""
+    """Optimizer groups from what `initialize` was given: parameters, group dicts, or None for all of the module's.
+
+    Frozen parameters are members too, as in torch: they are trained once they require a gradient.
+    """
     given = list(parameters) if parameters is not None else list(module.parameters())
     groups = [dict(entry) for entry in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        group["params"] = [parameter for parameter in members if parameter.requires_grad]
+        group["params"] = members
         for key, value in defaults.items():
             group.setdefault(key, value)
     return groups

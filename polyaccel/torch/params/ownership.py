@@ -155,19 +155,24 @@ def _require_own_memory(parameter: nn.Parameter, home: Home) -> None:
 
 
 class OwnedParameters:
-    """The parameters of `module`, which belong to `owner` until `leave`: their names, and changes by users.
+    """The parameters of `module`, which belong to `owner` until `leave`: their names, and changes by users. Those that
+    are not `trained` and require no gradient are `frozen`.
 
     Tied parameters appear once, under their first name.
     """
 
-    def __init__(self, module: nn.Module, owner: ParameterOwner) -> None:
+    def __init__(self, module: nn.Module, owner: ParameterOwner, trained: Collection[str] = ()) -> None:
         self.by_name = dict(module.named_parameters())
         self.names = {parameter: fqn for fqn, parameter in self.by_name.items()}
         """Each parameter's fully qualified name."""
         self.homes: dict[str, Home] = {}
         for fqn, parameter in self.by_name.items():
             self.homes[fqn] = _homes[parameter] = Home(fqn, ref(owner), parameter._version)
-        self._frozen = {fqn: parameter for fqn, parameter in self.by_name.items() if not parameter.requires_grad}
+        self.frozen = {
+            fqn: parameter
+            for fqn, parameter in self.by_name.items()
+            if not parameter.requires_grad and fqn not in trained
+        }
         self._changed_in_passing: list[str] = []
         self._members_of: dict[int, list[nn.Parameter]] = {}
         """The parameters in each piece of memory, by its address."""
@@ -270,11 +275,13 @@ class OwnedParameters:
     def check_trained(self) -> None:
         """Raise ShardingError if a parameter that was frozen when the engine was built, or did not exist, is trained
         now."""
-        for fqn, parameter in self._frozen.items():
+        for fqn, parameter in self.frozen.items():
             if parameter.requires_grad:
                 raise ShardingError(
-                    f"parameter {fqn!r} was frozen when the engine was built and requires a gradient now",
-                    cure="call polyaccel.initialize again after changing requires_grad",
+                    f"parameter {fqn!r} was frozen when it was laid out and requires a gradient now",
+                    cure="change requires_grad between optimizer steps and run the model as engine(...), with the "
+                    "parameter in a group of the config's optimizer; with an optimizer of your own call "
+                    "polyaccel.initialize again",
                     value=fqn,
                 )
         for fqn, parameter in self._added():

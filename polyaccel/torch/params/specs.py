@@ -16,13 +16,16 @@ from polyaccel.types import DType, ParamSpec
 
 
 def parameter_specs(
-    module: nn.Module, groups: Sequence[Sequence[nn.Parameter]], param_dtype: DType | None
+    module: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    param_dtype: DType | None,
+    trained: Collection[str] = (),
 ) -> dict[str, ParamSpec]:
     """The specs of all parameters of `module` by full name; tied ones appear once, under their first name.
 
-    Those of `groups` that require a gradient are trained; floating ones are held as `param_dtype` (None: as they are),
-    but those of a norm with running statistics in the statistics' type, for torch computes with both together and
-    statistics rounded to 16 bits would stand still.
+    Those of `groups` that require a gradient are trained, and those that `trained` names. Floating ones are held as
+    `param_dtype` (None: as they are), but those of a norm with running statistics in the statistics' type, for torch
+    computes with both together and statistics rounded to 16 bits would stand still.
     Raises ShardingError for a group with parameters that are not the module's, or in another group too.
     """
     params = dict(module.named_parameters())
@@ -37,8 +40,8 @@ def parameter_specs(
             fqn,
             tuple(parameter.shape),
             dtypes.get(parameter) or _dtype_of(fqn, parameter),
-            group_of.get(fqn, 0),
-            parameter.requires_grad and fqn in group_of,
+            group_of.get(fqn, 0) if parameter.requires_grad or fqn in trained else 0,
+            fqn in group_of and (parameter.requires_grad or fqn in trained),
         )
         for fqn, parameter in params.items()
     }

@@ -160,13 +160,13 @@ def alone(fn, config, **arguments):
     on_threads(1, lambda communicator, module: fn(engine_for(module, config, **arguments)), parity_model)
 
 
-def test_unfreezing_is_an_error_at_the_step():
+def test_unfreezing_what_is_in_no_group_is_an_error_at_the_step():
     def unfreeze(engine):
         engine.module.frozen.requires_grad_(True)
         engine.backward(parity_loss(engine, 0, 0, 0))
         engine.step()
 
-    with pytest.raises(ShardingError, match="'frozen' was frozen when the engine was built"):
+    with pytest.raises(ShardingError, match="'frozen' was frozen when it was laid out"):
         alone(unfreeze, make_config(1))
 
 

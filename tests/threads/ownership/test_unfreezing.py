@@ -1,0 +1,169 @@
+"""Layers that are frozen when the engine is built and trained later, at every stage, as in plain torch whose optimizer
+has all parameters from the start; and checkpoints from before and after."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from pairwise import combinations
+from parity_models import SMALL_BUCKET, assert_bitwise, assert_close, make_config, on_threads, snapshot
+from stage3_models import WIDTH, Gpt, seeded, token_loss
+from torch import nn
+
+import polyaccel
+from polyaccel.errors import ShardingError
+from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+SMALL = {"reduce_bucket_size": SMALL_BUCKET}
+SHARDED = {**SMALL, "stage3_param_persistence_threshold": 20}
+STAGES = {
+    "stage 0": (0, SMALL),
+    "stage 1": (1, SMALL),
+    "stage 2": (2, SMALL),
+    "stage 2, states on the host": (2, {**SMALL, "offload_optimizer": {"device": "cpu"}}),
+    "stage 3": (3, SHARDED),
+    "stage 3, all on the host": (
+        3,
+        {**SHARDED, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ),
+}
+OPTIMIZERS = {
+    "AdamW": ({"lr": 1e-2, "weight_decay": 0.1}, torch.optim.AdamW),
+    "Adagrad": ({"lr": 1e-2, "initial_accumulator_value": 0.5}, torch.optim.Adagrad),
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 25), nn.Linear(25, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.narrow(torch.tanh(self.wide(self.norm(hidden))))
+
+
+gpt = seeded(partial(Gpt, make_block=Mlp))
+
+
+def config_at(stage, optimizer="AdamW", **changes):
+    number, zero = STAGES[stage]
+    section = {"type": optimizer, "params": OPTIMIZERS[optimizer][0]}
+    return make_config(number, zero=zero, optimizer=section, **changes)
+
+
+def groups_of(model):
+    """Matrices and the rest, the frozen ones among them."""
+    shapes = [[p for p in model.parameters() if (p.dim() > 1) is is_matrix] for is_matrix in (True, False)]
+    return [{"params": shapes[0]}, {"params": shapes[1], "lr": 2e-2}]
+
+
+def freeze_all_but_the_head(model):
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+
+
+SCHEDULE = [
+    freeze_all_but_the_head,
+    lambda model: model.blocks[2].requires_grad_(True),
+    lambda model: None,
+    lambda model: (model.blocks[1].requires_grad_(True), model.head.requires_grad_(False)),
+    lambda model: model.requires_grad_(True),
+    lambda model: None,
+]
+"""What happens to the model before each step."""
+
+
+def engine_for(model, config):
+    return polyaccel.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+
+
+def train(engine, model, step):
+    engine.backward(token_loss(engine, step, 0, engine.communicator.rank))
+    engine.step()
+
+
+def plainly(world, optimizer="AdamW"):
+    model = gpt()
+    params, kind = OPTIMIZERS[optimizer]
+    optimizer = kind(groups_of(model), **params)
+    for step, change in enumerate(SCHEDULE):
+        change(model)
+        (sum(token_loss(model, step, 0, rank) for rank in range(world)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@combinations(stage=list(STAGES), world=[2, 3, 1], optimizer=list(OPTIMIZERS), precision=["fp32", "bf16"])
+def test_layers_are_unfrozen_one_after_the_other(stage, world, optimizer, precision):
+    """In fp32 as plain torch; in bf16 what was trained before is kept to the bit."""
+
+    def unfreeze(communicator, model):
+        SCHEDULE[0](model)
+        changes = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        engine = engine_for(model, config_at(stage, optimizer, **changes))
+        head, state = model.head.weight, "exp_avg" if optimizer == "AdamW" else "sum"
+        train(engine, model, 0)
+        for step, change in enumerate(SCHEDULE[1:], start=1):
+            known = [safe_get_full_fp32_param(head), safe_get_full_optimizer_state(head, state)]
+            change(model)
+            engine._train_unfrozen()
+            again = [safe_get_full_fp32_param(head), safe_get_full_optimizer_state(head, state)]
+            assert all(map(torch.equal, known, again))
+            train(engine, model, step)
+        engine.destroy()
+        return snapshot(model)
+
+    ranks = on_threads(world, unfreeze, gpt)
+    for params in ranks:
+        assert_bitwise(params, ranks[0])
+        if precision == "fp32":
+            assert_close(params, plainly(world, optimizer), 5e-6)
+
+
+@pytest.mark.parametrize("stage", ["stage 0", "stage 2", "stage 3"])
+@pytest.mark.parametrize("unfreeze_first", [False, True], ids=["loaded frozen", "loaded unfrozen"])
+def test_a_run_goes_on_from_a_checkpoint_across_unfreezing(stage, unfreeze_first, tmp_path):
+    """Saved after the third step, when two layers were trained, or after the first, when one was."""
+
+    def interrupted(communicator, model):
+        SCHEDULE[0](model)
+        engine = engine_for(model, config_at(stage))
+        for step, change in enumerate(SCHEDULE):
+            if step == (3 if unfreeze_first else 1):
+                engine.save_checkpoint(str(tmp_path))
+                engine.destroy()
+                model = gpt()
+                SCHEDULE[0](model)
+                if unfreeze_first:
+                    engine = engine_for(model, config_at(stage))
+                    SCHEDULE[1](model)  # after initialize, before the load
+                else:
+                    SCHEDULE[1](model)  # before initialize: states that were not saved begin
+                    engine = engine_for(model, config_at(stage))
+                engine.load_checkpoint(str(tmp_path))
+            change(model)
+            train(engine, model, step)
+        engine.destroy()
+        return snapshot(model)
+
+    for params in on_threads(2, interrupted, gpt):
+        assert_close(params, plainly(2), 5e-6)
+
+
+def test_unfreezing_in_the_middle_of_an_accumulation_is_refused_by_name():
+    def unfreeze(communicator, model):
+        SCHEDULE[0](model)
+        engine = engine_for(model, config_at("stage 2", accumulation=2))
+        engine.backward(token_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        model.scale.requires_grad_(True)
+        engine.backward(token_loss(engine, 0, 1, communicator.rank))
+        with pytest.raises(ShardingError, match="'scale' was frozen when it was laid out") as caught:
+            engine.step()
+        assert "between optimizer steps" in caught.value.cure
+
+    on_threads(2, unfreeze, gpt)
