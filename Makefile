@@ -19,7 +19,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-faults test-fuzz test-ccl test-mpi test-triton test-ipex mutants environment lint docs bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-fuzz test-ccl test-mpi test-triton test-ipex mutants environment lint docs bench sanitize test-neon soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -43,6 +43,9 @@ test-faults: $(STAMP) ## try every fault of the fault table and print it; `make 
 
 test-fuzz: $(STAMP) ## parse TESTS_FUZZ=250000 forged inputs of each kind: manifests, commit markers, configs
 	TESTS_FUZZ=$${TESTS_FUZZ:-250000} $(BIN)/python -m pytest --timeout 7200 tests/faults -k traceback $(ARGS)
+
+test-ownership: $(STAMP) ## draw 2,000 sequences of what scripts do to parameters between steps, and compare with plain torch
+	TESTS_OWNERSHIP=2000 $(PYTEST) tests/threads/ownership $(ARGS)
 
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
