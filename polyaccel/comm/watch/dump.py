@@ -43,6 +43,7 @@ _DEFAULT_ACTION = 0  # SIG_DFL of the C library
 _WRITING_S = 2.0  # until the thread has written, unless the disk stands still
 _SAYING_S = 0.2
 _MOST_NBYTES = 1 << 26
+_MOST_RANKS = 1 << 20
 _JOB_PREFIX = "dump-"
 MOST_OLD_JOBS = 16
 """Jobs that have ended whose dumps are kept."""
@@ -98,7 +99,7 @@ def read_dump(path: Path) -> Dump:
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
             raise ValueError("written by another version of polyaccel, or by another program")
         dump = TypeAdapter(Dump).validate_python(tree)
-        if dump.rank not in range(dump.world_size):
+        if not 0 <= dump.rank < dump.world_size <= _MOST_RANKS:
             raise ValueError(f"rank {dump.rank} is not in a world of {dump.world_size}")
         strange = next((call for call in dump.calls if dump.rank not in call.group), None)
         if strange is not None:

@@ -8,7 +8,6 @@ it; therefore both sides ask the kernel whose process is at the other end, and t
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -18,6 +17,7 @@ from selectors import EVENT_READ, DefaultSelector
 from time import sleep
 from typing import Any
 
+from polyaccel import plain
 from polyaccel.comm.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -82,13 +82,16 @@ def _take(notes: dict[int, str], message: bytes, world_size: int) -> str:
     """Put a caller's note among `notes`; returns what is wrong with it."""
     if not message:
         return "nothing was said"  # the process has ended: its rank will be missing
-    note = json.loads(message)
-    rank, theirs = note["rank"], note["world_size"]
+    match _understood(message):
+        case {"rank": int(rank), "world_size": int(theirs), "text": str(text)} if rank in range(theirs):
+            pass
+        case _:
+            return "something was said that is no note of a rank"
     if theirs != world_size:
         return f"rank {rank} is one of {theirs} ranks, and rank 0 one of {world_size}"
     if rank in notes:
         return f"there are two ranks {rank}"
-    notes[rank] = note["text"]
+    notes[rank] = text
     return ""
 
 
@@ -111,7 +114,7 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
             )
         caller.settimeout(deadline.remaining_s() + _GRACE_S)
         try:
-            caller.send(json.dumps(note).encode())
+            caller.send(plain.to_bytes(dict(note), "the note"))
             answer = _heard(caller)
         except TimeoutError as error:
             raise _timeout([0], where, deadline.timeout_s) from error
@@ -121,22 +124,31 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
         raise CommError(
             f"rank 0 ended while ranks were meeting at {where}", cure="look for the first error among the ranks"
         )
-    said = json.loads(answer)
-    if "problem" in said:
-        raise CommError(
-            f"two jobs meet at {where}: {said['problem']}", cure="give each job its own MASTER_PORT", value=where
-        )
-    if "missing" in said:
-        raise _timeout(said["missing"], where, deadline.timeout_s)
-    notes: list[str] = said["notes"]
-    return notes
+    match _understood(answer):
+        case {"problem": str(problem)}:
+            raise CommError(
+                f"two jobs meet at {where}: {problem}", cure="give each job its own MASTER_PORT", value=where
+            )
+        case {"missing": [*missing]}:
+            raise _timeout(missing, where, deadline.timeout_s)
+        case {"notes": [*notes]} if len(notes) == note["world_size"]:
+            return notes
+    raise CommError(f"what waits at {where} is no rank 0 of ours", cure="choose another MASTER_PORT", value=where)
+
+
+def _understood(message: bytes) -> Any:
+    """The plain value in the message; None if there is none."""
+    try:
+        return plain.from_bytes(message)
+    except plain.PlainError:
+        return None
 
 
 def _answer(callers: list[socket.socket], answer: Mapping[str, object]) -> None:
     """Tell all of them. Who has ended meanwhile is missed by whatever the ranks do next."""
     for caller in callers:
         try:
-            caller.send(json.dumps(answer).encode())
+            caller.send(plain.to_bytes(dict(answer), "the answer"))
         except OSError:
             continue
 
