@@ -225,7 +225,7 @@ class Collective:
         return bounds_of(self.source_counts, self.numel, world_size)
 
     def agrees_with(self, other: Collective) -> bool:
-        """Whether two ranks may meet with these calls; what they are for does not matter."""
+        """Whether two ranks may meet with these calls: alike, and of the same bucket; labels do not matter."""
         return self.agreed_key() == other.agreed_key()
 
     def agreed_key(self) -> tuple[object, ...]:
@@ -236,7 +236,7 @@ class Collective:
         if kind is Operation.ALL_TO_ALL and self.counts is not None:
             return kind.value, self.dtype and self.dtype.value
         detail = self.reduction.value if kind in _REDUCING else self.root if kind in _ROOTED else self.members
-        return kind.value, self.numel, self.dtype and self.dtype.value, detail, self.counts
+        return kind.value, self.numel, self.dtype and self.dtype.value, detail, self.counts, self.bucket
 
     def agreed(self) -> str:
         """The properties that the ranks must agree on, in words."""

@@ -118,7 +118,8 @@ class TorchAdapter(ModelAdapter):
         for fqn, index in self._bucket_of.items():
             if index in step.params.gathering:
                 unit = step.layout.buckets[index].kind.unit
-                users = [unit] if unit else self._modules_with(self.parameter(fqn))
+                is_unit = unit in self.units  # the root too, if it was made a leaf
+                users = [unit] if is_unit else self._modules_with(self.parameter(fqn))
                 for name in users:
                     if index not in buckets_of.setdefault(name, []):
                         buckets_of[name].append(index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,24 +15,36 @@ from polyaccel.comm.backends.shm.communicator import ShmCommunicator
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, map_file, new_file
+from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
 pytestmark = pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux and the compiled library")
 RANKS = 100
 
 
-@pytest.mark.timeout(90)
-def test_a_hundred_ranks_agree() -> None:
-    world = tuple(range(RANKS))
+def on_ranks(count: int, work: Callable[[ShmCommunicator], Any]) -> list[Any]:
+    """What `work` returns on each of `count` ranks."""
+    world = tuple(range(count))
     heap, accelerator = Heap(), CpuAccelerator("numpy")
     member = Member.of_this_process(heap)
-    nbytes = shm_library().pa_shm_control_nbytes(RANKS)
+    nbytes = shm_library().pa_shm_control_nbytes(count)
     control = map_file(new_file("many", nbytes), nbytes)
     board = ShmBoard(map_file(new_file("board", NOTE_NBYTES), NOTE_NBYTES))
     host = Host(heap, dict.fromkeys(world, member), dict.fromkeys(world), board, symmetric=True)
 
-    def play(rank: int) -> tuple[list[int], list[int], list[int]]:
-        comm = ShmCommunicator(host, ShmGroup(host, control, rank, world, 60.0), rank, world, accelerator, 60.0)
+    def play(rank: int) -> Any:
+        return work(ShmCommunicator(host, ShmGroup(host, control, rank, world, 60.0), rank, world, accelerator, 60.0))
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(play, world))
+
+
+@pytest.mark.timeout(90)
+def test_a_hundred_ranks_agree() -> None:
+    world = tuple(range(RANKS))
+
+    def work(comm: ShmCommunicator) -> tuple[list[int], list[int], list[int]]:
+        rank = comm.rank
         small, whole = comm.allocate(3, DType.INT64), comm.allocate(RANKS * 1_000, DType.INT64)
         for buffer in (small, whole):
             buffer.fill(rank)
@@ -44,6 +58,17 @@ def test_a_hundred_ranks_agree() -> None:
         comm.close()
         return found
 
-    with ThreadPoolExecutor(RANKS) as threads:
-        answers = list(threads.map(play, world))
-    assert answers == [([sum(world)] * 3, list(world), list(world))] * RANKS
+    assert on_ranks(RANKS, work) == [([sum(world)] * 3, list(world), list(world))] * RANKS
+
+
+def test_ranks_that_gather_different_buckets_of_one_size_do_not_meet() -> None:
+    """Also when the same buffers served an earlier gather that agreed."""
+
+    def work(comm: ShmCommunicator) -> None:
+        whole = comm.allocate(8, DType.FLOAT32)
+        own = whole.view(4 * comm.rank, 4)
+        comm.all_gather(whole, own, bucket=1)
+        with pytest.raises(CommError, match=r"for another bucket|earlier call of theirs failed"):
+            comm.all_gather(whole, own, bucket=1 + comm.rank)
+
+    on_ranks(2, work)

@@ -85,13 +85,14 @@ class ShmCommunicator(Communicator):
             return self._message(collective)
         source, target = collective.source, collective.target
         key: tuple[Any, ...]
+        bucket = collective.bucket
         if source is None or target is None:
             one = target if source is None else source
             address = 0 if one is None else one.data_ptr()
-            key = (op, address, collective.numel, collective.dtype, collective.root, collective.counts)
+            key = (op, address, collective.numel, collective.dtype, collective.root, collective.counts, bucket)
         elif source is target:
             reduction = collective.reduction
-            key = (op, source.data_ptr(), collective.numel, collective.dtype, reduction, collective.root)
+            key = (op, source.data_ptr(), collective.numel, collective.dtype, reduction, collective.root, bucket)
         else:
             key = (
                 op,
@@ -105,6 +106,7 @@ class ShmCommunicator(Communicator):
                 collective.root,
                 collective.counts,
                 collective.source_counts,
+                bucket,
             )
         # See [Note: Calls made before].
         book = self._host.heap.book

@@ -129,7 +129,7 @@ class ShmGroup:
             numel=0 if sent is not None else collective.numel,
             is_shared=is_shared,
             # What each rank sends another in an all-to-all is compared part by part.
-            parts=1 if sent is not None else 0 if counts is None else crc32(repr(counts).encode()) | 1,
+            parts=1 if sent is not None else _digest(counts, collective.bucket),
             most=0 if sent is None else max(sent),
             base=place.base,
             length=place.length,
@@ -225,6 +225,11 @@ def explain(
     return CommError(f"{what} failed: {failure.status.name}", cure="POLYACCEL_COMM=gloo does without shared memory")
 
 
+def _digest(counts: Sequence[int] | None, bucket: int | None) -> int:
+    """A number that tells calls apart whose parts or buckets differ; 0 for equal parts of no bucket."""
+    return 0 if counts is None and bucket is None else crc32(repr((counts, bucket)).encode()) | 1
+
+
 def _described(told: Told, collective: Collective) -> str:
     """The call that a peer announced, in the words of a collective."""
     dtype = DTYPES[told.type]
@@ -235,4 +240,5 @@ def _described(told: Told, collective: Collective) -> str:
     theirs = Collective(Operation(ShmOp(told.op).name.lower()), numel=told.numel, root=told.root)
     theirs.dtype = None if told.op == ShmOp.BARRIER else dtype
     theirs.reduction = REDUCES[told.reduce]
-    return theirs.agreed() + (" in other parts" if told.parts else "")
+    is_other = told.parts not in (0, _digest(collective.counts, collective.bucket))
+    return theirs.agreed() + (" in other parts or for another bucket" if is_other else "")
