@@ -161,13 +161,15 @@ def alone(fn, config, **arguments):
 
 
 def test_unfreezing_what_is_in_no_group_is_an_error_at_the_step():
-    def unfreeze(engine):
-        engine.module.frozen.requires_grad_(True)
+    def unfreeze(communicator, module):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        engine = polyaccel.initialize(model=module, model_parameters=trained, config=make_config(1))[0]
+        module.frozen.requires_grad_(True)
         engine.backward(parity_loss(engine, 0, 0, 0))
         engine.step()
 
     with pytest.raises(ShardingError, match="'frozen' was frozen when it was laid out"):
-        alone(unfreeze, make_config(1))
+        on_threads(1, unfreeze, parity_model)
 
 
 class Adapted(nn.Module):
