@@ -1,6 +1,7 @@
-"""A checkpoint that was committed long ago stays readable, and today's writer still writes the same bytes.
+"""Checkpoints that were committed long ago stay readable, and today's writer still writes the bytes of the last.
 
-`tests/golden/checkpoint_v1` was made by `save_golden`. It is never made again: another format gets another folder.
+The folders of `tests/golden` were made by `save_golden`, and none is ever made again: another format gets another one.
+`checkpoint_v1_1` has a digest in its manifest, and the owner's note and a part of a folder's name are each save's own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v1"
+GOLDEN = Path(__file__).parents[2] / "golden"
+FORMATS = ("checkpoint_v1", "checkpoint_v1_1")
 SCALARS: dict[str, Any] = {
     "global_steps": 12,
     "loss_scale": 65536.0,
@@ -73,8 +75,9 @@ def save_golden(communicator: Communicator, place: Path) -> None:
     )
 
 
-def test_the_committed_checkpoint_is_read_in_full() -> None:
-    reader = open_checkpoint(GOLDEN)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_committed_checkpoint_is_read_in_full(name: str) -> None:
+    reader = open_checkpoint(GOLDEN / name)
     assert (reader.tag, reader.world_size) == ("global_step12", 2)
     assert repr(reader.scalars) == repr(SCALARS)
     assert [reader.rank_blobs(rank) for rank in range(2)] == [
@@ -90,17 +93,23 @@ def test_the_committed_checkpoint_is_read_in_full() -> None:
             assert buffer.to_bytes() == data
 
 
-def test_bfloat16_is_read_into_torch_memory() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_bfloat16_is_read_into_torch_memory(name: str) -> None:
     pytest.importorskip("torch")
     buffer = CpuAccelerator("torch").allocate(15, DType.BFLOAT16)
-    open_checkpoint(GOLDEN).read_into("embed.weight", "param", 0, 15, buffer)
+    open_checkpoint(GOLDEN / name).read_into("embed.weight", "param", 0, 15, buffer)
     assert buffer.to_bytes() == TENSORS["embed.weight", "param"][2]
 
 
 def test_the_writer_still_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 16)
     monkeypatch.setattr("polyaccel.checkpoint.writer.time.time", lambda: 1.75e9)
+    monkeypatch.setattr("polyaccel.checkpoint.saves.token_hex", lambda _: "5f0a77c2")
     run_threads(2, save_golden, tmp_path, accelerator=CpuAccelerator("numpy"))
-    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    golden = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
-    assert written == golden
+    written = files_of(tmp_path)
+    assert written.pop(Path("global_step12/save-0001-5f0a77c2/owner.json"))
+    assert written == files_of(GOLDEN / FORMATS[-1])
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
