@@ -199,7 +199,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
     local_world_size = integer(env, "LOCAL_WORLD_SIZE", integer(env, "LOCAL_SIZE", world_size))
     local_rank = integer(env, "LOCAL_RANK", rank % max(1, local_world_size))
     check_rank(local_rank, local_world_size, found, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if request.init_method is None and "MASTER_ADDR" not in env:
+    if request.init_method is None and not env.get("MASTER_ADDR"):
         raise CommError(
             f"{world_size} ranks, but MASTER_ADDR does not say where they meet: {found}",
             cure="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",

@@ -75,6 +75,7 @@ def without(*names: str) -> dict[str, str]:
         (without("RANK"), "RANK not set"),
         (without("RANK", "WORLD_SIZE"), "RANK and WORLD_SIZE not set"),
         (without("MASTER_ADDR"), "MASTER_ADDR does not say where they meet"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR does not say where they meet"),
         (TORCHRUN | {"RANK": "4"}, "RANK 4 is not in a world of 4"),
         (TORCHRUN | {"RANK": "-1"}, "RANK -1 is not in a world of 4"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "RANK 3 is not in a world of 0"),
