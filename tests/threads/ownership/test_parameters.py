@@ -75,3 +75,29 @@ def test_two_parameters_in_one_memory_are_refused_at_the_start():
 
     with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' are two, in one memory.*\n *cure: tie"):
         on_threads(1, work, parity_model)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nvme"])
+def test_what_was_written_is_saved_and_what_is_loaded_replaces_it(kind, tmp_path):
+    """A save between steps has what a script wrote, and a load takes the place of what it wrote later."""
+
+    def work(communicator, model):
+        config = config_for(2, kind)
+        if kind == "nvme":
+            offload = {"device": "nvme", "nvme_path": str(tmp_path / "states")}
+            config["zero_optimization"]["offload_optimizer"] = offload
+        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        model.wide.weight.data.fill_(0.25)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        for parameter in model.parameters():
+            parameter.data.fill_(0.75)
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        engine.step()  # without gradients: nothing changes, and nothing of 0.75 is left
+        masters = polyaccel.utils.safe_get_full_fp32_param(model.wide.weight)
+        assert masters.unique().tolist() == [0.25]
+        assert not any((parameter == 0.75).any() for parameter in model.parameters())
+        engine.destroy()
+
+    on_threads(2, work, parity_model)
