@@ -101,3 +101,23 @@ def test_what_was_written_is_saved_and_what_is_loaded_replaces_it(kind, tmp_path
         engine.destroy()
 
     on_threads(2, work, parity_model)
+
+
+def test_sixteen_bits_among_others_have_master_weights_without_a_section():
+    """Parameters of several types train as under a precision section, each with what its own type needs."""
+
+    def work(communicator, model):
+        model.twice.to(torch.bfloat16)
+        model.twice.forward = lambda values: nn.Linear.forward(model.twice, values.bfloat16()).float()
+        engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config_for(2, "fp32"))
+        for step in range(3):
+            engine.backward(parity_loss(engine, step, 0, communicator.rank))
+            engine.step()
+        assert model.twice.weight.dtype is torch.bfloat16
+        assert model.wide.weight.dtype is torch.float32
+        master = polyaccel.utils.safe_get_full_fp32_param(model.twice.weight)
+        assert torch.equal(master.bfloat16(), model.twice.weight)
+        assert not torch.equal(master, model.twice.weight.float())
+        del model.twice.forward
+
+    on_threads(2, work, parity_model)
