@@ -108,8 +108,9 @@ def test_a_transform_in_forward_trains_as_at_stage_0(name):
 
 
 def test_a_transform_around_the_engine_gives_the_gradient_of_its_input():
+    plain = seeded(lambda: Net(Net.energy))()
+
     def work(communicator, model):
-        plain = seeded(lambda: Net(Net.energy))()
         engine = polyaccel.initialize(model=model, config=make_config(3, zero=ZERO))[0]
         inputs = data(0, 0)
         assert torch.allclose(grad(engine)(inputs), grad(plain)(inputs))
