@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_a_killed_peer_is_named_by_the_survivors(trio: RankPool) -> None:
     survivors = "\n".join(caught.value.__notes__)
     for rank in (0, 2):
         assert f"rank {rank} raised CommTimeout: #1 reduce_scatter" in survivors
-    assert "rank 1 has not reported for" in survivors
+    assert re.search(r"rank 1 \(.*\) has ended without a word", survivors)
 
 
 def late(comm: Communicator) -> list[str]:
@@ -143,7 +144,7 @@ STUCK = """
     import torch
     comm.init_distributed("ccl", timeout=60)
     comm.barrier()
-    comm.default_communicator().inner.timeout_s = 1
+    comm.default_communicator().inner.timeout_s = 8  # the other rank's last report is news by then
     if comm.get_rank() == 0:
         try:
             comm.all_reduce(torch.ones(5))
