@@ -370,22 +370,24 @@ def test_the_engine_stands_for_its_module():
         with pytest.raises(AttributeError, match="no_such_thing"):
             engine.no_such_thing  # noqa: B018
         groups = engine.optimizer.param_groups
-        assert [id(p) for group in groups for p in group["params"]] == [
-            id(p) for p in module.parameters() if p.requires_grad
-        ]
+        members = [id(p) for group in groups for p in group["params"]]
+        assert members == [id(p) for p in module.parameters()], "frozen ones too, as in torch"
 
     on_threads(1, ask, parity_model)
 
 
-def test_gradients_stay_out_of_the_user_s_sight():
-    """Nobody sees a shard or a bucket: parameters keep their shape, and `.grad` is gone once it was handed over."""
+def test_parameters_keep_their_shape_and_a_gradient_goes_with_its_step():
+    """Nobody sees a shard or a bucket."""
 
     def look(communicator, module):
         engine = engine_for(module, make_config(2))
         shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
         engine.backward(parity_loss(engine, 0, 0, 0))
-        assert all(parameter.grad is None for parameter in module.parameters())
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        assert all(parameter.grad is None or parameter.grad.shape == parameter.shape for parameter in trained)
+        assert any(parameter.grad is not None for parameter in trained)
         engine.step()
+        assert all(parameter.grad is None for parameter in module.parameters())
         assert {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes
         assert module.embed.weight is module.head.weight
         assert module.embed.weight.shape == (VOCAB, 6)
