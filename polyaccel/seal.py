@@ -17,7 +17,7 @@ _DIGEST = "sha256"
 SEAL_NBYTES = 32
 
 
-def job_secret(environ: Mapping[str, str]) -> bytes | None:
+def secret_in(environ: Mapping[str, str]) -> bytes | None:
     """The secret in POLYACCEL_JOB_SECRET; None where it is not set. Raises CommError for one that can be guessed."""
     text = environ.get(SECRET_VARIABLE, "")
     if not text:

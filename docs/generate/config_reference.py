@@ -129,6 +129,9 @@ def _default(key: Key) -> str:
     return f"`{written}`" if len(written) < _LONGEST else "below"
 
 
+_OF_64_BITS = 2**63 - 1  # a bound that goes without saying
+
+
 def _type(written: Schema) -> str:
     """A JSON Schema in a few words."""
     if "anyOf" in written:
@@ -142,7 +145,8 @@ def _type(written: Schema) -> str:
         return f"list of {_type(written['items'])}" if written.get("items") else "list"
     if kind in ("integer", "number"):
         bounds = {"exclusiveMinimum": "> ", "minimum": "≥ ", "exclusiveMaximum": "< ", "maximum": "≤ "}
-        stated = [f"{sign}{written[word]:g}" for word, sign in bounds.items() if word in written]
+        told = {word: written[word] for word in bounds if word in written and written[word] != _OF_64_BITS}
+        stated = [f"{bounds[word]}{bound:g}" for word, bound in told.items()]
         return " ".join([kind, ", ".join(stated)]).strip()
     return {"null": "null", "boolean": "boolean", "string": "string", "object": "object"}.get(str(kind), "any")
 

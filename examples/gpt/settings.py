@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from model import SHAPES
+from run_folder import RunFolder, choose_folder
 
 import polyaccel
 from polyaccel import PolyaccelError
@@ -71,6 +72,30 @@ class Settings:
             )
             cure = "leave these out, or start a new run"
             raise PolyaccelError(f"a resumed run continues exactly and cannot change {told}", cure=cure, value=other)
+
+
+def begin_run(
+    args: argparse.Namespace, broadcast: Callable[[Any], Any], *, is_first: bool
+) -> tuple[RunFolder, Settings]:
+    """The run's folder and settings, the same on all ranks: the first one decides, and `broadcast` tells the others."""
+    chosen: dict[str, Any] = {}
+    if is_first:
+        try:
+            folder = choose_folder(args.runs, args.name, resume=args.resume)
+            if args.resume:
+                settings = Settings.load(folder.settings)
+                settings.check_same(args)
+            else:
+                settings = Settings.begin(args)
+                folder.path.mkdir(parents=True, exist_ok=True)
+                settings.save(folder.settings)
+            chosen = {"folder": str(folder.path), "settings": asdict(settings)}
+        except (PolyaccelError, OSError) as error:
+            chosen = {"error": str(error)}
+    chosen = broadcast(chosen)
+    if "error" in chosen:
+        raise PolyaccelError(chosen["error"])
+    return RunFolder(Path(chosen["folder"])), Settings(**chosen["settings"])
 
 
 def has_fast_bf16() -> bool:

@@ -23,8 +23,8 @@ from corpus import Corpus, open_corpus, validation_share
 from model import SHAPES, Gpt, generate
 from progress import Progress, open_progress
 from report import write_report
-from run_folder import RunFolder, choose_folder
-from settings import Settings, add_arguments
+from run_folder import RunFolder
+from settings import Settings, add_arguments, begin_run
 from stopping import StopWish, say_interrupted
 from torch import Tensor
 from windows import Windows
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(args: argparse.Namespace) -> int:
     """The whole run, or as much of it as there is time for. Returns the exit code. Collective."""
-    folder, settings = begin_run(args)
+    folder, settings = begin_run(args, from_rank_0, is_first=comm.get_rank() == 0)
     corpus = agreed_corpus()
     shape = SHAPES[settings.size]
     torch.manual_seed(settings.seed)
@@ -127,27 +127,11 @@ def train(args: argparse.Namespace) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def begin_run(args: argparse.Namespace) -> tuple[RunFolder, Settings]:
-    """The run's folder and settings, the same on all ranks: rank 0 decides."""
-    chosen: list[Any] = [None]
-    if comm.get_rank() == 0:
-        try:
-            folder = choose_folder(args.runs, args.name, resume=args.resume)
-            if args.resume:
-                settings = Settings.load(folder.settings)
-                settings.check_same(args)
-            else:
-                settings = Settings.begin(args)
-                folder.path.mkdir(parents=True, exist_ok=True)
-                settings.save(folder.settings)
-            chosen = [(folder, settings)]
-        except (PolyaccelError, OSError) as error:
-            chosen = [error]
-    comm.broadcast_object_list(chosen)
-    if isinstance(chosen[0], Exception):
-        raise PolyaccelError(str(chosen[0])) from chosen[0]
-    decided: tuple[RunFolder, Settings] = chosen[0]
-    return decided
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's `value`, on every rank."""
+    told = [value]
+    comm.broadcast_object_list(told)
+    return told[0]
 
 
 def agreed_corpus() -> Corpus:

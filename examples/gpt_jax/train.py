@@ -32,8 +32,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # what does n
 from corpus import open_corpus, validation_share
 from progress import open_progress
 from report import write_report
-from run_folder import RunFolder, choose_folder
-from settings import Settings, add_arguments
+from run_folder import RunFolder
+from settings import Settings, add_arguments, begin_run
 from stopping import StopWish, say_interrupted
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class Windows:
 def train(args: argparse.Namespace) -> int:
     """The whole run, or as much of it as there is time for. Returns the exit code. Collective."""
     ranks = default_communicator()
-    folder, settings = begin_run(args)
+    ranks = default_communicator()
+    folder, settings = begin_run(args, ranks.broadcast_object, is_first=ranks.rank == 0)
     corpus = open_corpus()
     shape = SHAPES[settings.size]
     engine = polyaccel.initialize(
@@ -158,30 +159,6 @@ def train(args: argparse.Namespace) -> int:
     monitor.close()
     engine.destroy()
     return 128 + stopped_by if stopped_by else 0
-
-
-def begin_run(args: argparse.Namespace) -> tuple[RunFolder, Settings]:
-    """The run's folder and settings, the same on all ranks: rank 0 decides."""
-    ranks = default_communicator()
-    chosen: Any = None
-    if ranks.rank == 0:
-        try:
-            folder = choose_folder(args.runs, args.name, resume=args.resume)
-            if args.resume:
-                settings = Settings.load(folder.settings)
-                settings.check_same(args)
-            else:
-                settings = Settings.begin(args)
-                folder.path.mkdir(parents=True, exist_ok=True)
-                settings.save(folder.settings)
-            chosen = (folder, settings)
-        except (PolyaccelError, OSError) as error:
-            chosen = str(error)
-    chosen = ranks.broadcast_object(chosen)
-    if isinstance(chosen, str):
-        raise PolyaccelError(chosen)
-    decided: tuple[RunFolder, Settings] = chosen
-    return decided
 
 
 def evaluate(engine: JaxEngine, windows: Windows, count: int) -> float:

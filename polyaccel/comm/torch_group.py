@@ -140,7 +140,7 @@ def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
 
 def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     keys = [f"polyaccel/{topic}/{peer}" for peer in range(world_size)]
-    secret = seal.job_secret(os.environ)
+    secret = seal.secret_in(os.environ)
 
     def exchange() -> list[bytes]:
         note = text.encode()

@@ -49,7 +49,7 @@ class TrainingRun:
     schedule: Any
     """The learning-rate schedule; None without one."""
 
-    def scalars(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    def scalars(self, client_state: Any) -> dict[str, Any]:
         """The plain values of a checkpoint. Frontends replace those that differ between them.
 
         Raises CheckpointError for a `client_state` that is no mapping.

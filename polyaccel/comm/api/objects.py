@@ -2,19 +2,19 @@
 
 [Note: Pickles need a secret]
 A pickle is a program that its reader runs, so none is read that a stranger could have written. Ranks that have
-POLYACCEL_JOB_SECRET in common seal every message for the group, the call's number and the rank that sends it, and look
-at nothing before the seal is right: a stranger can neither write a message nor play an old one again. Without a secret
-plain values travel unsealed, for nothing that arrives as one can run.
+a secret in common (`comm.secret`) seal every message for the group, the call's number and the rank that sends it,
+and look at nothing before the seal is right: a stranger can neither write a message nor play an old one again. Without
+a secret plain values travel unsealed, for nothing that arrives as one can run.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
 from polyaccel import plain, seal
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.secret import job_secret
 from polyaccel.errors import CommError
 
 _UNSEALED, _SEALED = b"u", b"s"
@@ -43,7 +43,7 @@ class _Exchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._secret = seal.job_secret(os.environ)
+        self._secret = job_secret(communicator)
         self._place = f"{communicator.ranks} after #{communicator.last_number()}"
 
     def messages(self, value: Any) -> list[bytes]:

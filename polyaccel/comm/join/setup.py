@@ -22,6 +22,7 @@ from polyaccel.comm.default import (
 from polyaccel.comm.discovery import comes_of_launcher, discover, publish
 from polyaccel.comm.join.backends import comm_backend, fitting_backend
 from polyaccel.comm.join.hosts import share_hosts
+from polyaccel.comm.secret import agree_on_secret
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
 from polyaccel.comm.watch.record import RecordingCommunicator
@@ -138,6 +139,7 @@ def connect(
         communicator = join(own)
     if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
         communicator = share_hosts(communicator, rendezvous.local_rank)
+    agree_on_secret(communicator)
     return RecordingCommunicator(communicator, debug=debug)
 
 

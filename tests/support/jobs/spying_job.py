@@ -53,6 +53,9 @@ polyaccel.init_distributed()
 seen = [os.environ.get(name) for name in VARIABLES], list(commands), "mpi4py.MPI" in sys.modules
 found = [None] * comm.get_world_size()
 comm.all_gather_object(found, seen)
+objects: list[object] = [None] * comm.get_world_size()
+comm.all_gather_object(objects, frozenset({comm.get_rank()}))  # which is no plain value
+assert objects == [frozenset({rank}) for rank in range(comm.get_world_size())]
 if comm.get_rank() == 1 and "fail" in sys.argv:
     raise ValueError("rank 1 is ill")
 losses = losses_of_three_steps() if "train" in sys.argv else []

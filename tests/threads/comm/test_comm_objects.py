@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyaccel import comm, plain
+from polyaccel.comm import secret as comm_secret
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.objects import MOST_OBJECT_NBYTES
 from polyaccel.errors import CommError, PolyaccelError
@@ -156,6 +158,7 @@ def test_what_a_stranger_sends_is_refused_before_it_is_read(forge: Any) -> None:
         (b"uv[", "the object of rank 1 cannot be read: it holds 1 bytes that are no plain value"),
         (b"s" + bytes(40), "the object of rank 1 is sealed, and this rank has no secret"),
     ],
+    ids=["pickle", "no JSON", "sealed"],
 )
 def test_without_a_secret_nothing_but_plain_values_is_read(message: bytes, said: str) -> None:
     def body(communicator: Communicator) -> None:
@@ -172,4 +175,40 @@ def test_without_a_secret_nothing_but_plain_values_is_read(message: bytes, said:
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(PolyaccelError, match=f"{SECRET_VARIABLE} has 5 characters, and 16 are the fewest"):
-        run_threads(1, lambda _: gathered(1))
+        run_threads(2, lambda _: gathered(1))
+
+
+@pytest.mark.usefixtures("no_secret")
+def test_ranks_of_one_user_agree_on_a_secret_and_leave_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(comm_secret, "_agreed", None)
+    monkeypatch.setattr(comm_secret, "runtime_folder", lambda environ: tmp_path / "own")
+    run_threads(3, comm_secret.agree_on_secret)
+    assert run_threads(2, lambda communicator: gathered({communicator.rank})) == [[{0}, {1}]] * 2
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_secret")
+@pytest.mark.parametrize("stranger", ["cannot write", "another user's name"])
+def test_without_a_file_that_all_can_read_there_is_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stranger: str
+) -> None:
+    monkeypatch.setattr(comm_secret, "_agreed", b"of an earlier group")
+    if stranger == "cannot write":
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(comm_secret, "runtime_folder", lambda environ: tmp_path / "file" / "own")
+    else:
+        monkeypatch.setattr(comm_secret, "_leave", lambda: "../elsewhere")
+        monkeypatch.setattr(comm_secret, "runtime_folder", lambda environ: tmp_path / "own")
+        (tmp_path / "elsewhere").write_bytes(bytes(32))
+    run_threads(2, comm_secret.agree_on_secret)
+
+    def refused(communicator: Communicator) -> None:
+        with pytest.raises(CommError, match="need a secret of the job"):
+            gathered({communicator.rank})
+
+    run_threads(2, refused)
+
+
+@pytest.mark.usefixtures("no_secret")
+def test_a_rank_alone_needs_no_secret() -> None:
+    assert run_threads(1, lambda communicator: gathered({3})) == [[{3}]]

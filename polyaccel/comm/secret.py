@@ -1,0 +1,74 @@
+"""The secret that this process has in common with the other ranks of its job.
+
+[Note: A secret among one user's ranks]
+A launcher other than `polyaccel run` gives ranks no secret. Where all of them can read a file that belongs to this user
+alone, which is so on one host, rank 0 writes one there, tells the others its name, and removes it when all have read
+it. A stranger may learn the name, or tell another one: he can neither read the file nor put one of his own in a folder
+that is verified to be this user's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from polyaccel import seal
+from polyaccel.comm.base import Communicator
+from polyaccel.private import own_folder, runtime_folder, write_own
+
+_agreed: bytes | None = None
+_alone = secrets.token_bytes(seal.SEAL_NBYTES)
+
+
+def job_secret(communicator: Communicator) -> bytes | None:
+    """That of POLYACCEL_JOB_SECRET, else the one that the ranks agreed on when they joined; None without either. A rank
+    that is alone in `communicator` has one of its own. Raises CommError for a secret that can be guessed."""
+    if communicator.world_size == 1:
+        return _alone
+    return seal.secret_in(os.environ) or _agreed
+
+
+def agree_on_secret(communicator: Communicator) -> None:
+    """Give all ranks a secret in common, where none has one in its environment and all are processes of one user who
+    sees the same files. Collective. See [Note: A secret among one user's ranks]."""
+    global _agreed
+    _agreed = None
+    if communicator.world_size == 1 or any(communicator.all_gather_object(bool(seal.secret_in(os.environ)))):
+        return
+    name = communicator.broadcast_object(_leave() if communicator.rank == 0 else None)
+    if not isinstance(name, str):
+        return
+    found = _read(name)
+    have_all = all(communicator.all_gather_object(found is not None))
+    if communicator.rank == 0:
+        with suppress(OSError):
+            _file(name).unlink()
+    _agreed = found if have_all else None
+
+
+def _leave() -> str | None:
+    """Write a new secret where only this user's processes can read it. Returns its name; None if that cannot be."""
+    name = f"secret-{secrets.token_hex(16)}"
+    try:
+        write_own(_file(name), secrets.token_bytes(seal.SEAL_NBYTES))
+    except OSError:
+        return None
+    return name
+
+
+def _read(name: str) -> bytes | None:
+    """The secret that a process of this user left under `name`; None if there is none here."""
+    try:
+        file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(file, "rb") as opened:
+            secret = opened.read(seal.SEAL_NBYTES + 1)
+    except OSError:
+        return None
+    return secret if len(secret) == seal.SEAL_NBYTES else None
+
+
+def _file(name: str) -> Path:
+    """Raises PermissionError for a folder that is not this user's alone."""
+    return own_folder(runtime_folder(os.environ)) / Path(name).name
