@@ -135,6 +135,10 @@ ELSEWHERE = {"pid": 1, "start": 1, "host": "node7", "system": "another one"}
         (note(42, "all_reduce", process=ELSEWHERE), None),
         (note(42, "all_reduce", process=process(os.getpid(), start_of("self"))), None),
     ],
+    ids=[  # no process ids among them: every worker of a run must find the same tests
+        *("behind", "another call", "the same call", "ahead", "silent", "another group", "no note"),
+        *("null", "no JSON", "no note of ours", "dead", "ended in order", "gave up", "of another host", "alive"),
+    ],
 )
 def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None) -> None:
     places = told(text, (), started_s=NOW_S - 600)
