@@ -25,6 +25,7 @@ from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MA
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
 from polyaccel.torch.gathering.arriving import ArrivingParameter
 from polyaccel.torch.gathering.sharded import ShardedParameter
+from polyaccel.torch.params.gradients import kind_of
 
 LEAST_WORK = 1 << 22
 """Multiplications below which a product is left to torch under "auto". A layer's three calls take about 0.15 ms longer
@@ -72,7 +73,7 @@ class Products:
             return False
         for each in (x, weight, bias):
             if each is not None and not (
-                type(each) in _PLAIN
+                kind_of(each) in _PLAIN
                 and each.dtype is torch.float32
                 and each.device.type == self.device_type
                 and each.layout is torch.strided

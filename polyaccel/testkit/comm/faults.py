@@ -131,6 +131,10 @@ def one_stays_away(comm: Communicator) -> tuple[tuple[int, ...], str] | None:
 
 def one_dies(comm: Communicator) -> None:
     comm = recorded(comm)
+    comm.barrier()
     if comm.rank == FAULTY:
+        board = comm.board()
+        while board is not None and not board.read(comm.world_size).get(comm.rank):
+            sleep(0.01)  # one that dies before it has said who it is cannot be named
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce(comm)

@@ -75,6 +75,13 @@ def conceal(parameter: Tensor) -> None:
         parameter.__class__ = kind
 
 
+def kind_of(tensor: Tensor) -> type[Tensor]:
+    """The class of a tensor, without what `reveal` added to it."""
+    kind = type(tensor)
+    own: type[Tensor] = kind.__dict__.get(_KIND, kind)
+    return own
+
+
 _KIND = "_polyaccel_kind"
 """The attribute of a class that `reveal` made with the class that it was made of."""
 
