@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -14,6 +16,7 @@ from torch.distributed import distributed_c10d
 from polyaccel.comm.base import Board
 
 _LIMIT_S = 1.0
+_END_S = 5.0
 _PREFIX = "polyaccel/board"
 
 
@@ -64,5 +67,17 @@ def _within_limit(access: Callable[[], Any]) -> None:
             return  # a board that cannot be reached says nothing; the error being reported matters more
 
     thread = Thread(target=attempt, daemon=True, name="polyaccel board")
+    _attempts.add(thread)
     thread.start()
     thread.join(_LIMIT_S)
+
+
+_attempts: WeakSet[Thread] = WeakSet()
+
+
+@atexit.register
+def _end_attempts() -> None:
+    """Wait for calls that are under way: Python ends a thread that comes back from torch's store when the interpreter
+    is gone, and torch aborts the process for it."""
+    for thread in list(_attempts):
+        thread.join(_END_S)
