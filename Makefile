@@ -7,6 +7,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 # A third worker computes while others wait for ranks that stay away.
 WORKERS ?= 3
+SHARDS ?= 54
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILDS := tests/builds
 PARITY = $(shell grep -rl --include='test_*.py' '^from pairwise import' tests/threads tests/procs)
@@ -19,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-fuzz test-ccl test-mpi test-triton test-ipex mutants environment lint docs bench sanitize test-neon soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-dropin mutants environment lint docs bench sanitize test-neon soak soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,11 +42,15 @@ test-parity: $(STAMP) ## run every combination of the parity tests; `make test` 
 test-faults: $(STAMP) ## try every fault of the fault table and print it; `make test` tries a sample
 	TESTS_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)
 
-test-fuzz: $(STAMP) ## parse TESTS_FUZZ=250000 forged inputs of each kind: manifests, commit markers, configs
-	TESTS_FUZZ=$${TESTS_FUZZ:-250000} $(BIN)/python -m pytest --timeout 7200 tests/faults -k traceback $(ARGS)
+test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken variant by name, and print the table; `make test` tries each on its suite
+	TESTS_VARIANTS=full $(BIN)/python -m pytest tests/variants $(ARGS)
 
-test-ownership: $(STAMP) ## draw 2,000 sequences of what scripts do to parameters between steps, and compare with plain torch
-	TESTS_OWNERSHIP=2000 $(PYTEST) tests/threads/ownership $(ARGS)
+test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records
+	for shard in $$(seq $(SHARDS)); do TESTS_FUZZ=4000 TESTS_FUZZ_SHARD=$$shard \
+		$(BIN)/python -m pytest -q --timeout 3600 tests/faults -k traceback $(ARGS) || exit 1; done
+
+test-ownership: $(STAMP) ## draw 2,000 sequences each of what scripts do to parameters and to gradients, and compare with plain torch
+	TESTS_OWNERSHIP=2000 TESTS_PARITY=full $(PYTEST) tests/threads/ownership tests/procs/torch/test_ownership_processes.py $(ARGS)
 
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
@@ -69,6 +74,11 @@ test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its o
 		pytest pytest-timeout
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
 
+test-dropin: ## run the trainers that people use with DeepSpeed over plugins/polyaccel-deepspeed, in an environment of its own
+	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning'
+	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
+	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
+
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
 	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
@@ -82,9 +92,11 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt/*.py
 	$(BIN)/mypy examples/cifar10/*.py
+	MYPYPATH=plugins/polyaccel-deepspeed $(BIN)/mypy examples/deepspeed/*.py
 	MYPYPATH=examples/gpt $(BIN)/mypy examples/gpt_jax/*.py
 	$(BIN)/mypy bench
-	$(BIN)/mypy docs/generate
+	MYPYPATH=plugins/polyaccel-deepspeed $(BIN)/mypy docs/generate
+	MYPYPATH=plugins/polyaccel-deepspeed $(BIN)/mypy -p deepspeed -p polyaccel_deepspeed
 	$(BIN)/lint-imports --no-cache
 
 docs: $(STAMP) ## build the documentation in build/docs; a warning is an error (ARGS=serve: look at it while you write)
@@ -107,6 +119,10 @@ test-neon: ## build csrc/ for 64-bit ARM and run its kernel tests in an emulator
 	cmake --build build/neon -j 2
 	ctest --test-dir build/neon --output-on-failure --timeout 300 --tests-regex 'kernels|files'
 
+soak: $(STAMP) ## train for 15 minutes at stage 3 with offload, and kill jobs for as long: does anything grow?
+	nice -n 19 $(BIN)/python tests/soak steady $(ARGS)
+	nice -n 19 $(BIN)/python tests/soak kills $(ARGS)
+
 soak-shm: $(STAMP) ## run 10,000 random collectives and 100 random kills over shared memory
 	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/shm/test_shm_random.py \
 		tests/procs/shm/test_shm_failures.py $(ARGS)
@@ -120,7 +136,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-dropin $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

@@ -1,4 +1,5 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `jax`, `kernels` and `memory`."""
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `jax`, `kernels`,
+`memory`, `ownership` and `trainer`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import sys
 from bench import imports, kernels
 from bench.collectives import backends, sizes
 from bench.jax import models
-from bench.steps import memory, times
+from bench.steps import memory, ownership, times
+from bench.trainer import compare
 
 _COMMANDS = {
     "backends": backends.main,
@@ -16,6 +18,8 @@ _COMMANDS = {
     "jax": models.main,
     "kernels": kernels.main,
     "memory": memory.main,
+    "ownership": ownership.main,
+    "trainer": compare.main,
 }
 
 

@@ -51,7 +51,9 @@ class Buffer(ABC):
 
     @abstractmethod
     def copy_from(self, source: Buffer) -> None:
-        """Overwrite with `source`, which has as many elements; converts the element type, rounding to nearest even."""
+        """Overwrite with `source`, which has as many elements and shares none of this memory; converts the element
+        type, rounding to nearest even. Queued on the current stream where the device has streams. Raises ShardingError
+        for another length."""
 
     @abstractmethod
     def fill(self, value: float) -> None:
@@ -63,11 +65,13 @@ class Buffer(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """A copy of the contents in host memory, little-endian, once everything queued before has written them."""
+        """A copy of the contents in host memory, little-endian, once everything has run that was queued before on the
+        *current* stream. A caller lets that one wait for others (`Stream.wait`) whose work has to be in it."""
 
     @abstractmethod
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Overwrite with what `to_bytes` gave. Raises ShardingError when `data` is not exactly `nbytes` long."""
+        """Overwrite with what `to_bytes` gave, in the order of the current stream; `data` may change once this has
+        returned. Raises ShardingError when `data` is not exactly `nbytes` long."""
 
     def references(self) -> int:
         """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
@@ -97,7 +101,8 @@ class WriteCount:
 
 
 class CountedBuffer(Buffer):
-    """A buffer whose `generation` is a `WriteCount` that its views share. Subclasses bring the memory."""
+    """A buffer whose `generation` is a `WriteCount` that its views share. Subclasses bring the memory, and cut a view
+    with their own count: `writes=self._writes`."""
 
     def __init__(self, writes: WriteCount | None = None) -> None:
         self._writes = writes if writes is not None else WriteCount()

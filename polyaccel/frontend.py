@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from polyaccel.torch.api.data import ShardedDataLoader
     from polyaccel.torch.engine import TorchEngine
 
-    ConfigSource = str | Path | Mapping[str, Any] | Config
-    OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+    ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | Config
+    OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 _JAX_HOMES = frozenset({"equinox", "flax"})
 _ABSENT = {

@@ -70,6 +70,8 @@ class Runtime:
     step_policy: StepPolicy
     param_dtype: DType | None
     """The element type in which floating parameters are held; None: as the model has them."""
+    training_data: str = ""
+    """How much data the engine's own loader has, in words. All ranks must have as much."""
 
     @property
     def casts_inputs(self) -> bool:
@@ -88,13 +90,15 @@ class Runtime:
         )
 
     def apply_to_process(self) -> None:
-        """Do what concerns the whole process: keep freed memory for the next step, show the log, and as the config asks
-        switch garbage collection off and show the config."""
+        """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config
+        says to no effect, and as it asks switch garbage collection off and show the config."""
         if self.accelerator.works_on_host_memory:
             keep_freed_memory()
         show_log(self.communicator.rank, self.config.log_level)
         if self.config.disable_python_gc:
             gc.disable()
+        for sentence in self.config.without_effect if self.communicator.rank == 0 else ():
+            log.info("config: %s", sentence)
         if self.config.dump_state and self.communicator.rank == 0:
             log.info("resolved config:\n%s", self.config.to_json())
 
@@ -109,11 +113,11 @@ class Runtime:
     ) -> ZeroStep:
         """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
 
-        Raises ShardingError on all ranks where their models, optimizers or settings differ.
+        Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
         """
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config))
-        require_same_training(self.communicator, facts)
+        require_same_training(self.communicator, [*facts, self.training_data])
         layout = self.plan(specs, adapter.unit_names)
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator

@@ -17,6 +17,12 @@ from polyaccel.testkit.ranks.procs import RankPool
 # What a measurement on this machine would choose is no test's business. Those of matrix products say what they want.
 os.environ.setdefault("POLYACCEL_MATRIX_KERNELS", "off")
 
+# Tests, their ranks and their jobs share a few cores: a second OpenMP thread would only spin and wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A program of XLA runs a few times in a test: it takes longer to compile than to run, and less where it stays as it is.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 # A folder for the programs of JAX, one for all workers and ranks: see tests/support/models/jax_models.py.
 if "TESTS_XLA_PROGRAMS" not in os.environ:
     _programs = TemporaryDirectory(prefix="polyaccel-xla-")

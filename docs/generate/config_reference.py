@@ -38,7 +38,7 @@ def config_reference() -> str:
     lines = [_INTRODUCTION, *_top_level(), *_sections()]
     lines += _named("optimizer", OPTIMIZER_PARAMS)
     lines += _named("scheduler", SCHEDULER_PARAMS)
-    lines += [*_absent(), *_removed()]
+    lines += [*_tuning(), *_absent(), *_removed()]
     return "\n".join(lines)
 
 
@@ -88,6 +88,15 @@ def _removed() -> Iterator[str]:
             yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
 
 
+def _tuning() -> Iterator[str]:
+    yield "## Tuning keys without effect { #tuning }\n"
+    yield "They choose how the same numbers are computed. Any value is accepted; the log says why it has no effect.\n"
+    for entry in ABSENT:
+        if entry.is_tuning:
+            yield f"- {_patterns(entry)}: {entry.feature}."
+    yield ""
+
+
 def _absent() -> Iterator[str]:
     yield "## Keys whose feature does not exist yet { #absent }\n"
     yield (
@@ -95,7 +104,7 @@ def _absent() -> Iterator[str]:
         "option of a feature that is not enabled. Any other value is an error that names the feature.\n"
     )
     for entry in ABSENT:
-        if not entry.is_removed:
+        if not entry.is_removed and not entry.is_tuning:
             yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
     yield ""
 

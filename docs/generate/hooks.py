@@ -11,6 +11,8 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from check_rows import check_rows
+from compatibility import compatibility
 from config_reference import config_reference
 from support_table import support_table
 
@@ -20,6 +22,8 @@ MARKER = "<!-- support table -->"
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that no file holds."""
     files.append(File.generated(config, "reference/config.md", content=config_reference()))
+    files.append(File.generated(config, "compatibility.md", content=compatibility()))
+    files.append(File.generated(config, "reference/check.md", content=check_rows()))
     return files
 
 

@@ -43,7 +43,8 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Device memory of this process, in bytes. `peak_nbytes` counts from the last `reset_peak_memory`."""
+    """Device memory of this process, in bytes; all 0 where nobody counts. `peak_nbytes` counts from the last
+    `reset_peak_memory`."""
 
     allocated_nbytes: int
     peak_nbytes: int
@@ -90,12 +91,14 @@ class Stream(ABC):
 class Accelerator(ABC):
     """One kind of device. Constructing it must be cheap and must not initialise the device."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name, which is also the value of `DS_ACCELERATOR`."""
     torch_device_type: ClassVar[str | None] = None
     """The type part of the `torch.device` that modules live on; None when torch does not know the device."""
+    jax_platform: ClassVar[str | None] = None
+    """The platform by which JAX knows the device; None where that is the accelerator's own name, or JAX does not."""
     visible_devices_variable: ClassVar[str | None] = None
     """The environment variable that hides devices from a process, such as CUDA_VISIBLE_DEVICES."""
     exported_variables: ClassVar[tuple[str, ...]] = ()
@@ -113,12 +116,17 @@ class Accelerator(ABC):
 
     @abstractmethod
     def kernels(self) -> KernelTable:
-        """A kernel for every op of `ALL_OPS`."""
+        """A kernel for every op of `ALL_OPS`; where `mutable_buffers` is False those that quantise may be missing."""
 
     @abstractmethod
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
-        """Zero-filled memory on the current device, starting on a 64-byte boundary; `pinned` asks for host memory that
-        the device copies from and to asynchronously (plain host memory where there is no such thing)."""
+        """Zero-filled memory on the current device, starting on a 64-byte boundary, which stays where it is; `pinned`
+        asks for host memory that the device copies from and to asynchronously (plain host memory where `host_pinning`
+        is not claimed).
+
+        Raises MemoryError, or the framework's own error of that (torch.OutOfMemoryError, XLA's RESOURCE_EXHAUSTED),
+        where there is no room; the device works on after it.
+        """
 
     @abstractmethod
     def device_count(self) -> int:
@@ -128,7 +136,9 @@ class Accelerator(ABC):
     def current_device(self) -> DeviceId: ...
 
     @abstractmethod
-    def set_device(self, index: int) -> None: ...
+    def set_device(self, index: int) -> None:
+        """Let this process work on device `index` from now on. Raises ShardingError for one that does not exist; does
+        nothing where devices have no index."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -146,11 +156,14 @@ class Accelerator(ABC):
 
     @abstractmethod
     def rng_state(self) -> bytes:
-        """The present state of the generators that `manual_seed` seeds, for `set_rng_state`."""
+        """The present state of the generators from which this process draws, for `set_rng_state`: the current
+        device's, and the host's, from which data loaders draw. Reading it draws nothing, and equal states are equal
+        bytes."""
 
     @abstractmethod
     def set_rng_state(self, state: bytes) -> None:
-        """Let the generators go on from `state`. Raises ShardingError for bytes that this accelerator did not give."""
+        """Let the generators go on from `state`. Raises ShardingError, and leaves them as they were, for bytes that
+        this accelerator did not give."""
 
     @abstractmethod
     def new_stream(self) -> Stream: ...
@@ -166,7 +179,10 @@ class Accelerator(ABC):
         Raises PluginContractError for an array this accelerator does not know, ShardingError when it is not contiguous.
         """
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", value=kind)
+        cure = (
+            "give it a `wrap` that knows this array, or a `torch_device_type` of None if torch does not see its memory"
+        )
+        raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", cure=cure, value=kind)
 
     def import_array(self, array: Any) -> Buffer:
         """A buffer to read from, over the memory of another framework's array on this device, flattened: DLPack.
@@ -279,6 +295,14 @@ class DeviceQueue(Stream):
 
     def synchronize(self) -> None:
         self._synchronize()
+
+
+def frameworks_of(kind: type[Accelerator]) -> tuple[str, ...]:
+    """The frameworks whose models train on such a device: "torch" where torch has a device for it
+    (`torch_device_type`), "jax" where JAX has (`jax_platform`) or its arrays can be read there (`import_array`)."""
+    torch = kind.torch_device_type is not None
+    jax = kind.jax_platform is not None or kind.import_array is not Accelerator.import_array
+    return tuple(name for name, trains in (("torch", torch), ("jax", jax)) if trains)
 
 
 def describe(capabilities: Capabilities) -> Mapping[str, str]:

@@ -1,9 +1,10 @@
 """Which accelerator this process uses: the one named, else the best of those that are present.
 
-The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority. A device
-is present when its plugin's `probe()` says so; that its package can be imported proves nothing. A name that no plugin
-has may be that of a device which torch knows (`polyaccel.accelerators.torch_generic`), or else JAX
-(`polyaccel.accelerators.jax_generic`). The decision is logged once, with the package it came from and its version.
+The order: an explicit argument, `POLYACCEL_ACCELERATOR` or `DS_ACCELERATOR`, then the highest probe priority; where two
+have that one, somebody must choose. A device is present when its plugin's `probe()` says so; that its package can be
+imported proves nothing. A name that no plugin has may be that of a device which torch knows
+(`polyaccel.accelerators.torch_generic`), or else JAX (`polyaccel.accelerators.jax_generic`). The decision is logged
+once, with the package it came from and its version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.errors import InvariantError, PluginConflict, PluginContractError, PluginNotFound
-from polyaccel.registry import PluginGroup, PluginInfo, PluginStatus, find_plugin, load_plugin, probe_all
+from polyaccel.registry import (
+    PATIENCE_S,
+    PROBE_LIMIT_S,
+    PluginGroup,
+    PluginInfo,
+    PluginStatus,
+    find_plugin,
+    load_plugin,
+    probe_all,
+    probe_plugin,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +38,16 @@ _chosen: Accelerator | None = None
 _lock = threading.RLock()
 
 
-def get_accelerator() -> Accelerator:
-    """The accelerator of this process: the one that `set_accelerator` gave, else chosen at the first call.
+def get_accelerator(*, limit_s: float = PROBE_LIMIT_S) -> Accelerator:
+    """The accelerator of this process: the one that `set_accelerator` gave, else chosen at the first call, which gives
+    each probe `limit_s` seconds.
 
     Raises what `choose_accelerator` raises.
     """
     global _chosen
     with _lock:
         if _chosen is None:
-            _chosen = choose_accelerator()
+            _chosen = choose_accelerator(limit_s=limit_s)
         return _chosen
 
 
@@ -52,15 +64,16 @@ def set_accelerator(accelerator: Accelerator) -> None:
         _chosen = accelerator
 
 
-def choose_accelerator(name: str | None = None) -> Accelerator:
+def choose_accelerator(name: str | None = None, *, limit_s: float = PROBE_LIMIT_S) -> Accelerator:
     """A new accelerator: the plugin called `name`, else that of the environment, else the best that is present.
 
     Raises PluginNotFound when nothing installed has the name or its device is absent (the message lists every plugin
-    and why it cannot be used), PluginConflict when the two variables disagree, PluginContractError for a broken plugin.
+    and why it cannot be used), PluginConflict when the two variables disagree or two present devices are equally good,
+    PluginContractError for a broken plugin, as is one whose probe takes longer than `limit_s` seconds.
     """
     wanted, origin = (name, "the argument") if name else _from_environment()
     if wanted is None:
-        return _best_present()
+        return _best_present(limit_s)
     try:
         info = find_plugin(PluginGroup.ACCELERATORS, wanted)
     except PluginNotFound as error:
@@ -71,23 +84,20 @@ def choose_accelerator(name: str | None = None) -> Accelerator:
             raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, cure) from None
         return found
     plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, Accelerator.API_VERSION)
-    try:
-        probe = plugin.probe()
-    except Exception as error:
-        raise PluginContractError(
-            f"{info} failed while it was probed: {error!r}",
-            cure=f"a probe says why not instead of raising: report it to the authors of {info.package}",
-            value=info.value,
-        ) from error
+    probe = probe_plugin(info, plugin, limit_s=limit_s)
     if not probe.usable:
         cure = "name one that can be used, or none to let the best be chosen"
         raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, cure)
-    return _build(info, plugin, f"named by {origin}; {probe.reason}")
+    return _logged(info, _build(info, plugin), f"named by {origin}; {probe.reason}")
 
 
 def host_accelerator(accelerator: Accelerator) -> Accelerator:
     """The accelerator whose kernels run in host memory: `accelerator` itself where that is the host, else a new one."""
-    return accelerator if accelerator.name == _HOST else choose_accelerator(_HOST)
+    if accelerator.name == _HOST:
+        return accelerator
+    # Nobody chose it: the log of a run on a device must not say that it runs on the host.
+    plugin = load_plugin(PluginGroup.ACCELERATORS, _HOST, Accelerator, Accelerator.API_VERSION)
+    return _build(find_plugin(PluginGroup.ACCELERATORS, _HOST), plugin)
 
 
 def is_a_framework_device(name: str) -> bool:
@@ -140,18 +150,34 @@ def _jax_device(name: str, origin: str) -> Accelerator | None:
     return plugin()
 
 
-def _best_present() -> Accelerator:
-    statuses = _statuses()
+def _best_present(limit_s: float) -> Accelerator:
+    statuses = _statuses(limit_s)
     usable = [status for status in statuses if status.usable]
+    for broken in (status for status in statuses if status.error):
+        _log.warning("an accelerator is left out: %s; `polyaccel doctor -v` shows where", broken.reason)
     if not usable:
         raise _refusal("no accelerator can be used here", None, "install polyaccel again: it brings one for the cpu")
-    best = max(usable, key=lambda status: status.priority)
+    highest = max(status.priority for status in usable)
+    best, *others = (status for status in usable if status.priority == highest)
+    if others:
+        equals = " and ".join(str(status.info) for status in (best, *others))
+        names = " or ".join(f"DS_ACCELERATOR={status.info.name}" for status in (best, *others))
+        raise PluginConflict(
+            f"{equals} are present and have the same priority, {highest}",
+            cure=f'choose one: {names}, or "accelerator" in the config',
+            value=highest,
+        )
     if best.plugin is None:
         raise InvariantError(f"{best.info} is usable but was not loaded", value=best)
-    return _build(best.info, best.plugin, best.reason)
+    return _logged(best.info, _build(best.info, best.plugin), best.reason)
 
 
-def _build(info: PluginInfo, plugin: type[Any], why: str) -> Accelerator:
+def _logged(info: PluginInfo, accelerator: Accelerator, why: str) -> Accelerator:
+    _log.info("accelerator %s of %s: %s", info.name, info.source, why)
+    return accelerator
+
+
+def _build(info: PluginInfo, plugin: type[Any]) -> Accelerator:
     try:
         accelerator = plugin()
     except Exception as error:
@@ -162,12 +188,11 @@ def _build(info: PluginInfo, plugin: type[Any], why: str) -> Accelerator:
         ) from error
     if not isinstance(accelerator, Accelerator):
         raise InvariantError(f"{info} constructed {accelerator!r}", value=accelerator)
-    _log.info("accelerator %s of %s: %s", info.name, info.source, why)
     return accelerator
 
 
-def _statuses() -> tuple[PluginStatus, ...]:
-    return probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERSION)
+def _statuses(limit_s: float = PATIENCE_S) -> tuple[PluginStatus, ...]:
+    return probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERSION, limit_s=limit_s)
 
 
 def _refusal(message: str, value: str | None, cure: str) -> PluginNotFound:

@@ -103,6 +103,8 @@ class TorchAccelerator(Accelerator):
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         from polyaccel.accelerators.memory.torch import allocate_torch
 
+        if pinned and not self.capabilities().host_pinning:
+            return allocate_torch(numel, dtype, self._torch.device("cpu"))
         return allocate_torch(numel, dtype, self._torch_device(), pinned=pinned)
 
     def wrap(self, array: Any) -> Buffer:
@@ -158,12 +160,14 @@ class TorchAccelerator(Accelerator):
 
     def set_rng_state(self, state: bytes) -> None:
         """Raises ShardingError for a state that another kind of device saved."""
+        before = self._torch.get_rng_state()
         try:
             (length,) = _LENGTH.unpack_from(state)
             host, device = state[_LENGTH.size : _LENGTH.size + length], state[_LENGTH.size + length :]
             self._torch.set_rng_state(self._bytes_tensor(host))
             self._set_generator_state(device)
         except (AttributeError, RuntimeError, TypeError, ValueError, struct.error) as error:
+            self._torch.set_rng_state(before)
             raise ShardingError(
                 f"{len(state)} bytes are no random state of {self.name}: {error}",
                 cure="restore a state with the accelerator that saved it",
@@ -189,6 +193,21 @@ class TorchAccelerator(Accelerator):
     def current_stream(self) -> Stream:
         module = self._module
         return TorchStream(module, module.current_stream())
+
+
+def require_torch_memory(accelerator: Accelerator) -> None:
+    """Raise PluginContractError where the buffers of an accelerator that torch knows are none of torch's."""
+    import torch
+
+    raw = accelerator.allocate(1, DType.FLOAT32).raw
+    if not isinstance(raw, torch.Tensor):
+        raise PluginContractError(
+            f"torch cannot see the memory of accelerator {accelerator.name!r}: `raw` of its buffers is a "
+            f"{type(raw).__module__}.{type(raw).__qualname__}",
+            cure="allocate buffers over tensors (`TorchBuffer`), or state `torch_device_type = None`: modules train in "
+            "no memory that torch does not see",
+            value=type(raw).__qualname__,
+        )
 
 
 def torch_device_of(accelerator: Accelerator) -> torch.device:

@@ -14,9 +14,8 @@ import torch
 
 from polyaccel.accelerators import presence
 from polyaccel.accelerators.base import Capabilities, DeviceQueue, MemoryStats, Probe, Stream
-from polyaccel.accelerators.memory.torch import torch_dtype
+from polyaccel.accelerators.memory.torch import allocate_torch, torch_dtype
 from polyaccel.accelerators.torch_device import TorchAccelerator
-from polyaccel.buffer import Buffer
 from polyaccel.types import DType
 
 _NAMED_OTHERWISE = {
@@ -64,7 +63,7 @@ class DeviceModule:
 class GenericAccelerator(TorchAccelerator):
     """A device of torch's that no plugin is for. `device_plugin` makes the classes."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
 
     @classmethod
     def probe(cls) -> Probe:
@@ -100,7 +99,7 @@ class GenericAccelerator(TorchAccelerator):
 
     @cached_property
     def _pins(self) -> bool:
-        return presence.works(lambda: super(GenericAccelerator, self).allocate(1, DType.UINT8, pinned=True))
+        return presence.works(lambda: allocate_torch(1, DType.UINT8, self._torch_device(), pinned=True))
 
     def _computes(self, dtype: DType) -> bool:
         def add() -> bool:
@@ -130,13 +129,6 @@ class GenericAccelerator(TorchAccelerator):
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
-
-    def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
-        if pinned and not self._pins:
-            from polyaccel.accelerators.memory.torch import allocate_torch
-
-            return allocate_torch(numel, dtype, torch.device("cpu"))
-        return super().allocate(numel, dtype, pinned=pinned)
 
     def memory_stats(self) -> MemoryStats:
         return super().memory_stats() if self._has_memory_stats else MemoryStats(0, 0, 0, 0, 0)

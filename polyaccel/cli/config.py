@@ -78,6 +78,8 @@ def _report(config: ResolvedConfig, source: str, world_size: int) -> None:
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     console.print(Text(f"{source}: valid for {ranks}"))
     console.print(table)
+    for sentence in config.without_effect:
+        console.print(Text(sentence))
 
 
 def _settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher
 from polyaccel.launch.local import plan_local
 from polyaccel.launch.program import check_not_nested, python_command
-from polyaccel.registry import PluginGroup, list_plugins, load_plugin
+from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def choose_launcher(name: str) -> Launcher:
     """The launcher plugin called `name`. Raises what `load_plugin` does, and LaunchError if it cannot be used here."""
     plugin: type[Launcher] = load_plugin(PluginGroup.LAUNCHERS, name, Launcher, Launcher.API_VERSION)
-    probe = plugin.probe()
+    probe = probe_plugin(find_plugin(PluginGroup.LAUNCHERS, name), plugin, limit_s=PATIENCE_S)
     if not probe.usable:
         others = [info.name for info in list_plugins(PluginGroup.LAUNCHERS) if info.name != name]
         cure = f"provide what it lacks, or choose another one: --launcher {' or '.join(others) or 'NAME'}"

@@ -16,14 +16,14 @@ from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import Work
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-API_VERSION = (2, 1)
+API_VERSION = (2, 2)
 DEFAULT_TIMEOUT_S = 600.0
 # Looking a member of an enumeration up in its class takes longer than a name of the module.
 _SUM = ReduceOp.SUM
@@ -73,7 +73,15 @@ class Board(ABC):
 class Communicator(ObjectCollectives):
     """One group of ranks. `rank` and `world_size` count inside the group; `ranks[i]` is the global rank of member i.
 
-    A backend provides `start`, `split` and `close`. Everything else is made of these.
+    A backend provides `start`, `split` and `close`. Everything else is made of these. Whatever it is made of:
+
+    - Sums of float16 and bfloat16 are made in float32 and rounded once, so that what is reduced in pieces, and at any
+      stage, has the same bits. `polyaccel.comm.parts.reduction` does so.
+    - The buffers of a call do not overlap, but where it says "in place": then the part is exactly the view of the whole
+      at this rank's place. `Collective.check` refuses everything else.
+    - Arguments that no backend can mean are a ShardingError, before anything is sent. Ranks that do not come in time
+      are a CommTimeout with `missing_ranks`. Whatever else goes wrong, a rank that has ended or a closed group among
+      it, is a CommError, and never an exception of the library below.
     """
 
     ranks: tuple[int, ...]

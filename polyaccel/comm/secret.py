@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from polyaccel import seal
 from polyaccel.comm.base import Communicator
@@ -37,15 +39,21 @@ def agree_on_secret(communicator: Communicator) -> None:
     _agreed = None
     if communicator.world_size == 1 or any(communicator.all_gather_object(bool(seal.secret_in(os.environ)))):
         return
-    name = communicator.broadcast_object(_leave() if communicator.rank == 0 else None)
+    _agreed = shared_secret(communicator.rank, communicator.all_gather_object)
+
+
+def shared_secret(rank: int, gather: Callable[[Any], Sequence[Any]]) -> bytes | None:
+    """A new secret of ranks that are processes of one user who sees the same files, else None. `gather(value)` gives
+    every rank's value, in rank order. Collective. See [Note: A secret among one user's ranks]."""
+    name = gather(_leave() if rank == 0 else None)[0]
     if not isinstance(name, str):
-        return
+        return None
     found = _read(name)
-    have_all = all(communicator.all_gather_object(found is not None))
-    if communicator.rank == 0:
+    have_all = all(gather(found is not None))
+    if rank == 0:
         with suppress(OSError):
             _file(name).unlink()
-    _agreed = found if have_all else None
+    return found if have_all else None
 
 
 def _leave() -> str | None:

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 from polyaccel import seal
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.host_address import listening_socket
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 _meetings = count()

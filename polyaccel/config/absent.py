@@ -1,7 +1,8 @@
 """DeepSpeed's keys whose feature does not exist yet: one table, from which errors and suggestions are made.
 
 Such a key may stand in a config as long as its value asks for nothing: it is read and forgotten. Any other value is an
-error, never ignored. A feature that comes takes its rows out of the table and brings a section of its own.
+error, never ignored; but for tuning keys, with which training computes the same numbers: those are read, forgotten, and
+told once in the log. A feature that comes takes its rows out of the table and brings a section of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Absent:
 
     `keys` maps the patterns of its keys to the value that asks for nothing (DeepSpeed's default). Where there is a
     `switch`, that key alone asks for the feature, and the others are options of it. `cure` names the nearest thing
-    there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value.
+    there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value. `is_tuning`: the
+    keys change no number, only how it is computed, so any value of the right type is accepted; `feature` then is a
+    clause that says why it has no effect.
     """
 
     feature: str
@@ -28,6 +31,7 @@ class Absent:
     cure: str = "leave the key out"
     switch: str | None = None
     is_removed: bool = False
+    is_tuning: bool = False
 
 
 def _under(section: str, **keys: Any) -> dict[str, Any]:
@@ -36,6 +40,11 @@ def _under(section: str, **keys: Any) -> dict[str, Any]:
 
 def _removed(feature: str, *patterns: str, cure: str = "remove it") -> Absent:
     return Absent(feature, dict.fromkeys(patterns), cure, is_removed=True)
+
+
+def _tuning(why: str, **keys: Any) -> Absent:
+    """Tuning keys with DeepSpeed's defaults; `__` stands for a dot."""
+    return Absent(why, {name.replace("__", "."): value for name, value in keys.items()}, is_tuning=True)
 
 
 def _alone(key: str, harmless: Any, feature: str, cure: str = "leave the key out") -> Absent:
@@ -62,53 +71,69 @@ ABSENT: tuple[Absent, ...] = (
         "a choice of modules whose gradients travel in 16 bits",
         'set "communication_data_type"',
     ),
-    _alone("disable_allgather", False, "a switch that DeepSpeed itself does not read"),
     # ZeRO.
-    _alone(f"{_ZERO}.use_multi_rank_bucket_allreduce", True, "one reduction an owner"),
-    _alone(f"{_ZERO}.allgather_partitions", True, "one broadcast an owner"),
-    _alone(f"{_ZERO}.contiguous_gradients", True, "gradients outside contiguous buckets"),
-    _alone(f"{_ZERO}.reduce_scatter", True, "reducing sharded gradients without a reduce-scatter"),
-    _alone(f"{_ZERO}.round_robin_gradients", False, "rotating ownership (slices are equal already)"),
     _alone(f"{_ZERO}.legacy_stage1", False, "the older stage 1", 'use "stage": 1'),
     _alone(f"{_ZERO}.load_from_fp32_weights", True, "loading master weights from 16-bit ones"),
     _alone(
-        f"{_ZERO}.elastic_checkpoint", False, "DeepSpeed's elastic checkpoint format", "every checkpoint is elastic"
-    ),
-    Absent(
-        "SuperOffload",
-        _under(f"{_ZERO}.offload_optimizer", super_offload=False, cpuadam_cores_perc=0.8),
-        'leave it out; "device": "cpu" updates on the host',
-        switch=f"{_ZERO}.offload_optimizer.super_offload",
+        f"{_ZERO}.offload_optimizer.super_offload", False, "SuperOffload", 'leave it out; "device": "cpu" updates there'
     ),
     _alone(f"{_ZERO}.zenflow{BELOW}", None, "ZenFlow", "use offload_optimizer alone"),
-    _alone(f"{_ZERO}.sub_group_size", 1_000_000_000, "updating in tiles (stage 3)", "set reduce_bucket_size"),
-    Absent(
-        "gathering by an all-reduce",
-        _under(_ZERO, stage3_use_all_reduce_for_fetch_params=False, use_all_reduce_for_fetch_params=False),
-    ),
-    Absent(
-        "gathering parameter by parameter", _under(_ZERO, stage3_allgather_sequential=False, allgather_sequential=False)
-    ),
-    _alone(f"{_ZERO}.pipeline_loading_checkpoint", False, "loading rank after rank"),
     _alone(f"{_ZERO}.save_muon_momentum_buffer_in_memory", False, "Muon"),
-    Absent(
-        "tuning of file access",
-        _under(
-            "aio",
-            block_size=1_048_576,
-            queue_depth=8,
-            intra_op_parallelism=1,
-            single_submit=False,
-            overlap_events=True,
-            use_gds=False,
-        ),
+    # Ways to compute the same numbers.
+    _tuning(
+        "a bucket's gradients are one reduce-scatter and its parameters one all-gather, with equal slices on all ranks",
+        zero_optimization__use_multi_rank_bucket_allreduce=True,
+        zero_optimization__allgather_partitions=True,
+        zero_optimization__contiguous_gradients=True,
+        zero_optimization__reduce_scatter=True,
+        zero_optimization__round_robin_gradients=False,
+        disable_allgather=False,
+    ),
+    _tuning("updates go bucket by bucket", zero_optimization__sub_group_size=1_000_000_000),
+    _tuning(
+        "parameters are gathered bucket by bucket",
+        zero_optimization__stage3_use_all_reduce_for_fetch_params=False,
+        zero_optimization__use_all_reduce_for_fetch_params=False,
+        zero_optimization__stage3_allgather_sequential=False,
+        zero_optimization__allgather_sequential=False,
+    ),
+    _tuning(
+        "every checkpoint can be loaded on any number of ranks, which all read their own parts at once",
+        zero_optimization__elastic_checkpoint=False,
+        zero_optimization__pipeline_loading_checkpoint=False,
+        checkpoint__load_universal=False,
+        checkpoint__parallel_write__pipeline_stage=False,
+        checkpoint__checkpoint_serialization=True,
+    ),
+    _tuning(
+        "the update on the host uses OMP_NUM_THREADS threads",
+        zero_optimization__offload_optimizer__cpuadam_cores_perc=0.8,
+    ),
+    _tuning(
+        "files are read and written in pieces and at depths of the tier's own choice",
+        aio__block_size=1_048_576,
+        aio__queue_depth=8,
+        aio__intra_op_parallelism=1,
+        aio__thread_count=1,
+        aio__single_submit=False,
+        aio__overlap_events=True,
+    ),
+    _alone("aio.use_gds", False, "file access from the device"),
+    _tuning(
+        "figures are taken in each step without waiting for the device",
+        timers__throughput__enabled=True,
+        timers__throughput__synchronized=True,
+    ),
+    _tuning(
+        "activations are recomputed region by region, each in memory of its own, on the ranks that need them",
+        activation_checkpointing__partition_activations=False,
+        activation_checkpointing__number_checkpoints=None,
+        activation_checkpointing__contiguous_memory_optimization=False,
+        activation_checkpointing__synchronize_checkpoint_boundary=False,
+        activation_checkpointing__profile=False,
     ),
     # Watching.
     _alone("memory_breakdown", False, "the memory breakdown", "read engine.metrics.peak_memory_nbytes"),
-    _alone(
-        "timers.throughput.enabled", True, "training without the throughput figures", "leave it on; it costs nothing"
-    ),
-    _alone("timers.throughput.synchronized", False, "timing that waits for the device"),
     Absent(
         "the operation profiler",
         _under(
@@ -218,27 +243,13 @@ ABSENT: tuple[Absent, ...] = (
         switch="data_efficiency.enabled",
     ),
     # Checkpoints and activations.
-    _alone(
-        "checkpoint.load_universal", False, "DeepSpeed's universal checkpoint format", "every checkpoint is universal"
-    ),
     _alone("checkpoint.use_node_local_storage", False, "checkpoints on each host's own disk"),
-    _alone("checkpoint.parallel_write.pipeline_stage", False, "a choice of writing ranks"),
-    _alone("checkpoint.checkpoint_serialization", True, "a choice of serialisation"),
     _alone(
         f"checkpoint.writer{BELOW}", None, "DeepSpeed's fast checkpoint writer", 'name a plugin in "checkpoint.storage"'
     ),
     _alone(
         f"datastates_ckpt{BELOW}", None, "the DataStates checkpoint writer", 'name a plugin in "checkpoint.storage"'
     ),
-    _alone("activation_checkpointing.partition_activations", False, "sharding activations over model-parallel ranks"),
-    Absent(
-        "one buffer for all activations",
-        _under("activation_checkpointing", number_checkpoints=None, contiguous_memory_optimization=False),
-    ),
-    _alone(
-        "activation_checkpointing.synchronize_checkpoint_boundary", False, "waiting for the device at each checkpoint"
-    ),
-    _alone("activation_checkpointing.profile", False, "timing each checkpoint"),
     # Models cut over ranks, and rewritten ones.
     Absent("sequence parallelism", {"sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32"}),
     Absent(
@@ -267,8 +278,11 @@ ABSENT: tuple[Absent, ...] = (
             preset_model=None,
             keep_module_on_host=False,
             injection_policy_tuple=None,
+            kernel_inject=False,
+            replace_with_kernel_inject=False,
         )
-        | _under("tensor_parallel.tp", tp_size=1, tp_grain_size=1)
+        | _under("tensor_parallel.tp", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None)
+        | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None)
         | {f"tensor_parallel.partition_config{BELOW}": None},
         'shard the parameters: "zero_optimization": {"stage": 3}',
     ),
@@ -305,6 +319,10 @@ ABSENT: tuple[Absent, ...] = (
             sync_before_allgather=False,
             sync_after_allgather=False,
             autoep_non_moe=False,
+            free_activation_threshold=10_485_760,
+            keep_all_input_tensors=False,
+            keep_int_input_tensors=True,
+            offload_activation_pin_memory=True,
             passes=None,
         ),
     ),

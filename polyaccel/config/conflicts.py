@@ -11,7 +11,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
-    return [*_precision(config), *_gradients(config), *_zero(config), *_offload(config)]
+    return [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -67,10 +67,6 @@ def _gradients(config: Config) -> list[Problem]:
     return problems
 
 
-def _zero(config: Config) -> list[Problem]:
-    return [*_travel(config), *_buckets(config)]
-
-
 def _travel(config: Config) -> list[Problem]:
     """ZeRO++ is about sharded parameters."""
     zero = config.zero_optimization
@@ -81,18 +77,6 @@ def _travel(config: Config) -> list[Problem]:
         and zero.stage != 3
         and (value := getattr(zero, name)) != field.default
     ]
-
-
-def _buckets(config: Config) -> list[Problem]:
-    zero = config.zero_optimization
-    default = ZeroConfig.model_fields["allgather_bucket_size"].default
-    if "zero_optimization.reduce_bucket_size" in config.auto_keys:
-        return []
-    if zero.allgather_bucket_size in (default, zero.reduce_bucket_size):
-        return []
-    expected = f"gathers use the buckets of reduce_bucket_size = {zero.reduce_bucket_size}"
-    key = "zero_optimization.allgather_bucket_size"
-    return [Problem(key, zero.allgather_bucket_size, expected, "leave it out, or set reduce_bucket_size")]
 
 
 def _offload(config: Config) -> list[Problem]:

@@ -51,17 +51,19 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
     """Like `load_config`, but what is wrong is returned. Raises ConfigError only where there is no JSON object."""
     if isinstance(source, Config):
         return Draft(source, (), source_name or "config")
-    tree, problems, name = _read(source, source_name)
+    tree, problems, name = read_tree(source, source_name)
     if not isinstance(tree, dict):
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += modernise(tree)
-    problems += take_absent(Config, tree)
+    absent, without_effect = take_absent(Config, tree)
+    problems += absent
     auto_keys = take_auto(tree)
     config, found = validate_tree(Config, tree)
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
     config._auto = auto_keys
+    config._without_effect = without_effect
     return Draft(config, (*problems, *found, *config_problems(config)), name)
 
 
@@ -74,7 +76,11 @@ def config_problems(config: Config) -> list[Problem]:
     ]
 
 
-def _read(source: object, source_name: str | None) -> tuple[Any, list[Problem], str]:
+def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list[Problem], str]:
+    """What is written in `source`, in dicts and lists of its own and not checked yet; problems of its text; its name.
+
+    Raises ConfigError where nothing can be read.
+    """
     problems: list[Problem] = []
     if isinstance(source, Mapping):
         return _plain(source, "", problems), problems, source_name or "config dict"

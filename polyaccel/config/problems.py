@@ -66,10 +66,11 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
     return Problem(dotted((*prefix, *path)), value, "is not a known key", cure)
 
 
-def take_absent(model: type[Section], tree: dict[str, Any]) -> list[Problem]:
+def take_absent(model: type[Section], tree: dict[str, Any]) -> tuple[list[Problem], dict[str, str]]:
     """Remove the absent keys from `tree`, a config of the kind `model`. Return a problem for each that asks for its
-    feature, and for each unknown key among them."""
-    return list(_take_absent(model, section_names(model), tree, (), count()))
+    feature and for each unknown key among them; and sentences about tuning keys without effect, by key."""
+    without_effect: dict[str, str] = {}
+    return list(_take_absent(model, section_names(model), tree, (), count(), without_effect)), without_effect
 
 
 def _take_absent(
@@ -78,16 +79,21 @@ def _take_absent(
     table: dict[str, Any],
     parents: tuple[str, ...],
     unknown: Iterator[int],
+    without_effect: dict[str, str],
 ) -> Iterator[Problem]:
     for name, value in list(table.items()):
         path = (*parents, name)
         key = ".".join(path)
         if (found := entry_of(key)) is not None:
             del table[name]
-            yield from _absent_problem(key, value, *found)
+            if found[0].is_tuning and _is_alike(value, found[1]):
+                if value != found[1]:
+                    without_effect[key] = f"{key} = {value!r} has no effect: {found[0].feature}"
+            else:
+                yield from _absent_problem(key, value, *found)
         elif is_above(key):
             if isinstance(value, dict):
-                yield from _take_absent(model, sections, value, path, unknown)
+                yield from _take_absent(model, sections, value, path, unknown, without_effect)
             elif key not in sections:
                 cure = 'write {"key": value, ...}, or leave it out'
                 yield Problem(key, value, "should be an object", cure)
@@ -99,10 +105,21 @@ def _take_absent(
 
 def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Iterator[Problem]:
     is_harmless = isinstance(value, bool) == isinstance(harmless, bool) and value == harmless  # 1 is not true
-    if entry.is_removed:
+    if entry.is_tuning:
+        expected = "true or false" if isinstance(harmless, bool) else "a number"
+        yield Problem(key, value, f"should be {expected}", "leave the key out, for it has no effect")
+    elif entry.is_removed:
         yield Problem(key, value, f"was removed from DeepSpeed: {entry.feature}", entry.cure)
     elif entry.switch in (None, key) and not is_harmless:
         yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.cure)
+
+
+def _is_alike(value: Any, usual: Any) -> bool:
+    """Whether `value` could stand for a tuning key whose usual value is `usual`: true or false, or a number; None too
+    where that is usual."""
+    if isinstance(usual, bool):
+        return isinstance(value, bool)
+    return (value is None and usual is None) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 _CURES = {

@@ -16,6 +16,7 @@ from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
 from polyaccel.config.problems import validate_tree
 from polyaccel.config.root import Config, ResolvedConfig
+from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
     config._auto = frozenset(problem.key for problem in undecided)
+    config._without_effect = draft.config._without_effect
     # Once more, for what hints decided may contradict any other key, and a Config may have been made by hand.
     problems += [*undecided, *found, *config_problems(config)]
     problems += plugin_problems(config)
@@ -97,7 +99,18 @@ def _final(config: Config, triad: Triad) -> ResolvedConfig:
             tree[name] = section.model_dump(by_alias=True)
     if config.vocabulary_size is not None and config.vocabulary_size % _MATRIX_UNIT_WIDTH:
         _logger.warning("vocabulary_size = %d is no multiple of %d", config.vocabulary_size, _MATRIX_UNIT_WIDTH)
-    return ResolvedConfig.model_validate(tree)
+    resolved = ResolvedConfig.model_validate(tree)
+    resolved._without_effect = {**config._without_effect, **_uneven_buckets(zero)}
+    return resolved
+
+
+def _uneven_buckets(zero: ZeroConfig) -> dict[str, str]:
+    """A sentence about `allgather_bucket_size` where it asks for other buckets than those that there are."""
+    size, reduced = zero.allgather_bucket_size, zero.reduce_bucket_size
+    if size in (reduced, ZeroConfig.model_fields["allgather_bucket_size"].default):
+        return {}
+    key = "zero_optimization.allgather_bucket_size"
+    return {key: f"{key} = {size} has no effect: gathers use the buckets of reduce_bucket_size = {reduced}"}
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:

@@ -130,11 +130,17 @@ class Config(Section):
     """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
 
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
+    _without_effect: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def auto_keys(self) -> frozenset[str]:
         """Dotted keys that were `"auto"`."""
         return self._auto
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """A sentence for each tuning key that was written and that nothing here follows; the numbers are the same."""
+        return tuple(self._without_effect.values())
 
 
 class ResolvedConfig(Config):

@@ -80,7 +80,7 @@ def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
 class Monitor(ABC):
     """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
     name: ClassVar[str]
     """The entry point's name."""
 
@@ -104,6 +104,14 @@ class Monitor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write out metrics that are left. May be called twice, and without `open`."""
+
+    def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]] | None:
+        """What closed monitors have written for the run in `directory`, as (tag, value, step): the loss of each step
+        under the tag `loss`, and events. A value that was not finite may be None. Other figures may be among them.
+
+        Tests read by it; None from a monitor that cannot read what it has written.
+        """
+        return None
 
 
 class JsonlMonitor(Monitor):
@@ -145,6 +153,11 @@ class JsonlMonitor(Monitor):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]]:
+        for line in Path(directory, self.FILE_NAME).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            yield record.get("tag", "loss"), record.get("value", record.get("loss")), record["step"]
 
     def _append(self, record: Mapping[str, Any]) -> None:
         if self._file is None:

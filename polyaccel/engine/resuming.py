@@ -31,6 +31,7 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.types import DType
+from polyaccel.zero.plan.layout import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +256,11 @@ class WantedPiece:
 @dataclass(frozen=True, slots=True)
 class WantedState:
     """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it
-    is."""
+    is, `fresh` the optimizer states, by kind, of those that were frozen when they were saved: they begin anew."""
 
     pieces: Sequence[WantedPiece]
     kept: Sequence[str]
+    fresh: Sequence[tuple[Slot, Mapping[str, Buffer]]]
 
     def verify(self, reader: StateReader) -> None:
         """Raise CheckpointError where a checksum is wrong, or a type cannot be converted."""
@@ -272,17 +274,27 @@ class WantedState:
                 piece.fqn, piece.kind, piece.start, piece.buffer.numel, piece.buffer, cast_through=accelerator.allocate
             )
 
+    def begin_fresh(self, run: TrainingRun) -> None:
+        """Let the optimizer of `run` begin anew where nothing was saved because there was nothing."""
+        optimizer, groups = run.zero.optimizer, run.groups
+        if optimizer is not None and groups is not None:
+            for slot, states in self.fresh:
+                for state in states.values():
+                    state.fill(0.0)
+                optimizer.initialise_states(states, groups[slot.param.group])
+
 
 def wanted_state(
     zero: TrainedState, reader: StateReader, *, optimizer_states: bool, strict: bool, may_lack_states: bool = False
 ) -> WantedState:
     """The pieces that this rank needs. `may_lack_states`: an optimizer state that was not saved is none. A parameter
-    that was frozen when it was saved has none either, and begins with those that it has here.
+    that was frozen when it was saved has none either, and begins anew.
 
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.
     """
     pieces, kept, missing = list[WantedPiece](), dict[str, None](), list[str]()
+    fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
     for slot, kind, start, buffer in zero.needed_pieces():
         fqn = slot.param.fqn
         if kind != PARAM and not optimizer_states:
@@ -291,8 +303,10 @@ def wanted_state(
             pieces.append(WantedPiece(fqn, kind, start, buffer))
         elif not reader.has(fqn, PARAM):
             kept[fqn] = None
-        elif may_lack_states or not reader.was_trained(fqn):
+        elif may_lack_states:
             continue
+        elif not reader.was_trained(fqn):
+            fresh.setdefault((fqn, start), (slot, {}))[1][kind] = buffer
         elif strict:
             missing.append(f"{kind!r} of {fqn!r}")
         else:
@@ -304,7 +318,7 @@ def wanted_state(
             "load_module_strict=False leaves alone what was not saved",
             value=missing,
         )
-    return WantedState(pieces, tuple(kept))
+    return WantedState(pieces, tuple(kept), tuple(fresh.values()))
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,6 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
             raise ShardingError(
                 f"the ranks do not train the same: {differences}",
                 cure="build the model in one order on all ranks (not from sets), freeze the same parameters before "
-                "polyaccel.initialize, and give every rank the same config and optimizer",
+                "polyaccel.initialize, and give every rank the same config, optimizer and training data",
                 value=differences,
             )

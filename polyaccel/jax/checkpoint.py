@@ -114,6 +114,7 @@ def _check(
         wanted.read(reader, run.accelerator)
         run.load_progress(values)
         if resumes:
+            wanted.begin_fresh(run)
             run.load_groups(values)
         if optax is not None:
             optax.numbers.update(numbers)

@@ -69,7 +69,8 @@ class DoneFetch(Fetch):
 
 
 class Tier(ABC):
-    """A place for buffers, on one rank. Used from one thread at a time."""
+    """A place for buffers, on one rank. Used from one thread at a time, and not always from the same: autograd walks
+    backward in threads of its own. The tiers of several ranks may be at work at once in threads of one process."""
 
     API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
     name: ClassVar[str]

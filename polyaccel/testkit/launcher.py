@@ -16,10 +16,14 @@ from pathlib import Path
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Launcher, LaunchPlan, RankSpec
 from polyaccel.port import free_port
+from polyaccel.testkit.comparison import equal
 from polyaccel.types import Probe
 
 _WRITE = "import os; open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(os.environ['WORLD_SIZE'])"
-_WAIT = "import os, signal; open(os.path.join({folder!r}, 'pid'), 'w').write(str(os.getpid())); signal.pause()"
+_WAIT = (
+    "import os, signal; signal.alarm(200); open(os.path.join({folder!r}, 'pid'), 'w').write(str(os.getpid())); "
+    "signal.pause()"
+)
 
 
 class LauncherContract(ABC):
@@ -29,26 +33,31 @@ class LauncherContract(ABC):
     def make(self) -> Launcher: ...
 
     def test_probes(self) -> None:
+        """The probe says whether the launcher could be used here, and why: `doctor` shows it."""
         probe = type(self.make()).probe()
-        assert isinstance(probe, Probe)
-        assert probe.reason
+        equal(type(probe), Probe, "type of what probe() gives")
+        equal(bool(probe.reason), True, "whether probe() gives a reason")
 
     def test_every_rank_runs_with_its_own_environment(self) -> None:
+        """Each rank of the plan runs once, with its environment: rank and world size are read from there."""
         with tempfile.TemporaryDirectory() as folder:
             code = self.make().run(_plan([_WRITE.format(folder=folder)] * 3))
-            assert code == 0, f"exit code {code} of ranks that all ended with 0"
+            equal(code, 0, "exit code of a job whose ranks ended with 0")
             found = {file.name: file.read_text() for file in Path(folder).iterdir()}
-            assert found == {"0": "3", "1": "3", "2": "3"}, f"ranks wrote {found}"
+            equal(found, {"0": "3", "1": "3", "2": "3"}, "world sizes that the ranks found")
 
     def test_the_code_of_the_first_failing_rank_is_the_jobs(self) -> None:
+        """The job ends with the code of the rank that failed: schedulers decide by it."""
         code = self.make().run(_plan(["pass", "raise SystemExit(7)"]))
-        assert code == 7, f"exit code {code} where a rank ended with 7"
+        equal(code, 7, "exit code of a job of which a rank ended with 7")
 
     def test_a_signal_is_told_from_a_code(self) -> None:
+        """A rank that signal N ended gives 128 + N, as shells have it: a kill for memory is seen so."""
         code = self.make().run(_plan(["import os; os.kill(os.getpid(), 9)"]))
-        assert code == 137, f"exit code {code} where SIGKILL ended the rank"
+        equal(code, 137, "exit code of a job whose rank was killed by signal 9")
 
     def test_a_failing_rank_ends_the_others(self) -> None:
+        """When a rank fails the others are ended and waited for: they would hold their devices."""
         with tempfile.TemporaryDirectory() as folder:
             wait = _WAIT.format(folder=folder)
             fail = (
@@ -56,17 +65,18 @@ class LauncherContract(ABC):
                 "raise SystemExit(5)"
             )
             code = self.make().run(_plan([wait, fail]))
-            assert code == 5, f"exit code {code} where a rank ended with 5"
+            equal(code, 5, "exit code of a job of which a rank ended with 5")
             pid = int(Path(folder, "pid").read_text() or 0)
-            assert not Path(f"/proc/{pid}").exists(), f"process {pid} of the job was left behind"
+            equal(Path(f"/proc/{pid}").exists(), False, f"whether process {pid} of the ended job is still there")
 
     def test_a_rank_that_cannot_be_started_is_an_error(self) -> None:
+        """A program that does not exist is a LaunchError or a code that is not 0: nothing ran."""
         plan = _plan(["pass"], python="/no/such/program")
         try:
             code = self.make().run(plan)
         except LaunchError:
             return
-        assert code != 0, "a job whose program does not exist ended with 0"
+        equal(code != 0, True, "whether a job whose program does not exist fails")
 
 
 def _plan(codes: list[str], *, python: str = sys.executable) -> LaunchPlan:

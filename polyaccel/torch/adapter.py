@@ -61,7 +61,8 @@ class TorchAdapter(ModelAdapter):
         self._specs = parameter_specs(module, groups, param_dtype, trained)
         self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
         members = {member for group in groups for member in group}
-        self._frozen_members = [member for member in self._owned.frozen.values() if member in members]
+        self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}
+        """The members of the optimizer's groups that are laid out as frozen, by name."""
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroStep | None = None
         self._gradients: GradientAccess | None = None
@@ -110,7 +111,7 @@ class TorchAdapter(ModelAdapter):
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
             reveal(parameter)
-        self._passes.attach(step, trained, self._sites.end_pass if self._sites is not None else lambda: None)
+        self._passes.attach(step, trained, self._sites.end_pass if self._sites is not None else lambda is_whole: None)
 
     def _gather_at_use(self, step: ZeroStep) -> None:
         """Gather sharded parameters around the modules that use them."""
@@ -154,7 +155,7 @@ class TorchAdapter(ModelAdapter):
 
     def has_unfrozen(self) -> bool:
         """Whether a member of the optimizer's groups was frozen when it was laid out and requires a gradient now."""
-        return any(member.requires_grad for member in self._frozen_members)
+        return any(member.requires_grad for member in self.frozen_members.values())
 
     def release(self, *, is_followed: bool = False) -> None:
         """`is_followed`: another adapter takes the module over, for the same engine."""

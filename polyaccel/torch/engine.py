@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.checkpoint import open_checkpoint
 from polyaccel.checkpoint.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
@@ -25,7 +26,7 @@ from polyaccel.torch.gathering.transforms import explaining_refusal, is_transfor
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.settings import ModuleSettings
-from polyaccel.torch.states.checkpoint import TorchRun, load_run, optimizer_kind, save_run
+from polyaccel.torch.states.checkpoint import TorchRun, frozen_with_states, load_run, optimizer_kind, save_run
 from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.states.unfreezing import follow, is_due
 from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
@@ -91,11 +92,11 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.attach(self.zero)
         return self.zero
 
-    def _train_unfrozen(self) -> None:
-        """Lay out anew if parameters that were frozen are trained from now on. Collective then."""
-        if is_due(self.adapter, before := self.zero):
-            lay_out = partial(self._lay_out, before.optimizer, self.optimizer.param_groups, before.steps)
-            follow(self.adapter, before, lay_out)
+    def _train_unfrozen(self, resumed: Collection[str] = ()) -> None:
+        """Lay out anew if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
+        if is_due(self.adapter, before := self.zero, resumed):
+            arguments = before.optimizer, self.optimizer.param_groups, {*before.steps, *resumed}
+            follow(self.adapter, before, partial(self._lay_out, *arguments))
 
     # Running the module.
 
@@ -200,8 +201,7 @@ class TorchEngine(nn.Module, Engine):
         """One optimizer step over its micro-batches from `data_iter` (None: the engine's own loader, epoch after
         epoch).
 
-        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean
-        loss of this rank's micro-batches.
+        The module must return the loss, or a tuple, mapping or object that has it first or as `loss`. Returns the mean.
         """
         self.train()
         source = self._data(data_iter)
@@ -287,23 +287,23 @@ class TorchEngine(nn.Module, Engine):
         name_map: NameMap | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here.
+        state. `name_map` says what the parameters are called there, where it is not as here. Without a tag, the newest
+        complete checkpoint is taken, with a warning, where the one that `latest` names is not.
 
-        Without a tag, the newest complete checkpoint is taken, with a warning, where the one that `latest` names is
-        not. Raises CheckpointError, on every rank, for one that is missing, incomplete or damaged, for optimizer states
-        that this run's optimizer cannot take over, and, with `load_module_strict`, for one that does not have this
-        model's parameters and their states; without it, those that were not saved stay as they are. A checkpoint that
-        was refused has changed nothing.
+        Raises CheckpointError, on every rank and with nothing changed, for one that is missing, incomplete or damaged,
+        has optimizer states that this run's optimizer cannot take over, or, with `load_module_strict`, lacks parameters
+        of this model or their states; without it, those stay as they are.
         """
         self.adapter.require_nothing_away()
-        self._train_unfrozen()
+        takes_states = load_optimizer_states and not load_module_only
         with self.timer(OUTSIDE):
+            saved = open_checkpoint(self.runtime.storage(load_dir), tag, communicator=self.communicator, fallback=True)
+            self._train_unfrozen(frozen_with_states(self._run(), saved, name_map) if takes_states else ())
             loaded = load_run(
                 self._run(),
-                self.runtime.storage(load_dir),
-                tag,
+                saved,
                 strict=load_module_strict,
-                optimizer_states=load_optimizer_states and not load_module_only,
+                optimizer_states=takes_states,
                 schedule=load_lr_scheduler_states and not load_module_only,
                 module_only=load_module_only,
                 name_map=name_map,

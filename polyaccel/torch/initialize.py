@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from polyaccel import comm
-from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.accelerators.torch_device import require_torch_memory, torch_device_of
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
@@ -43,8 +44,12 @@ def initialize(
     distributed_port: int | None,
     dist_init_required: bool | None,
     config: str | Path | Mapping[str, Any] | Config,
+    engine_class: type[TorchEngine] = TorchEngine,
 ) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
-    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says."""
+    """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says.
+
+    `engine_class` is for packages that give the engine more methods.
+    """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
@@ -52,8 +57,9 @@ def initialize(
     parsed = load_config(config)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
-    runtime = compose(parsed)
+    runtime = replace(compose(parsed), training_data=_described(training_data))
     device = torch_device_of(runtime.accelerator)
+    require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_whole(model)
     prepare(model)
@@ -64,11 +70,18 @@ def initialize(
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, rules.leaves)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
-    engine = TorchEngine(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
+    engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _described(training_data: Any) -> str:
+    """How much data there is, in words that are equal on ranks whose loaders give equally many batches."""
+    if training_data is None:
+        return "no training_data"
+    return f"{len(training_data)} samples" if isinstance(training_data, Sized) else "samples that come one by one"
 
 
 def _module_settings(config: ResolvedConfig) -> ModuleSettings:

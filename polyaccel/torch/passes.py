@@ -51,7 +51,7 @@ class BackwardPasses:
         self._loss_scaler = loss_scaler
         self._timer = timer
         self._step: ZeroStep | None = None
-        self._on_end: Callable[[], None] = lambda: None
+        self._on_end: Callable[[bool], None] = _nothing
         self._handles: list[Any] = []
         self._held_scale = 1.0
         """The loss scale of the gradients that the step holds."""
@@ -61,9 +61,9 @@ class BackwardPasses:
         self._is_watched = False
         """A backward without an optimizer is under way, and `_on_end` will be called after it."""
 
-    def attach(self, step: ZeroStep, trained: Mapping[str, nn.Parameter], on_end: Callable[[], None]) -> None:
+    def attach(self, step: ZeroStep, trained: Mapping[str, nn.Parameter], on_end: Callable[[bool], None]) -> None:
         """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
-        before its last reductions are launched."""
+        before its last reductions are launched, and told whether it came to its end."""
         self._step, self._on_end = step, on_end
         for fqn, parameter in trained.items():
             hook = self._make_hook(fqn)
@@ -77,7 +77,7 @@ class BackwardPasses:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._step, self._on_end = None, lambda: None
+        self._step, self._on_end = None, _nothing
 
     # The engine's own passes.
 
@@ -194,23 +194,27 @@ class BackwardPasses:
     def _end(self) -> None:
         """Autograd has done, and the gradients are there."""
         with self._timer("reduce"):
-            self._on_end()
+            self._on_end(True)
             self._attached.end_pass()
         self._is_scaled_by_user = False
 
     def _end_watched(self) -> None:
         self._is_watched = False
-        self._on_end()
+        self._on_end(True)
 
     def _abandon(self) -> None:
         """Autograd raised: launch nothing more, for reducing half a pass could leave the other ranks waiting."""
         self._attached.abandon_pass()
-        self._on_end()
+        self._on_end(False)
 
     @property
     def _attached(self) -> ZeroStep:
         assert self._step is not None  # passes begin after `attach`, and end before `release`
         return self._step
+
+
+def _nothing(is_whole: bool) -> None:
+    pass
 
 
 def _after_backward(function: Callable[[], None]) -> None:

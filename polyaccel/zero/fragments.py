@@ -142,9 +142,9 @@ def shown_gradient(step: ZeroStep, fqn: str) -> ShownGradient | None:
     return ShownGradient(own.start, own.values, place.master.numel == place.bucket.numel, gradients.touched[index])
 
 
-def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool = False) -> None:
+def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool = False, counts: bool = True) -> None:
     """Let the next update use `value`, flat, whole and equal on all ranks, as the gradient of a parameter. `is_part`:
-    `value` is this rank's fragment. Not collective.
+    `value` is this rank's fragment. `counts`: the parameter has a gradient now, if it had none. Not collective.
 
     Raises as `shown_gradient` does.
     """
@@ -157,7 +157,7 @@ def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool =
         own = shown_gradient(step, fqn) if shown is None else shown
         assert own is not None  # there is a result now
         own.values.copy_from(value if is_part else value.view(own.start, own.values.numel))
-    note_written(step, fqn)
+    note_written(step, fqn, counts=counts)
 
 
 def note_written(step: ZeroStep, fqn: str, *, counts: bool = True) -> None:

@@ -8,7 +8,8 @@ here sees a tensor, an array or a device's name; stages are values of `ZeroPolic
 Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
 nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
 of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
-bucket has had its time (`release`), at events that all ranks share: those by which it also decides what to gather.
+bucket has had its time on this rank (`release`), and it is launched where the course that the ranks follow has it
+([Note: Ways]); what comes later on some rank is late.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.changes import take_over_changes
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.buckets.params import ParamOwner, ParamStore
+from polyaccel.zero.buckets.uses import Uses
 from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.update.by_hand import ByHand
-from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts
+from polyaccel.zero.update.gradient_facts import Arrivals, Flags, GradientFacts
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 from polyaccel.zero.update.walk import StateStore, StepResult, Update
 
@@ -69,6 +71,15 @@ class ZeroStep:
         self._timed = timed
         self._owner = owner
         self.params = ParamStore(plan, parts, owner, lambda: self._timed("publish"))
+        self.uses = Uses(
+            self.params.gathering,
+            communicator,
+            self._can_launch,
+            self._launch_released,
+            is_active=self.params.is_any_sharded,
+            warn=plan.policy.gathering.warn_of_deviations,
+        )
+        """What this rank uses of sharded buckets; frontends report it."""
         self._staging = Staging(parts.accelerator.new_stream())
         self._in_flight: InFlight[Buffer] = InFlight(communicator.allocate, plan.policy.reduction)
         self._gradients = [
@@ -148,16 +159,18 @@ class ZeroStep:
             self._launch_ready()
 
     def release(self, indices: Iterable[int]) -> None:
-        """No more gradients come for these buckets in this pass: launch those that were not. See [Note: One order].
-
-        Every rank calls it for the same buckets in the same order; frozen ones are passed over.
-        """
-        if not self._reducing:
-            return
+        """No more gradients come for these buckets on this rank in this pass. See [Note: One order]."""
         for index in indices:
-            position = self._positions.get(index)
-            if position is not None and not self._gradients[position].is_launched:
-                self._launch(self._gradients[position])
+            self.uses.release(index)
+
+    def _can_launch(self, index: int) -> bool:
+        """Whether the reduction of a bucket is still to be launched in this pass; frozen ones have none."""
+        position = self._positions.get(index)
+        return self._reducing and position is not None and not self._gradients[position].is_launched
+
+    def _launch_released(self, index: int) -> None:
+        if self._can_launch(index):
+            self._launch(self._gradients[self._positions[index]])
 
     def end_pass(self) -> None:
         """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear."""
@@ -243,29 +256,28 @@ class ZeroStep:
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
         self.require_whole()
-        self.params.gathering.require_idle()
+        self.uses.require_idle()
         if self._in_pass or self._is_incomplete:
             raise _incomplete()
         if self._has_unreduced:
             self.begin_pass(reduce=True)
             self.end_pass()
         changed = self._owner.changed_params()
+        flags = Flags(has_changes=bool(changed), has_deviated=self.uses.has_deviated)
         self._is_incomplete = True  # should anything fail before they were used
         if self._update.is_early:
-            arrivals, norm = self._facts.agree_on_arrivals(has_changes=bool(changed)), None
+            arrivals, norm = self._facts.agree_on_arrivals(flags), None
         else:
             self.finish_reductions()
-            arrivals, norm = self._facts.agree_on_everything(
-                loss_scale, measure=self._update.measures, has_changes=bool(changed)
-            )
+            arrivals, norm = self._facts.agree_on_everything(loss_scale, flags, measure=self._update.measures)
         self._is_incomplete = False
         if self.plan.policy.require_all and len(arrivals.touched) < len(self.steps):
             raise _unused(sorted(self.steps.keys() - arrivals.touched))
-        if arrivals.has_changes:
+        if arrivals.flags.has_changes:
             take_over_changes(self.params, self._owner, self.communicator, changed)
         self._is_incomplete = True
         self.params.fence()
-        self.params.gathering.end_step()
+        self.uses.end_step(learn=arrivals.flags.has_deviated)
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
             return StepResult(False, norm.norm, norm.norm, norm.culprit)

@@ -12,7 +12,7 @@ from threading import current_thread
 
 import pytest
 import torch
-from fault_table import TABLE, sample
+from fault_table import TABLE, Ends, sample
 from parity_models import SMALL_BUCKET, grouped, make_config, on_threads, parity_loss, parity_model
 
 import polyaccel
@@ -21,7 +21,7 @@ from polyaccel.checkpoint.commit import read_commit
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.torch.states.random_states import RandomStates
 
-REFUSED = "refused on all ranks with the file named; nothing changed; another tag loads"
+REFUSED = Ends("names the file, on all ranks, and a tag that is whole", "as before the call; another tag loads")
 
 
 @dataclass(frozen=True)
@@ -222,5 +222,8 @@ def test_a_file_that_changes_during_a_load_leaves_an_engine_that_refuses_to_trai
     def failing(*_: object) -> None:
         raise CheckpointError("the disk went away")
 
-    with TABLE.case("a file that changes during a load", "an error on all ranks; not trained or saved until a load"):
+    with TABLE.case(
+        "a file that changes during a load",
+        Ends("names the rank and the tag, on all ranks", "refuses to train and to save until a load"),
+    ):
         on_threads(2, work, parity_model)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from fault_table import TABLE
-from forging import COUNT, forged, garbled
+from fault_table import TABLE, Ends
+from forging import COUNT, forged, garbled, random_of
 
 from polyaccel.config import load_resolved
 from polyaccel.config.text import parse_json
@@ -33,11 +32,11 @@ CONFIG: dict[str, Any] = {
     "comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]},
     "flops_profiler": {"enabled": False},
 }
-ENDING = "refused with a ConfigError, or resolved"
+ENDING = Ends("a ConfigError with key, value and cure", "resolved, or refused")
 
 
 def test_no_config_is_a_traceback() -> None:
-    random = Random(14)
+    random = random_of(14)
     hints = {"per_device_train_batch_size": 2}
     with TABLE.case("forged configs", ENDING):
         for _ in range(COUNT // 20):
@@ -46,7 +45,7 @@ def test_no_config_is_a_traceback() -> None:
 
 
 def test_no_text_of_a_config_is_a_traceback(tmp_path: Path) -> None:
-    random, text = Random(15), json.dumps(CONFIG, indent=1).replace("\n", " // a\n", 3).encode()
+    random, text = random_of(15), json.dumps(CONFIG, indent=1).replace("\n", " // a\n", 3).encode()
     with TABLE.case("garbled text of configs", ENDING):
         for _ in range(COUNT // 4):
             with suppress(ConfigError):

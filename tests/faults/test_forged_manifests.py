@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_table import IS_FULL, TABLE
-from forging import COUNT, forged, garbled
+from fault_table import IS_FULL, TABLE, Ends
+from forging import COUNT, forged, garbled, random_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
 
 TENSORS = {("a", "param"): 20, ("a", "exp_avg"): 20, ("b", "param"): 33, ("empty", "param"): 0}
-REFUSED = "refused with a CheckpointError, or the same numbers"
+REFUSED = Ends("a CheckpointError that names the file", "the same numbers, or refused")
 SCALARS = {"counters": {"steps": 3}, "betas": (0.9, 0.95), "seed": 2**70, "raw": b"\0\1", "worst": float("inf")}
 
 
@@ -111,8 +111,10 @@ def test_the_undamaged_manifest_gives_all_numbers(place: Path, original: bytes) 
 
 def test_no_manifest_is_a_traceback(original: bytes) -> None:
     """Also with a digest that was made anew: then what is taken is at least a whole manifest."""
-    random, tree, taken = Random(11), json.loads(original), 0
-    with TABLE.case("forged manifests, parsed", "refused with a CheckpointError, or whole"):
+    random, tree, taken = random_of(11), json.loads(original), 0
+    with TABLE.case(
+        "forged manifests, parsed", Ends("a CheckpointError that names the file", "a whole manifest, or refused")
+    ):
         for at in range(COUNT):
             data = garbled(original, random) if at % 4 == 0 else sealed(forged(tree, random))
             try:
@@ -127,10 +129,13 @@ def test_no_manifest_is_a_traceback(original: bytes) -> None:
 
 
 def test_no_marker_is_a_traceback() -> None:
-    random = Random(12)
+    random = random_of(12)
     marker = Commit("t", "save-0001", 1234, 5678, 1e9).to_bytes()
     tree = json.loads(marker.partition(b"\n")[0])
-    with TABLE.case("forged commit markers, parsed", "refused with a CheckpointError, or ours"):
+    with TABLE.case(
+        "forged commit markers, parsed",
+        Ends("a CheckpointError that names the file", "a marker as ours are, or refused"),
+    ):
         for at in range(COUNT):
             body = garbled(marker, random) if at % 4 == 0 else dumped(forged(tree, random))
             try:
@@ -142,8 +147,8 @@ def test_no_marker_is_a_traceback() -> None:
 
 
 def test_no_latest_is_a_traceback(tmp_path: Path) -> None:
-    random, storage = Random(13), FileStorage(tmp_path)
-    with TABLE.case("garbage in latest", "refused with a CheckpointError, or a tag"):
+    random, storage = random_of(13), FileStorage(tmp_path)
+    with TABLE.case("garbage in latest", Ends("a CheckpointError that names the file", "a tag, or refused")):
         for _ in range(COUNT // 10):
             (tmp_path / "latest").write_bytes(garbled(b"global_step100", random))
             try:

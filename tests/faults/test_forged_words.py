@@ -6,17 +6,16 @@ import json
 import pickle
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from fault_table import TABLE, sample
-from forging import COUNT, forged, garbled
+from fault_table import TABLE, Ends, sample
+from forging import COUNT, forged, garbled, random_of
 
 from polyaccel import comm, plain
 from polyaccel.comm.backends.local.meeting import DictBoard
-from polyaccel.comm.backends.shm.host_notes import _take
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.members.host_notes import _take
 from polyaccel.comm.watch.divergence import as_text, compare
 from polyaccel.comm.watch.dump import read_dump
 from polyaccel.comm.watch.watchdog import WatchedProcess, have_ended, read_notes, where_ranks_are
@@ -55,8 +54,10 @@ class Trap:
 
 
 def test_no_note_on_the_board_is_a_traceback() -> None:
-    random = Random(1)
-    with TABLE.case("forged notes on the board", "a rank that has not reported, or what the note says"):
+    random = random_of(1)
+    with TABLE.case(
+        "forged notes on the board", Ends("what the note says, if it is one", "a rank that has not reported")
+    ):
         for number in range(COUNT):
             board = DictBoard()
             text = json.dumps(forged(NOTE, random))
@@ -68,8 +69,8 @@ def test_no_note_on_the_board_is_a_traceback() -> None:
 
 
 def test_no_flight_record_is_a_traceback(tmp_path: Path) -> None:
-    random, file = Random(2), tmp_path / "rank-1.json"
-    with TABLE.case("forged flight records", "refused with a CommError that names the file, or compared"):
+    random, file = random_of(2), tmp_path / "rank-1.json"
+    with TABLE.case("forged flight records", Ends("names the file", "compared, or refused")):
         for number in range(COUNT // 4):
             data = json.dumps(forged(DUMP, random)).encode()
             file.write_bytes(data if number % 2 else garbled(data, random))
@@ -79,9 +80,9 @@ def test_no_flight_record_is_a_traceback(tmp_path: Path) -> None:
 
 
 def test_no_note_of_a_start_is_a_traceback() -> None:
-    random = Random(3)
+    random = random_of(3)
     note = {"rank": 1, "world_size": 3, "text": "note"}
-    with TABLE.case("forged notes of a start", "refused with a sentence, or the note of a rank of this world"):
+    with TABLE.case("forged notes of a start", Ends("says what is wrong", "the note of a rank of this world, or none")):
         for number in range(COUNT):
             data = plain.to_bytes(note, "note") if number % 2 else json.dumps(forged(note, random)).encode()
             notes = {0: "own"}
@@ -93,7 +94,7 @@ def test_no_note_of_a_start_is_a_traceback() -> None:
 
 def forged_messages() -> list[bytes]:
     """What a stranger could send in the place of rank 1's object."""
-    random = Random(4)
+    random = random_of(4)
     right = b"s" + sealed(b"another secret of a stranger", "object of rank 1 of (0, 1) after #-1", b"v1")
     trap = pickle.dumps(Trap())
     made = [b"", b"u", b"s", b"p" + trap, b"up" + trap, b"uv1", b"s" + bytes(32) + b"p" + trap, trap, right]
@@ -122,7 +123,7 @@ def test_no_object_of_a_stranger_is_read(secret: str | None, message: bytes, mon
             said.append(error.message)
         return found
 
-    with TABLE.case("an object of a stranger", "refused with a CommError that names the rank; nothing runs"):
+    with TABLE.case("an object of a stranger", Ends("names the rank in whose place it came", "nothing of it runs")):
         found = run_threads(2, body)[0]
         assert RAN == []
         if said:

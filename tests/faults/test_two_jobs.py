@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_table import TABLE, sample
+from fault_table import TABLE, Ends, sample
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
@@ -23,7 +23,7 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
 NUMPY = CpuAccelerator("numpy")
-WHOLE = "the tag is one job's checkpoint, whole; nothing is left behind"
+WHOLE = Ends("none", "the tag is one job's checkpoint, whole", code="0")
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,9 @@ def leave(place: Path, owner: Owner, tag: str, since_s: float) -> Path:
 
 
 def test_what_a_killed_save_left_goes_with_the_next_save_of_any_tag(tmp_path: Path) -> None:
-    with TABLE.case("files of a save that was killed", "the next save clears them, whatever its tag"):
+    with TABLE.case(
+        "files of a save that was killed", Ends("none", "the next save clears them, whatever its tag", code="0")
+    ):
         leave(tmp_path, dead_process(), "step1", since_s=0.0)
         (tmp_path / "step2" / "save-0001-12345678").mkdir(parents=True)  # before it wrote anything
         save(FileStorage(tmp_path), 1.0)
@@ -191,7 +193,10 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: 
     parent = Owner(Owner.me().machine, os.getppid(), started_of(os.getppid()))
     owner = parent if whose == "living" else Owner(12345, 1, 1)
     now = Path(tmp_path).stat().st_mtime
-    with TABLE.case("files of a save that goes on", "they stay, and another save of the tag warns"):
+    with TABLE.case(
+        "files of a save that goes on",
+        Ends("a warning: who is saving", "both saves are whole", code="0", left="what the living write"),
+    ):
         folder = leave(tmp_path, owner, "t", since_s=now)
         save(FileStorage(tmp_path), 1.0)
         assert value_of(tmp_path) == 1.0
@@ -202,7 +207,7 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: 
 
 
 def test_what_another_host_left_goes_after_a_day(tmp_path: Path) -> None:
-    with TABLE.case("files of another host, a day old", "the next save clears them"):
+    with TABLE.case("files of another host, a day old", Ends("none", "the next save clears them", code="0")):
         leave(tmp_path, Owner(12345, 1, 1), "t", since_s=Path(tmp_path).stat().st_mtime - 2 * ABANDONED_AFTER_S)
         for path in tmp_path.rglob(".*.tmp"):
             os.utime(path, (0.0, 0.0))

@@ -44,9 +44,10 @@ def current_keys() -> str:
 
 
 def current_absent_keys() -> str:
-    """Every absent pattern with the value that asks for nothing, and its feature."""
+    """Every absent pattern with the value that asks for nothing, and its feature, or why it has no effect."""
     lines = [
-        f"{pattern} = {'removed' if entry.is_removed else json.dumps(value)}  ({entry.feature})"
+        f"{pattern} = {'removed' if entry.is_removed else json.dumps(value)}"
+        f"{' or any other' if entry.is_tuning else ''}  ({entry.feature})"
         for entry in ABSENT
         for pattern, value in entry.keys.items()
     ]

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.cli.plugins.new import KINDS, write
+from polyaccel import __version__
+from polyaccel.cli.plugins.new import FRAMEWORKS, KINDS, write
+from polyaccel.testkit.suites import BASES
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = ROOT / "plugins"
@@ -25,6 +27,14 @@ EXCEPTIONS = {
     "polyaccel-simdev/tests/test_without_plugin.py": {"polyaccel.accelerators.torch_generic"},
 }
 """Files that test polyaccel itself and not their plugin: the accelerator of a device that no plugin is for."""
+FRONT_ENDS = ("polyaccel-deepspeed",)
+"""Distributions that offer polyaccel under other names: no plugins, they need all of it, in their very version."""
+
+FILES = [
+    name
+    for name in sorted(file.relative_to(PLUGINS).as_posix() for file in PLUGINS.rglob("*.py"))
+    if not name.startswith(FRONT_ENDS)
+]
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -67,15 +77,30 @@ def test_every_contract_module_is_there() -> None:
     assert [name for name in sorted(CONTRACT_MODULES) if find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize("file", sorted(file.relative_to(PLUGINS).as_posix() for file in PLUGINS.rglob("*.py")))
+@pytest.mark.parametrize("file", FILES)
 def test_a_plugin_imports_contract_modules_only(file: str) -> None:
     found = set(imported_modules((PLUGINS / file).read_text(encoding="utf-8")))
     assert sorted(found - CONTRACT_MODULES) == sorted(EXCEPTIONS.get(file, ()))
 
 
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_front_end_needs_this_version_of_polyaccel(name: str) -> None:
+    assert f'"polyaccel[torch]=={__version__}"' in (PLUGINS / name / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_imports_contract_modules_only(kind: str, tmp_path: Path) -> None:
-    written = [file for file in write("acme", kind, tmp_path / "acme") if file.suffix == ".py"]
+def test_a_new_plugin_imports_contract_modules_only(kind: str, framework: str, tmp_path: Path) -> None:
+    files = write("acme", [kind], tmp_path / "acme", framework=framework)
+    written = [file for file in files if file.suffix == ".py"]
     found = {module for file in written for module in imported_modules(file.read_text(encoding="utf-8"))}
     assert found
     assert sorted(found - CONTRACT_MODULES) == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_states_the_version_of_its_contract(kind: str, framework: str, tmp_path: Path) -> None:
+    files = write("acme", [kind], tmp_path / "acme", framework=framework)
+    (source,) = (file.read_text(encoding="utf-8") for file in files if file.name == f"{kind}.py")
+    assert f"API_VERSION: ClassVar[tuple[int, int]] = {BASES[KINDS[kind][0]].API_VERSION}" in source

@@ -24,11 +24,23 @@ def sample(cases: Sequence[T], most: int) -> Sequence[T]:
     return [cases[at * len(cases) // most] for at in range(most)]
 
 
+@dataclass(frozen=True)
+class Ends:
+    """How a fault must end: what the message says, in which state everything is then, within which time, with which
+    exit code where the script does not catch the error, and what is left behind."""
+
+    message: str
+    state: str
+    within: str = "at once"
+    code: str = "1"
+    left: str = "nothing"
+
+
 @dataclass
 class Row:
     """A kind of fault: how many cases were tried, how many ended as expected, and the seconds that they took."""
 
-    expected: str
+    expected: Ends
     tried: int = 0
     held: int = 0
     seconds: float = 0.0
@@ -41,7 +53,7 @@ class FaultTable:
         self.rows: dict[str, Row] = {}
 
     @contextmanager
-    def case(self, fault: str, expected: str) -> Iterator[None]:
+    def case(self, fault: str, expected: Ends) -> Iterator[None]:
         """Inside, one case of `fault` is tried; it has ended as `expected` says when nothing is raised."""
         row = self.rows.setdefault(fault, Row(expected))
         row.tried += 1
@@ -54,11 +66,11 @@ class FaultTable:
 
     def lines(self) -> list[str]:
         """The table in Markdown."""
-        cells = [("fault", "expected", "found", "s"), ("---", "---", "---", "---:")]
-        cells += [
-            (fault, row.expected, f"{row.held} of {row.tried}", f"{row.seconds:.1f}")
-            for fault, row in self.rows.items()
-        ]
+        titles = ("fault", "ends", "exit code", "the message", "state", "left behind", "found")
+        cells: list[tuple[str, ...]] = [titles, ("---",) * len(titles)]
+        for fault, row in self.rows.items():
+            how, found = row.expected, f"{row.held} of {row.tried}"
+            cells.append((fault, how.within, how.code, how.message, how.state, how.left, found))
         return [f"| {' | '.join(row)} |" for row in cells]
 
 

@@ -13,7 +13,15 @@ from random import Random
 from typing import Any
 
 COUNT = int(os.environ.get("TESTS_FUZZ", "2000"))
-"""Inputs for each parser."""
+"""Inputs for the quickest parsers; slower ones get a part of it."""
+SHARD = int(os.environ.get("TESTS_FUZZ_SHARD", "0"))
+"""Shards have other inputs."""
+
+
+def random_of(test: int) -> Random:
+    """The generator of a test's inputs in this shard."""
+    return Random(1000 * SHARD + test)
+
 
 _STRANGERS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63 - 1, 2**63, 10**40, 0.5, -0.0, 1e308, "", "0", "a", "../x", "\0"),

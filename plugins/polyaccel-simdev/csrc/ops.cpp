@@ -193,6 +193,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("bernoulli_.float", bernoulli);
   m.impl("set_.source_Storage_storage_offset", set_to);
   m.impl("set_.source_Storage", set_to_all);
+  m.impl("record_stream", [](Tensor&, c10::Stream) {});  // queued work owns its tensors
   // Views, which move nothing.
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("unfold", TORCH_FN(at::native::unfold));

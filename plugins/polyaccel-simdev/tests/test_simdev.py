@@ -1,4 +1,4 @@
-"""The plugin keeps polyaccel's contracts: these ten lines are all that a vendor has to write."""
+"""The plugin keeps polyaccel's contracts: these few lines are all that a vendor has to write."""
 
 from __future__ import annotations
 

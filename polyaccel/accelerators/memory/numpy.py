@@ -27,7 +27,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     except ImportError:
         raise ShardingError(
             "numpy has no bfloat16",
-            cure="install ml_dtypes (or torch), or use float32 or float16",
+            cure="install ml_dtypes, whose type numpy takes, or use float32 or float16",
             value=dtype.value,
         ) from None
 

@@ -22,7 +22,7 @@ from typing import Any
 from polyaccel.cli.doctor import libraries as doctor_libraries
 from polyaccel.cli.doctor import machine as doctor_machine
 from polyaccel.cli.plugins import verb as plugins
-from polyaccel.registry import PluginGroup, PluginStatus, list_plugins, probe_all
+from polyaccel.registry import PATIENCE_S, PluginGroup, PluginStatus, list_plugins, probe_all
 
 WIDTH = 80
 
@@ -76,13 +76,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 when the accelerator and comm backend chosen here cannot train."""
+    """Print the report; the exit code is 1 when the accelerator and comm backend chosen here cannot train, and when
+    something that is installed is broken."""
     with contextlib.redirect_stdout(sys.stderr):
         report = examine()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail here
     print(json.dumps(as_json(report), indent=2) if args.json else "\n".join(as_text(report, verbose=args.verbose)))
-    return int(bool(report.problems))
+    return int(bool(report.problems) or not report.is_whole)
 
 
 def examine() -> Report:
@@ -92,7 +93,7 @@ def examine() -> Report:
     for group, (module, name) in _CONTRACTS.items():
         try:
             base = getattr(importlib.import_module(module), name)
-            statuses += probe_all(group, base, base.API_VERSION)
+            statuses += probe_all(group, base, base.API_VERSION, limit_s=PATIENCE_S)
         except Exception as error:
             rooms[group] = f"{module} cannot be imported: {type(error).__name__}: {error}"
             statuses += [PluginStatus(info, usable=False, reason="not probed") for info in list_plugins(group)]
@@ -131,7 +132,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 **plugins.as_json(status.info),
                 "api_version": status.api_version,
                 "state": _state(status),
-                "reason": status.reason,
+                "reason": _reason(status),
                 "cure": status.error.cure if status.error else "",
                 "priority": status.priority,
                 "traceback": status.traceback,
@@ -173,12 +174,13 @@ def _plugin_lines(statuses: Sequence[PluginStatus], verbose: bool) -> Iterator[s
         head = (
             f"  {_state(status):<6}  {status.info.name:<{name_width}}  {status.info.source:<{source_width}}  {api:<7}"
         )
-        line = f"{head}  {status.reason}"
+        reason = _reason(status)
+        line = f"{head}  {reason}"
         if len(line) <= WIDTH:
             yield line
         else:
             yield head.rstrip()
-            yield from _wrapped(status.reason, indent=10)
+            yield from _wrapped(reason, indent=10)
         if status.error and status.error.cure:
             yield from _wrapped(f"cure: {status.error.cure}", indent=10)
         if verbose:
@@ -187,7 +189,25 @@ def _plugin_lines(statuses: Sequence[PluginStatus], verbose: bool) -> Iterator[s
 
 
 def _state(status: PluginStatus) -> str:
-    return "usable" if status.usable else "broken" if status.error else "absent"
+    if not status.usable:
+        return "broken" if status.error else "absent"
+    return "partly" if _lacks_torch(status) else "usable"
+
+
+def _reason(status: PluginStatus) -> str:
+    if not status.usable or not _lacks_torch(status):
+        return status.reason
+    rest = "functions of JAX train on it" if _frameworks(status) else "and JAX cannot read its memory (import_array)"
+    return f"{status.reason}; no torch module trains on it, torch_device_type is None; {rest}"
+
+
+def _lacks_torch(status: PluginStatus) -> bool:
+    return status.info.group is PluginGroup.ACCELERATORS and "torch" not in _frameworks(status)
+
+
+def _frameworks(status: PluginStatus) -> tuple[str, ...]:
+    base = importlib.import_module("polyaccel.accelerators.base")
+    return tuple(base.frameworks_of(status.plugin))
 
 
 def _section(title: str, facts: Mapping[str, str]) -> Iterator[str]:
@@ -215,15 +235,20 @@ def _selection(
 ) -> tuple[str | None, tuple[str, ...], dict[str, str], list[str]]:
     """The accelerator that a program started here would get, its notes, its comm backend, and why it cannot train."""
     problems = []
-    if not any(map(importlib.util.find_spec, ("torch", "jax"))):
+    installed = {name for name in ("torch", "jax") if importlib.util.find_spec(name)}
+    if not installed:
         problems.append("neither torch nor jax is installed")
     try:
         detect = importlib.import_module("polyaccel.accelerators.detect")
-        chosen = detect.choose_accelerator(None)
+        chosen = detect.choose_accelerator(None, limit_s=PATIENCE_S)
         accelerator, notes = str(chosen.name), tuple(chosen.capabilities().notes)
         comm = os.environ.get("POLYACCEL_COMM") or str(chosen.communication_backend_name())
     except Exception as error:
         return None, (), {}, [*problems, str(error)]
+    trains = set(importlib.import_module("polyaccel.accelerators.base").frameworks_of(type(chosen)))
+    if installed and not trains & installed:
+        by = " or ".join(sorted(trains)) or "no framework: torch_device_type is None, and there is no import_array"
+        problems.append(f"accelerator {accelerator!r} trains models of {by}; installed: {', '.join(sorted(installed))}")
     backends = {status.info.name: status for status in statuses if status.info.group is PluginGroup.COMM}
     row = backends.get(comm)
     if row is not None and not row.usable:

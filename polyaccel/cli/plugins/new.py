@@ -1,91 +1,123 @@
-"""`polyaccel plugins new`: a distribution to begin a plugin with. It installs, works, and passes its check as it is."""
+"""`polyaccel plugins new`: a distribution to begin plugins with. It installs, works, and passes its check as it is."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from types import MappingProxyType
 
-from polyaccel.errors import PluginContractError
-from polyaccel.registry import PluginGroup
+from polyaccel.errors import PluginConflict, PluginContractError
+from polyaccel.registry import PluginGroup, list_plugins
 
 KINDS: Mapping[str, tuple[PluginGroup, str]] = MappingProxyType(
     {
-        "accelerator": (PluginGroup.ACCELERATORS, "Use it with `DS_ACCELERATOR=$name python train.py`.\n"),
-        "comm": (PluginGroup.COMM, "Use it with `POLYACCEL_COMM=$name`, or `comm.backend` in the config.\n"),
-        "launcher": (PluginGroup.LAUNCHERS, "Use it with `polyaccel run --launcher $name --nproc 2 train.py`.\n"),
-        "monitor": (PluginGroup.MONITORS, ""),
-        "storage": (PluginGroup.STORAGE, ""),
+        "accelerator": (PluginGroup.ACCELERATORS, "`DS_ACCELERATOR=$name python train.py`"),
+        "comm": (PluginGroup.COMM, "`POLYACCEL_COMM=$name`, or `comm.backend` in the config"),
+        "launcher": (PluginGroup.LAUNCHERS, "`polyaccel run --launcher $name --nproc 2 train.py`"),
+        "monitor": (PluginGroup.MONITORS, "`monitors` in the config"),
+        "storage": (PluginGroup.STORAGE, "`checkpoint.storage` in the config"),
     }
 )
 """What can be begun: its entry-point group, and how one that is installed is used."""
 
+FRAMEWORKS = ("torch", "jax")
+"""What the new accelerator's memory is: the first is one that torch knows and JAX can read."""
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TEMPLATES = files("polyaccel.cli.plugins") / "scaffold"
+_OURS = __name__.partition(".")[0]
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "write a package to begin a plugin with"
+    summary = "write a package to begin one or several plugins of one name with"
     parser = actions.add_parser("new", help=summary, description=summary)
     parser.add_argument("name", metavar="NAME", help="what configs will call it, such as `acme`")
-    parser.add_argument("--kind", choices=sorted(KINDS), required=True)
-    parser.add_argument("--folder", type=Path, help="where to write it (default: polyaccel-NAME)")
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), action="append", required=True, help="give it again for several in one package"
+    )
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="what knows the accelerator's memory")
+    parser.add_argument("--folder", type=Path, help="where to write it (default: the package's name)")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the package and say what to do next."""
-    folder = args.folder or Path(f"polyaccel-{args.name}")
-    written = write(args.name, args.kind, folder)
+    kinds = sorted(set(args.kind))
+    folder = args.folder or Path(package_of(args.name, kinds))
+    written = write(args.name, kinds, folder, framework=args.framework)
     print("\n".join(str(file) for file in written))
-    print(f"\npip install -e {folder} && polyaccel plugins check {_check(args.name, args.kind)}")
+    checks = "".join(f" && polyaccel plugins check {check}" for check in _checks(args.name, kinds))
+    print(f"\npip install -e {folder}{checks}")
     return 0
 
 
-def write(name: str, kind: str, folder: Path) -> list[Path]:
-    """The files of a new plugin, written below `folder`. Raises PluginContractError for a name that no package can have
-    and for a folder that is not empty."""
+def package_of(name: str, kinds: Sequence[str]) -> str:
+    """The distribution that holds these kinds of plugins called `name`. Sets of kinds that share none have different
+    ones."""
+    return "-".join([_OURS, name, *(() if "accelerator" in kinds else kinds)])
+
+
+def write(name: str, kinds: Sequence[str], folder: Path, *, framework: str = "torch") -> list[Path]:
+    """The files of new plugins called `name`, written below `folder`. Raises PluginContractError for a name that no
+    package can have and for a folder that is not empty, PluginConflict for the name of a plugin of ours."""
     if not _NAME.fullmatch(name):
         raise PluginContractError(
             f"{name!r} cannot be a plugin's name", cure="use lower-case letters, digits, and - or _ between", value=name
         )
+    for group in PluginGroup:
+        for info in list_plugins(group):
+            if info.name == name and info.package == _OURS:
+                raise PluginConflict(
+                    f"{name!r} is the name of the {group.noun} {info.value}",
+                    cure="choose another name: two plugins of one kind and name are an error when they are used",
+                    value=name,
+                )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PluginContractError(f"{folder} is not empty", cure="choose another one: --folder", value=str(folder))
-    group, use = KINDS[kind]
-    module = f"polyaccel_{name.replace('-', '_')}"
+    package = package_of(name, kinds)
     camel = "".join(word.capitalize() for word in re.split("[-_]", name))
     values = {
         "name": name,
-        "kind": kind,
-        "package": f"polyaccel-{name}",
-        "module": module,
-        "group": group.value,
-        "cls": f"{camel}{'Backend' if kind == 'comm' else kind.capitalize()}",
+        "nouns": " and ".join(KINDS[kind][0].noun for kind in kinds),
+        "package": package,
+        "module": package.replace("-", "_"),
         "communicator": f"{camel}Communicator",
-        "check": _check(name, kind),
-        "use": Template(use).substitute(name=name),
+        "default_comm": name if "comm" in kinds else "gloo",
     }
-    contents = {
-        "pyproject.toml": "pyproject.toml",
-        "README.md": "README.md",
-        f"{module}/__init__.py": "__init__.py",
-        f"{module}/{kind}.py": f"{kind}.py",
-        f"tests/test_{name.replace('-', '_')}.py": f"test_{kind}.py",
-    }
-    files_written = []
-    for path, template in contents.items():
+    classes = {kind: f"{camel}{'Backend' if kind == 'comm' else kind.capitalize()}" for kind in kinds}
+    values["entry_points"] = "\n".join(
+        f'[project.entry-points."{KINDS[kind][0].value}"]\n{name} = "{values["module"]}.{kind}:{classes[kind]}"\n'
+        for kind in kinds
+    )
+    values["checks"] = "\n".join(f"    polyaccel plugins check {check}" for check in _checks(name, kinds))
+    values["uses"] = "\n".join(
+        f"- `{values['module']}/{kind}.py`, the {KINDS[kind][0].noun}: {Template(KINDS[kind][1]).substitute(name=name)}"
+        for kind in kinds
+    )
+    written = []
+    for path, template, cls in _contents(name.replace("-", "_"), values["module"], classes, framework):
         text = (_TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(Template(text).substitute(values), encoding="utf-8")
-        files_written.append(file)
-    return files_written
+        file.write_text(Template(text).substitute(values, cls=cls), encoding="utf-8")
+        written.append(file)
+    return written
 
 
-def _check(name: str, kind: str) -> str:
-    """The arguments after `polyaccel plugins check`."""
-    return f"{name} --kind {kind}"
+def _contents(word: str, module: str, classes: Mapping[str, str], framework: str) -> Iterator[tuple[str, str, str]]:
+    """Of each file its path, its template, and the class that it has. `word` is the plugins' name in file names."""
+    yield "pyproject.toml", "pyproject.toml", ""
+    yield "README.md", "README.md", ""
+    yield f"{module}/__init__.py", "__init__.py", ""
+    for kind, cls in classes.items():
+        template = "accelerator_jax.py" if kind == "accelerator" and framework == "jax" else f"{kind}.py"
+        yield f"{module}/{kind}.py", template, cls
+        yield f"tests/test_{word}_{kind}.py", f"test_{kind}.py", cls
+
+
+def _checks(name: str, kinds: Sequence[str]) -> Iterator[str]:
+    """The arguments after `polyaccel plugins check`, for each kind."""
+    return (f"{name} --kind {kind}" for kind in kinds)

@@ -27,6 +27,7 @@ from polyaccel.comm.torch_group import initialized_world
 from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, RanksApart
+from polyaccel.registry import PROBE_LIMIT_S
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ def init_distributed(
         )
     debug = bool(_value(section, "debug")) or os.environ.get(DEBUG_VARIABLE) == "1"
     wanted = _value(config, "accelerator")
+    probe_s = min(PROBE_LIMIT_S, timeout_s / 2)
     if wanted is not None:
-        set_accelerator(choose_accelerator(wanted))
-    accelerator = get_accelerator()
+        set_accelerator(choose_accelerator(wanted, limit_s=probe_s))
+    accelerator = get_accelerator(limit_s=probe_s)
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
     is_launched = comes_of_launcher(rendezvous)
@@ -102,6 +104,7 @@ def init_distributed(
             communicator.rank,
             communicator.world_size,
             Path(folder) if folder else None,
+            communicator.leave,
         )
         dumper.start()
         communicator.at_close.append(dumper.stop)

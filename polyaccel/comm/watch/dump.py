@@ -32,6 +32,7 @@ from typing import Any
 from polyaccel.comm.collective import MESSAGES
 from polyaccel.comm.host_address import start_of
 from polyaccel.comm.watch.record import Entry, Recorder
+from polyaccel.comm.watch.watchdog import uncaught
 from polyaccel.errors import CommError
 from polyaccel.private import own_folder, runtime_folder, write_own
 
@@ -140,8 +141,17 @@ class Dumper:
     write. An event is written once; SIGUSR1 writes anew each time, so that a job can be asked twice.
     """
 
-    def __init__(self, recorder: Recorder, rank: int, world_size: int, folder: Path | None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        rank: int,
+        world_size: int,
+        folder: Path | None,
+        leave: Callable[[str], object] = lambda why: None,
+    ) -> None:
+        """`leave` is called before this process ends by an exception, with how it ends."""
         self._recorder = recorder
+        self._leave = leave
         self._rank = rank
         self._world_size = world_size
         self._is_chosen = folder is not None
@@ -213,6 +223,8 @@ class Dumper:
         of_main, of_threads = sys.excepthook, threading.excepthook
 
         def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not (hasattr(sys, "ps1") or sys.flags.interactive):  # where a prompt follows, the process goes on
+                self._leave(uncaught(error))
             if not issubclass(kind, KeyboardInterrupt):
                 self.write(f"uncaught {kind.__name__}")
             of_main(kind, error, trace)

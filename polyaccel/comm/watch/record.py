@@ -186,6 +186,11 @@ class RecordingCommunicator(WrappedCommunicator):
             self._watchdog = None
         self.inner.close()
 
+    def leave(self, why: str) -> None:
+        """Let the others know that this rank takes part no more: its process ends, which can take a while."""
+        if self._watchdog is not None:
+            self._watchdog.stop(why)
+
     def board(self) -> Board | None:
         return self._board
 
@@ -205,7 +210,7 @@ class RecordingCommunicator(WrappedCommunicator):
         known, is_late = error.missing_ranks, isinstance(error, CommTimeout)
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         if not is_late:
-            wait_for_ends(notes, known)
+            wait_for_ends(notes, entry.group, known)
         places = where_ranks_are(
             entry.group,
             self.ranks[self.rank],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Collection, Mapping
@@ -24,6 +25,8 @@ from polyaccel.comm.collective import Collective
 from polyaccel.comm.host_address import host_name, is_running, start_of
 
 ENDED_IN_ORDER = "it has ended in order"
+_OUT_OF_MEMORY = re.compile("memory ?error|out ?of ?memory|can't allocate memory", re.IGNORECASE)
+_LESS = "; give it less: a smaller micro-batch, offload, activation checkpointing (`polyaccel plan` says what fits)"
 _HEARTBEAT_EVERY = 5  # looks without news until the rank says again that it lives
 _STALE_BEATS = 3
 _LOOKS = 2  # of the watchdog, until what its rank has called is on the board for sure
@@ -32,6 +35,7 @@ _ENDING_S = 0.4
 # What fits on a board of 4 kB.
 _MOST_GROUPS = 12
 _CALL_LENGTH = 120
+_ENDED_LENGTH = 200
 _KEY_LENGTH = 64
 
 
@@ -110,8 +114,8 @@ class Watchdog:
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
-        kind = getattr(sys, "last_type", None)  # of the exception that the interpreter has shown
-        self.stop(f"uncaught {kind.__name__}" if kind is not None else ENDED_IN_ORDER)
+        error = getattr(sys, "last_value", None)  # the exception that the interpreter has shown
+        self.stop(ENDED_IN_ORDER if error is None else uncaught(error))
 
     def _run(self) -> None:
         posted: dict[str, Any] | None = None
@@ -139,6 +143,12 @@ class Watchdog:
             self._stop.wait(self._interval_s)
 
 
+def uncaught(error: BaseException) -> str:
+    """How a process ends by `error`, as notes have it: its type and the first line of what it says."""
+    said = str(error).strip().partition("\n")[0]
+    return f"uncaught {type(error).__name__}{': ' if said else ''}{said}"[:_ENDED_LENGTH]
+
+
 def shown(collective: Collective) -> str:
     """The call as notes have it: a board has little room."""
     return collective.described()[:_CALL_LENGTH]
@@ -160,12 +170,19 @@ def _heartbeat(fields: dict[str, Any]) -> Heartbeat:
     return Heartbeat(at_s, every_s, stale_s, calls, process, str(fields.get("ended", "")))
 
 
-def wait_for_ends(notes: Mapping[int, Heartbeat], ranks: Collection[int]) -> None:
-    """Give `ranks`, whose connections have closed, a moment to end: the system closes a process's connections before it
-    lets others see that the process has ended. Ranks on other hosts are not waited for."""
-    until_s = monotonic() + _ENDING_S
-    processes = [notes[rank].process for rank in ranks if rank in notes and not notes[rank].ended]
-    while monotonic() < until_s and any(one is not None and one.has_ended() is False for one in processes):
+def wait_for_ends(notes: Mapping[int, Heartbeat], group: Collection[int], closed: Collection[int]) -> None:
+    """Give ranks whose connections have closed a moment to end: the system closes a process's connections before it
+    lets others see that the process has ended. `closed` are the ones that the transport names; where it names nobody,
+    the first of `group` to end is waited for. Ranks on other hosts, and of this process, are not."""
+    until_s, this = monotonic() + _ENDING_S, WatchedProcess.this()
+    asked = [notes[rank] for rank in closed or group if rank in notes]
+    if not closed and any(one.ended for one in asked):
+        return
+    running = [one.process for one in asked if not one.ended and one.process not in (None, this)]
+    while monotonic() < until_s:
+        ended = [one.has_ended() for one in running if one is not None]
+        if False not in ended or (True in ended and not closed):
+            return
         sleep(_ENDING_S / 20)
 
 
@@ -186,7 +203,8 @@ def where_ranks_are(
     `started_s` is when this rank entered the call: a rank is said to stay behind only if it has had the time to report
     that it came after. `missing` are ranks known to be missing: there is a sentence on each of them, whatever the notes
     say. `is_late` False is for a call that failed before its limit: then only `missing` ranks and those that have ended
-    explain it. Without any note (a board that cannot be reached) nothing can be said.
+    explain it. Without any note (a board that cannot be reached) nothing can be said. A board that has not even this
+    rank's own note cannot be reached any more, and its notes are what was remembered.
     """
     if not notes:
         return {}
@@ -196,7 +214,7 @@ def where_ranks_are(
             continue
         note = notes.get(rank)
         is_news = now_s - started_s > _LOOKS * (note.every_s if note is not None else _EVERY_S)
-        end = _end(note, _key(group))
+        end = _end(note, _key(group), is_board_lost=own_rank not in notes)
         if end is not None:
             places[rank] = f"rank {rank} {end}"
         elif rank in missing or is_late:
@@ -213,18 +231,22 @@ def have_ended(notes: Mapping[int, Heartbeat], group: Collection[int]) -> tuple[
     return tuple(rank for rank in group if rank in notes and _end(notes[rank], "") is not None)
 
 
-def _end(note: Heartbeat | None, group: str) -> str | None:
+def _end(note: Heartbeat | None, group: str, *, is_board_lost: bool = False) -> str | None:
     """A sentence on the end of a rank with this note; None if it seems to run."""
     if note is None or not (note.ended or (note.process is not None and note.process.has_ended())):
         return None
     at, text, _ = note.calls.get(group, (-1, "", 0.0))
-    last = f"after #{at} {text}" if text else "before its first call on this group"
+    none = "before its first call on this group" if note.ended else "before it told of a call on this group"
+    last = f"after #{at} {text}" if text else none
     who = f"({note.process}) " if note.process is not None else ""
+    if not note.ended and is_board_lost:
+        return f"{who}has ended, and the store in which ranks tell how they end cannot be reached: see its own output"
     if not note.ended:
-        return f"{who}has ended without a word, {last}: killed, or out of memory?"
+        return f"{who}has ended without a word, {last}: killed, out of memory, or os._exit?"
     if note.ended == ENDED_IN_ORDER:
-        return f"{who}has ended in order, {last}: out of data? Give all ranks equally many batches (drop_last)"
-    return f"{who}takes part no more, {last}: {note.ended}"
+        cure = "Give all ranks equally many batches (drop_last)"
+        return f"{who}has ended in order, {last}: out of data, or sys.exit? {cure}"
+    return f"{who}takes part no more, {last}: {note.ended}{_LESS if _OUT_OF_MEMORY.search(note.ended) else ''}"
 
 
 def _place(note: Heartbeat | None, group: str, seq: int, call: str, now_s: float, *, is_news: bool) -> str | None:

@@ -23,8 +23,8 @@ _IN_TARGET = frozenset({Operation.ALL_GATHER, Operation.GATHER})
 class StagedCommunicator(WrappedCommunicator):
     """`inner`, which works on the host, for buffers of `accelerator`.
 
-    What is sent is copied to pinned host memory within the call, which waits for the current stream; the result is
-    copied back in `wait`. Reductions run on the host, in `inner`'s order.
+    What is sent is copied to host memory (pinned, of a device that pins) within the call, which waits for the current
+    stream; the result is copied back in `wait`. Reductions run on the host, in `inner`'s order.
     """
 
     natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
@@ -32,7 +32,9 @@ class StagedCommunicator(WrappedCommunicator):
     def __init__(self, inner: Communicator, accelerator: Accelerator) -> None:
         super().__init__(inner)
         self.accelerator = accelerator
-        self._pool = ScratchPool(accelerator, pinned=True)
+        # Pinned memory only of a device that has it: others allocate for it what `inner`'s kernels need not know.
+        pins = accelerator.capabilities().host_pinning
+        self._pool = ScratchPool(accelerator if pins else inner.accelerator, pinned=pins)
 
     def start(self, collective: Collective) -> Work:
         """The collective on host memory: one block where a buffer is both, or one is a part of the other (which is then

@@ -25,7 +25,6 @@ def _only(allowed: bool, why: str) -> BeforeValidator:
 
 # Flags with one permitted value; they are left out of a resolved optimizer's arguments.
 Amsgrad = Annotated[bool, _only(False, "AMSGrad is not available in this version")]
-TorchAdam = Annotated[bool, _only(False, "there is one implementation of Adam, and its update equals torch's")]
 Fp32States = Annotated[bool, _only(True, "optimizer states are always float32 in this version")]
 Decoupled = Annotated[bool, _only(True, "AdamW decays weights apart from the gradient; coupled decay is 'Adam'")]
 
@@ -49,15 +48,16 @@ class AdamWParams(Section):
     eps: NonNegativeFloat = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay. Without it there is none, as in DeepSpeed; torch.optim.AdamW takes 0.01."""
     bias_correction: bool = True
     """Correct the moments for their start at zero."""
     adam_w_mode: Decoupled = True
     """Always true for AdamW."""
     amsgrad: Amsgrad = Field(False, exclude=True)
     """Not available."""
-    torch_adam: TorchAdam = Field(False, exclude=True)
-    """DeepSpeed's switch to torch's implementation; the update here is the same."""
+    torch_adam: bool = Field(False, exclude=True)
+    """DeepSpeed's switch to torch's implementation. There is one here, whose update is torch's, so both values are
+    met."""
     fp32_optimizer_states: Fp32States = Field(True, exclude=True)
     """Moments are float32."""
 

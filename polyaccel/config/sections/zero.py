@@ -39,8 +39,8 @@ class ZeroConfig(Section):
     model are smaller: a sixteenth of it, or 4 Mi elements. Larger ones need more memory for gradients under way. "auto"
     is the square of the hint `hidden_size`, as in Hugging Face."""
     allgather_bucket_size: PositiveInt = 500_000_000
-    """Parameters are gathered in the very buckets in which gradients are reduced, so this may only repeat
-    `reduce_bucket_size` or the default; any other value is an error."""
+    """Parameters are gathered in the very buckets in which gradients are reduced, so this has no effect. The log says
+    so where it is neither `reduce_bucket_size` nor the default."""
     overlap_comm: bool | None = None
     """Reduce gradients while backward goes on, which needs memory for the buckets under way. Null is true at every
     stage: the numbers are the same either way."""

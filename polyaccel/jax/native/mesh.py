@@ -108,7 +108,7 @@ class DeviceMesh:
         Raises ShardingError where JAX has none, or not equally many in each process.
         """
         try:
-            found = jax.devices(accelerator.name)
+            found = jax.devices(accelerator.jax_platform or accelerator.name)
         except RuntimeError as error:
             raise ShardingError(
                 f"JAX has no device of the accelerator {accelerator.name!r}: {error}",

@@ -11,6 +11,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.jax.program.calls import CallTable
 from polyaccel.types import DType
+from polyaccel.zero.plan.course import End
 from polyaccel.zero.step import ZeroStep
 
 
@@ -52,8 +53,13 @@ class ShardedParams:
         self.calls.failure = None
         self._left.clear()
 
+    def end(self) -> None:
+        """The program has run to its end on this rank. Returns when it has on all of them."""
+        self._zero.uses.meet(End.PROGRAM if self._is_training else End.EVALUATION, learn=self._is_training)
+
     def raise_failure(self, error: BaseException) -> NoReturn:
         """Raise the error of the call that failed, if XLA raised `error` because of it; else `error`."""
+        self._zero.uses.abandon()
         failure, self.calls.failure = self.calls.failure, None
         if failure is None:
             raise error
@@ -66,13 +72,13 @@ class ShardedParams:
         held: list[int] = []
         try:
             for index in dict.fromkeys(place.bucket.index for place, _ in places if place.full is None):
-                params.gathering.hold(index, learn=self._is_training)
+                self._zero.uses.begin(index, learn=self._is_training)
                 held.append(index)
             for (place, slot), out in zip(places, outs, strict=True):
                 out.copy_from(params.full(place.bucket.index).view(slot.offset, slot.param.numel))
         finally:
             for index in held:
-                params.gathering.drop(index)
+                self._zero.uses.end(index, learn=self._is_training)
 
     def reduce(self, names: Sequence[str], gradients: Sequence[Buffer], uses: Counter[int]) -> None:
         """Take gradients over, and reduce the buckets that they complete: `uses` says how often a program uses each.

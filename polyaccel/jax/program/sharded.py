@@ -65,9 +65,11 @@ class ShardedFunction:
         self._function.check(program, arguments)
         self._params.begin(is_training=is_training)
         try:
-            return jax.block_until_ready(program(*arguments))
+            outcome = jax.block_until_ready(program(*arguments))
         except jax.errors.JaxRuntimeError as error:
             self._params.raise_failure(error)
+        self._params.end()
+        return outcome
 
     def _differentiate(self, whole: Any, token: Any, batch: Any, rng: Any, factor: Any) -> Any:
         def scaled(token: Any) -> Any:

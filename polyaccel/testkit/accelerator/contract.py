@@ -12,16 +12,19 @@ steps are trained at every stage.
 from __future__ import annotations
 
 from abc import abstractmethod
+from importlib.util import find_spec
 from unittest import SkipTest
 
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator, Capabilities, Probe
 from polyaccel.comm.join.backends import comm_backend
+from polyaccel.errors import PluginNotFound, ShardingError
 from polyaccel.testkit.accelerator.kernels import KernelsContract
 from polyaccel.testkit.accelerator.memory import MemoryContract, contents
 from polyaccel.testkit.accelerator.streams import StreamsContract
-from polyaccel.testkit.contract import refused
+from polyaccel.testkit.comparison import equal, refused, same_bytes, same_numbers
+from polyaccel.testkit.contract import BrokenPromise
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.testkit.training.numpy_training import check_stages
 from polyaccel.types import DType
@@ -34,49 +37,92 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
     def make(self) -> Accelerator: ...
 
     def test_states_its_version_and_probes(self) -> None:
+        """The class states the contract that it was written for, and its probe says why it answers as it does:
+        messages have nothing else to tell."""
         accelerator = self.make()
-        assert accelerator.API_VERSION[0] == Accelerator.API_VERSION[0]
+        equal(accelerator.API_VERSION[0], Accelerator.API_VERSION[0], "major number of API_VERSION")
         probe = type(accelerator).probe()
-        assert isinstance(probe, Probe)
-        assert probe.reason, "a probe gives its reason, whatever the answer"
+        equal(type(probe), Probe, "type of what probe() gives")
+        equal(bool(probe.reason), True, "whether probe() gives a reason")
         accelerator.close()
 
     def test_capabilities_are_stated(self) -> None:
+        """`capabilities` has float32, of which master weights and norms are made, and names a comm backend that is
+        installed: without either nothing can be composed."""
         accelerator = self.make()
         capabilities = accelerator.capabilities()
-        assert isinstance(capabilities, Capabilities)
-        assert DType.FLOAT32 in capabilities.dtypes, "float32 is what master weights and norms are made of"
-        backend = comm_backend(capabilities.default_comm)  # raises, naming it, where nothing has the name
-        assert backend.name == capabilities.default_comm == accelerator.communication_backend_name()
+        equal(type(capabilities), Capabilities, "type of what capabilities() gives")
+        if DType.FLOAT32 not in capabilities.dtypes:
+            found = sorted(dtype.value for dtype in capabilities.dtypes)
+            raise AssertionError(f"dtypes: expected float32 among them (master weights and norms), got {found}")
+        try:
+            backend = comm_backend(capabilities.default_comm)
+        except PluginNotFound as error:
+            cure = "let `default_comm` name one of these (gloo sends memory of any kind), or install what provides it"
+            raise BrokenPromise(f"default_comm: {error.message}", cure=cure) from error
+        equal(backend.name, capabilities.default_comm, "name of the backend that default_comm names")
+        equal(accelerator.communication_backend_name(), capabilities.default_comm, "communication_backend_name()")
+
+    def test_torch_knows_enough_of_the_device(self) -> None:
+        """torch can do on the device what the engine asks of it, every row of `testkit.accelerator.torch_needs`:
+        without them torch modules fail there with errors of torch's own."""
+        accelerator = self.make()
+        if accelerator.torch_device_type is None or find_spec("torch") is None:
+            raise SkipTest("torch does not know the device, or is not installed: no torch module trains on it")
+        from polyaccel.testkit.accelerator.torch_needs import NEEDS
+
+        unmet: list[str] = []
+        for need in NEEDS:
+            try:
+                need.check(accelerator)
+            except SkipTest:
+                continue
+            except AssertionError as error:
+                unmet.append(str(error))
+        accelerator.close()
+        if unmet:
+            raise AssertionError("\n".join(unmet))
 
     def test_random_state_is_saved_and_restored(self) -> None:
+        """A seed has one state, a state that was read comes back to the byte, reading draws nothing, and bytes that are
+        no state are a ShardingError that changes nothing: a restart goes on with the numbers that would have come."""
         accelerator = self.make()
         original = accelerator.rng_state()
+        equal(accelerator.rng_state() == original, True, "whether rng_state() read twice is the same")
         try:
             accelerator.manual_seed(7)
             seven = accelerator.rng_state()
             accelerator.manual_seed(8)
-            assert accelerator.rng_state() != seven, "two seeds have the same state"
+            eight = accelerator.rng_state()
+            equal(eight == seven, False, "whether seeds 7 and 8 have one state")
             accelerator.set_rng_state(seven)
-            assert accelerator.rng_state() == seven
+            same_bytes(accelerator.rng_state(), seven, "rng_state() after set_rng_state")
             accelerator.manual_seed(7)
-            assert accelerator.rng_state() == seven, "a seed has two states"
-            refused(lambda: accelerator.set_rng_state(b"no state"), "a random state that is none")
+            same_bytes(accelerator.rng_state(), seven, "rng_state() after a seed that was used before")
+            accelerator.set_rng_state(eight)
+            for state in (b"no state", b"", eight[: len(eight) // 2]):
+                what = f"set_rng_state of {len(state)} bytes that are no state"
+                refused(lambda s=state: accelerator.set_rng_state(s), what, ShardingError)  # type: ignore[misc]
+                same_bytes(accelerator.rng_state(), eight, f"rng_state() after {what}")
         finally:
             accelerator.set_rng_state(original)
 
     def test_a_restored_generator_draws_the_same_numbers(self) -> None:
+        """After `set_rng_state` the device draws the numbers that it drew after `rng_state`: dropout repeats itself
+        when a layer is computed again."""
         accelerator = self.make()
         buffer = accelerator.allocate(100, DType.FLOAT32)
         if not hasattr(buffer.raw, "uniform_"):
             raise SkipTest("only torch's arrays draw random numbers by themselves")
         state = accelerator.rng_state()
         drawn = [contents(accelerator.wrap(buffer.raw.uniform_())) for _ in range(2)]
-        assert not np.array_equal(drawn[0], drawn[1])
+        equal(np.array_equal(drawn[0], drawn[1]), False, "whether two draws are the same")
         accelerator.set_rng_state(state)
         for numbers in drawn:
-            np.testing.assert_array_equal(contents(accelerator.wrap(buffer.raw.uniform_())), numbers)
+            again = contents(accelerator.wrap(buffer.raw.uniform_()))
+            same_numbers(again, numbers, "numbers drawn after set_rng_state")
 
     def test_ten_steps_agree_at_every_stage(self) -> None:
-        """Two ranks as threads, ZeRO stages 0 to 3: the same bits, and within rounding those of float64."""
+        """Two ranks as threads train ten steps at ZeRO stages 0 to 3 to the same bits, within rounding of float64: what
+        the parts promise must add up."""
         run_threads(2, check_stages, 10, accelerator=self.make())

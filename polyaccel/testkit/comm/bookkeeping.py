@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import DoneWork, Work
+from polyaccel.testkit.growth import keeps_nothing, release_unused
 from polyaccel.types import DType
 
 T = TypeVar("T")
@@ -57,6 +59,30 @@ def finished_calls_leave_nothing_behind(comm: Communicator) -> int:
         raise AssertionError(f"after {_ROUNDS} rounds of calls rank {comm.rank} still holds {len(left)} of {left[:5]}")
     if any(now > then for now, then in zip(after, before, strict=True)):
         raise AssertionError(f"threads and open files were {before}, and are {after} after {_ROUNDS} rounds of calls")
+    return 1
+
+
+def calls_keep_no_memory(comm: Communicator) -> int:
+    """On the host and on the device. A round takes eight MiB of each rank's."""
+    numel = 1 << 18
+    whole, part = (comm.allocate(many * numel, DType.FLOAT32) for many in (comm.world_size, 1))
+
+    def use() -> None:
+        for _ in range(8):
+            comm.all_reduce(part)
+            comm.reduce_scatter(part, whole)
+            comm.all_gather(whole, part)
+
+    def agreed(growth: int) -> int:
+        return max(map(int, comm.all_gather_object(growth)))
+
+    def held() -> int:
+        release_unused()
+        on_device = comm.accelerator.memory_stats().allocated_nbytes
+        is_host = comm.accelerator.current_device().type == "cpu"
+        return on_device if is_host else on_device + memory_stats().allocated_nbytes
+
+    keeps_nothing(use, 8 << 20, f"memory of rank {comm.rank} after collectives", held=held, agree=agreed)
     return 1
 
 

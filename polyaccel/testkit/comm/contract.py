@@ -23,7 +23,19 @@ import numpy as np
 from polyaccel.comm.api import functions
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CommError, PolyaccelError, ShardingError
-from polyaccel.testkit.comm.bookkeeping import finished_calls_leave_nothing_behind, results_are_marked_written
+from polyaccel.testkit.comm.bookkeeping import (
+    calls_keep_no_memory,
+    finished_calls_leave_nothing_behind,
+    results_are_marked_written,
+)
+from polyaccel.testkit.comm.even import (
+    all_gather_puts_parts_side_by_side,
+    all_reduce_combines_everywhere,
+    all_to_all_transposes,
+    broadcast_comes_from_any_root,
+    reduce_scatter_keeps_the_own_part,
+    views_at_odd_places_travel,
+)
 from polyaccel.testkit.comm.faults import disagreement_is_seen_by_all
 from polyaccel.testkit.comm.uneven import (
     all_gather_takes_uneven_parts,
@@ -34,6 +46,7 @@ from polyaccel.testkit.comm.uneven import (
     wrong_counts_are_refused_on_the_spot,
 )
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, get, put, refused, values_of
+from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.types import DType, ReduceOp
 
 
@@ -46,149 +59,116 @@ class CommContract(ABC):
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         """`[body(communicator of rank 0, *args), ...]`; a failing rank's exception is raised."""
 
-    def check(self, body: Callable[..., Any]) -> None:
+    def check(self, body: Callable[..., Any], *, world_sizes: tuple[int, ...] | None = None) -> None:
         """Run `body` at every world size. Each rank must return how many checks it made, at least one."""
-        for world_size in self.world_sizes:
+        for world_size in world_sizes or self.world_sizes:
             counts = self.run(world_size, body)
             if len(counts) != world_size or not all(counts):
                 raise AssertionError(f"{body.__name__} checked nothing on some of {world_size} ranks: {counts}")
 
     def test_all_reduce(self) -> None:
+        """Every type, reduction and length gives each rank the combination of all: gradients are summed so."""
         self.check(all_reduce_combines_everywhere)
 
     def test_reduce_scatter(self) -> None:
+        """Each rank keeps its own part of the combination, in place or not, and a source that is not its target stays
+        as it was: sharded gradients come so."""
         self.check(reduce_scatter_keeps_the_own_part)
 
     def test_all_gather(self) -> None:
+        """The ranks' parts stand side by side in rank order, in place or not: parameters are published so."""
         self.check(all_gather_puts_parts_side_by_side)
 
     def test_broadcast(self) -> None:
+        """Any rank's values reach all: the first parameters are rank 0's."""
         self.check(broadcast_comes_from_any_root)
 
     def test_all_to_all(self) -> None:
+        """Part j of rank i becomes part i of rank j: experts and sequences are exchanged so."""
         self.check(all_to_all_transposes)
 
     def test_uneven_all_gather(self) -> None:
+        """Parts of unlike lengths, empty ones among them, stand side by side, for parameters do not divide evenly."""
         self.check(all_gather_takes_uneven_parts)
 
     def test_uneven_reduce_scatter(self) -> None:
+        """Parts of unlike lengths are reduced to the bits that an all-reduce has, for parameters do not divide
+        evenly."""
         self.check(reduce_scatter_takes_uneven_parts)
 
     def test_uneven_all_to_all(self) -> None:
+        """Every pair exchanges a number of elements of its own, for tokens choose their experts."""
         self.check(all_to_all_takes_uneven_parts)
 
     def test_gather_and_scatter(self) -> None:
+        """Any root collects and hands out parts, even and uneven, in place or not."""
         self.check(gather_and_scatter_have_any_root)
 
+    def test_parts_at_odd_places(self) -> None:
+        """Views that begin at odd elements are sent and received like others, and what surrounds them stays as it was:
+        slices begin anywhere."""
+        self.check(views_at_odd_places_travel)
+
     def test_batches(self) -> None:
+        """Sends and receives of one batch are under way at once, so that no order of them makes ranks wait in a
+        circle."""
         self.check(batches_of_messages_wait_for_no_order)
 
     def test_wrong_counts(self) -> None:
+        """Counts that cannot be are refused before anything is sent, by a ShardingError or CommError: the ranks can go
+        on together."""
         self.check(wrong_counts_are_refused_on_the_spot)
 
     def test_messages(self) -> None:
+        """Messages of a pair keep their order: pipelines stand on it."""
         self.check(messages_arrive_in_order)
 
     def test_objects(self) -> None:
+        """Plain values of any size reach all ranks: configs and manifests travel so."""
         self.check(objects_of_any_size_travel)
 
     def test_split(self) -> None:
+        """Groups of some ranks work beside that of all, and a group can be split again: meshes are made so."""
         self.check(sub_groups_work_beside_their_parent)
 
     def test_many_in_flight(self) -> None:
+        """Many calls under way at once, waited for in another order, keep their own data: the engine overlaps
+        buckets."""
         self.check(many_in_flight_do_not_mix)
 
     def test_waiting_in_different_orders(self) -> None:
+        """No rank's wait needs another's: ranks wait when they need a result."""
         self.check(ranks_may_wait_at_different_times)
 
     def test_reductions_agree_bitwise(self) -> None:
+        """A communicator that says `deterministic` adds in the order that it states, wherever a buffer is cut: stages
+        agree to the bit by it, which shows from three ranks on."""
         self.check(deterministic_reductions_agree_bitwise)
 
     def test_results_are_marked_written(self) -> None:
+        """What a call wrote is counted in the buffer's generation: frontends see by it that parameters have changed."""
         self.check(results_are_marked_written)
 
     def test_nonsense_is_refused(self) -> None:
+        """Calls that mean nothing are refused on the spot, by a ShardingError or CommError, so that the ranks can go
+        on together."""
         self.check(nonsense_is_refused_on_the_spot)
 
     def test_disagreement(self) -> None:
+        """In debug mode ranks that call different things hear what each called, and can go on."""
         self.check(disagreement_is_seen_by_all)
 
     def test_nothing_is_left_over(self) -> None:
+        """Ended calls leave no work, buffer, thread or open file behind: a run makes millions."""
         self.check(finished_calls_leave_nothing_behind)
 
+    def test_memory_does_not_grow(self) -> None:
+        """Ended calls leave no memory behind, in this process or on the device: a run makes millions."""
+        self.check(calls_keep_no_memory, world_sizes=self.world_sizes[-1:])
+
     def test_close(self) -> None:
+        """A closed group refuses calls by a CommError, and may be closed again."""
         self.check(a_closed_group_refuses_calls)
-
-
-def all_reduce_combines_everywhere(comm: Communicator) -> int:
-    checks = 0
-    for dtype in dtypes_of(comm):
-        for op in ReduceOp:
-            if op is ReduceOp.AVG and not dtype.is_floating:
-                continue
-            for numel in SIZES:
-                buffer = put(comm, values_of(comm.rank, numel), dtype)
-                work = comm.all_reduce(buffer, op, async_op=numel % 2 == 1)
-                work.wait()
-                checks += expect(comm, buffer, combined(comm, numel, op), f"all_reduce {op} {dtype} {numel}")
-    return checks
-
-
-def reduce_scatter_keeps_the_own_part(comm: Communicator) -> int:
-    checks = 0
-    for dtype in dtypes_of(comm):
-        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX) if dtype.is_floating else (ReduceOp.SUM, ReduceOp.MIN):
-            for numel in SIZES:
-                whole = numel * comm.world_size
-                own = slice(comm.rank * numel, (comm.rank + 1) * numel)
-                expected = combined(comm, whole, op)[own]
-                for in_place in (False, True):
-                    source = put(comm, values_of(comm.rank, whole), dtype)
-                    out = source.view(comm.rank * numel, numel) if in_place else comm.allocate(numel, dtype)
-                    comm.reduce_scatter(out, source, op, async_op=in_place).wait()
-                    checks += expect(comm, out, expected, f"reduce_scatter {op} {dtype} {numel} {in_place=}")
-                    if not in_place:
-                        checks += expect(comm, source, values_of(comm.rank, whole), "the source of a reduce_scatter")
-    return checks
-
-
-def all_gather_puts_parts_side_by_side(comm: Communicator) -> int:
-    checks = 0
-    for dtype in dtypes_of(comm):
-        for numel in SIZES:
-            expected = np.concatenate([values_of(rank, numel) for rank in range(comm.world_size)])
-            for in_place in (False, True):
-                out = comm.allocate(numel * comm.world_size, dtype)
-                own = put(comm, values_of(comm.rank, numel), dtype)
-                if in_place:
-                    place = out.view(comm.rank * numel, numel)
-                    place.copy_from(own)
-                    own = place
-                comm.all_gather(out, own, async_op=not in_place).wait()
-                checks += expect(comm, out, expected, f"all_gather {dtype} {numel} {in_place=}")
-    return checks
-
-
-def broadcast_comes_from_any_root(comm: Communicator) -> int:
-    checks = 0
-    for root in range(comm.world_size):
-        for numel in SIZES:
-            buffer = put(comm, values_of(comm.rank, numel), DType.FLOAT32)
-            comm.broadcast(buffer, root, async_op=root == 0).wait()
-            checks += expect(comm, buffer, values_of(root, numel), f"broadcast from {root}")
-    return checks
-
-
-def all_to_all_transposes(comm: Communicator) -> int:
-    checks = 0
-    for numel in SIZES:
-        own = slice(comm.rank * numel, (comm.rank + 1) * numel)
-        expected = np.concatenate([values_of(rank, numel * comm.world_size)[own] for rank in range(comm.world_size)])
-        source = put(comm, values_of(comm.rank, numel * comm.world_size), DType.FLOAT32)
-        out = comm.allocate(source.numel, DType.FLOAT32)
-        comm.all_to_all(out, source, async_op=numel == 7).wait()
-        checks += expect(comm, out, expected, f"all_to_all {numel}")
-    return checks
 
 
 def messages_arrive_in_order(comm: Communicator) -> int:
@@ -204,9 +184,9 @@ def messages_arrive_in_order(comm: Communicator) -> int:
         work.wait()
     checks = sum(expect(comm, inbox[i], values_of(before, 5, salt=i), f"message {i}") for i in range(3))
     if comm.rank == 0:
-        comm.send(put(comm, [1, 2], DType.INT64), 1)
+        comm.send(put(comm, [1, 2], DType.INT32), 1)
     if comm.rank == 1:
-        answer = comm.allocate(2, DType.INT64)
+        answer = comm.allocate(2, DType.INT32)
         comm.recv(answer, 0)
         checks += expect(comm, answer, np.array([1, 2]), "a synchronous message")
     return checks
@@ -217,14 +197,12 @@ def objects_of_any_size_travel(comm: Communicator) -> int:
     for size in (0, 100, 3_000, 100_000):
         everybody = [{"rank": rank, "pair": (None, b"x" * (size * rank))} for rank in range(comm.world_size)]
         mine = everybody[comm.rank]
-        if comm.all_gather_object(mine) != everybody:
-            raise AssertionError(f"all_gather_object of {size} bytes a rank")
-        if comm.broadcast_object(mine, root=last) != everybody[last]:
-            raise AssertionError("broadcast_object")
-        if comm.gather_object(mine, root=last) != (everybody if comm.rank == last else None):
-            raise AssertionError("gather_object")
-        if comm.scatter_object(everybody if comm.rank == 0 else None) != mine:
-            raise AssertionError("scatter_object")
+        where = f"of {size} bytes a rank, on rank {comm.rank}"
+        equal(comm.all_gather_object(mine), everybody, f"all_gather_object {where}")
+        equal(comm.broadcast_object(mine, root=last), everybody[last], f"broadcast_object {where}")
+        gathered = everybody if comm.rank == last else None
+        equal(comm.gather_object(mine, root=last), gathered, f"gather_object {where}")
+        equal(comm.scatter_object(everybody if comm.rank == 0 else None), mine, f"scatter_object {where}")
     return 4
 
 
@@ -240,7 +218,10 @@ def sub_groups_work_beside_their_parent(comm: Communicator) -> int:
     outer = comm.all_reduce(everybody, async_op=True)
     if pair is not None:
         if pair.ranks != tuple(comm.ranks[rank] for rank in members) or pair.ranks[pair.rank] != comm.ranks[comm.rank]:
-            raise AssertionError(f"{pair.ranks} at {pair.rank}")
+            raise AssertionError(
+                f"a sub-group on rank {comm.rank}: expected members {[comm.ranks[rank] for rank in members]}, "
+                f"got {pair.ranks} and place {pair.rank} in it"
+            )
         inner = put(pair, values_of(comm.rank, 7), DType.FLOAT32)
         pair.all_reduce(inner)
         checks += expect(
@@ -275,7 +256,7 @@ def many_in_flight_do_not_mix(comm: Communicator) -> int:
         work.wait()
         work.wait()  # twice is allowed
     if not all(work.is_done() for work, _, _ in flights):
-        raise AssertionError("a work that was waited for is not done")
+        raise AssertionError("is_done() of works that were waited for: expected True, got False")
     return sum(expect(comm, buffer, expected, "one of many") for _, buffer, expected in flights)
 
 
@@ -317,8 +298,8 @@ def deterministic_reductions_agree_bitwise(comm: Communicator) -> int:
             (pieces, in_order),
             (part, in_order[comm.rank * 10_007 : (comm.rank + 1) * 10_007]),
         ):
-            if not np.array_equal(get(comm, found), expected):
-                raise AssertionError(f"{dtype} on rank {comm.rank}: not the bits of the sum in the stated order")
+            what = f"{dtype} on rank {comm.rank}: a sum in the order that the communicator states"
+            same_numbers(get(comm, found), expected, what)
             checks += 1
     return checks
 
@@ -326,7 +307,7 @@ def deterministic_reductions_agree_bitwise(comm: Communicator) -> int:
 def nonsense_is_refused_on_the_spot(comm: Communicator) -> int:
     """Before anything is sent: the ranks can go on together afterwards."""
     n = comm.world_size
-    floats, ints = comm.allocate(4 * n, DType.FLOAT32), comm.allocate(4, DType.INT64)
+    floats, ints = comm.allocate(4 * n, DType.FLOAT32), comm.allocate(4, DType.INT32)
     checks = refused(ShardingError, lambda: comm.all_reduce(ints, ReduceOp.AVG), "an average of integers")
     checks += refused(ShardingError, lambda: comm.reduce_scatter(floats.view(0, 3), floats), "an uneven reduce_scatter")
     checks += refused(ShardingError, lambda: comm.all_gather(floats, ints), "an all_gather of another type")

@@ -46,19 +46,30 @@ class CommFaultContract(ABC):
         return pool.run(body, *args)
 
     def test_a_rank_that_does_not_come_is_named(self) -> None:
+        """When a rank stays away the others get a CommTimeout within their time limit that names it and the call: a
+        hang of hours tells nobody anything."""
         with self._pool() as pool:
-            answers = self.run(pool, one_stays_away)
+            try:
+                answers = self.run(pool, one_stays_away)
+            except CommTimeout as error:
+                raise AssertionError(
+                    f"{CALL} to which rank {FAULTY} does not come: expected a CommTimeout after {COMM_TIMEOUT_S:g} s, "
+                    f"got none: {error.message}"
+                ) from error
         for rank, answer in enumerate(answers):
             if rank == FAULTY:
                 continue
             missing, text = answer
             if FAULTY not in missing or rank in missing:
-                raise AssertionError(f"rank {FAULTY} did not come, and rank {rank} says that {missing} did not: {text}")
+                raise AssertionError(
+                    f"ranks that did not come, by the error of rank {rank}: expected {FAULTY} and not {rank}, "
+                    f"got {list(missing)}: {text}"
+                )
             if CALL not in text:
-                raise AssertionError(f"rank {rank} does not say that {CALL} timed out: {text}")
+                raise AssertionError(f"the error of rank {rank}: expected it to name {CALL}, got {text}")
 
     def test_a_rank_that_dies_is_named_and_nobody_waits_for_it(self) -> None:
-        """Or the launcher ends the others too, as those of MPI do."""
+        """When a rank dies the others hear at once which, or their launcher ends them too, as those of MPI do."""
         with self._pool() as pool:
             try:
                 self.run(pool, one_dies)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
+from polyaccel.testkit import comparison
+from polyaccel.testkit.progress import doing
 from polyaccel.types import DType, ReduceOp
 
 Array = npt.NDArray[Any]
@@ -28,7 +30,7 @@ _COMBINE: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 def put(comm: Communicator, values: npt.ArrayLike, dtype: DType) -> Buffer:
     """A new buffer that holds `values`, rounded to `dtype`."""
-    wide = DType.FLOAT64 if dtype.is_floating else DType.INT64
+    wide = _widest(comm, dtype)
     array = np.ascontiguousarray(values, dtype=wide.value)
     source = comm.accelerator.allocate(array.size, wide)
     source.from_bytes(array.tobytes())
@@ -39,10 +41,17 @@ def put(comm: Communicator, values: npt.ArrayLike, dtype: DType) -> Buffer:
 
 def get(comm: Communicator, buffer: Buffer) -> Array:
     """The contents of `buffer` as float64 or int64."""
-    wide = DType.FLOAT64 if buffer.dtype.is_floating else DType.INT64
+    wide = _widest(comm, buffer.dtype)
     copy = comm.accelerator.allocate(buffer.numel, wide)
     copy.copy_from(buffer)
-    return np.frombuffer(copy.to_bytes(), dtype=wide.value)
+    numbers = np.frombuffer(copy.to_bytes(), dtype=wide.value)
+    return numbers.astype(np.float64 if buffer.dtype.is_floating else np.int64, copy=False)
+
+
+def _widest(comm: Communicator, dtype: DType) -> DType:
+    """The type of the device that holds every number of `dtype`: some devices have none of 64 bits."""
+    wide, narrow = (DType.FLOAT64, DType.FLOAT32) if dtype.is_floating else (DType.INT64, DType.INT32)
+    return wide if wide in comm.accelerator.supported_dtypes() else narrow
 
 
 def values_of(rank: int, numel: int, *, salt: int = 0) -> Array:
@@ -58,21 +67,18 @@ def combined(comm: Communicator, numel: int, op: ReduceOp, *, salt: int = 0) -> 
 
 def expect(comm: Communicator, buffer: Buffer, expected: Array, what: str) -> int:
     """Compare within the rounding of one division a level of sums; returns 1, the number of checks made."""
+    doing(what)
     found = get(comm, buffer)
     levels = 2 if comm.summed_first else 1
     rtol = levels * {DType.BFLOAT16: 2**-8, DType.FLOAT16: 2**-11}.get(buffer.dtype, 1e-6)
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=rtol, atol=0):
-        raise AssertionError(f"{what} on rank {comm.rank} of {comm.world_size}: {found[:9]} is not {expected[:9]}")
+    comparison.same_numbers(found, expected, f"{what} on rank {comm.rank} of {comm.world_size}", rtol=rtol)
     return 1
 
 
 def refused(kind: type[PolyaccelError], call: Callable[[], Any], what: str) -> int:
     """Check that `call` raises `kind`; returns 1."""
-    try:
-        call()
-    except kind:
-        return 1
-    raise AssertionError(f"{what} was accepted")
+    comparison.refused(call, what, kind)
+    return 1
 
 
 def dtypes_of(comm: Communicator) -> list[DType]:

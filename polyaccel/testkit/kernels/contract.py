@@ -33,11 +33,14 @@ from polyaccel.ops.base import (
 )
 from polyaccel.ops.reference import Float64s
 from polyaccel.ops.rounding import random_bits
+from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.cases import KernelCase
+from polyaccel.testkit.progress import doing
 from polyaccel.types import DType
 
 _EPSILON = {DType.FLOAT64: 2.0**-52, DType.FLOAT32: 2.0**-23, DType.BFLOAT16: 2.0**-7, DType.FLOAT16: 2.0**-10}
 _SMALLEST = 2.0**-24  # of float16, below which its spacing is no longer relative
+_LARGEST = 64  # what values that are about 1 come to on the way, divided by small ones
 _ROUNDINGS = 4  # the most roundings that a kernel may make on the way to a value
 
 
@@ -46,10 +49,14 @@ def check_meaning(
 ) -> None:
     """Run `case` on `numel` random elements, with NaN and infinities among them unless `finite`.
 
-    Each buffer starts `offset` elements behind the start of its allocation, so that few buffers are aligned.
+    With an `offset` buffers start that many elements behind the start of their allocations, each one element further
+    than the one before: few are aligned, and no two alike.
     """
-    whole = _filled(accelerator, case, offset + numel, finite=finite, seed=seed)
-    buffers = [buffer.view(offset, numel) for buffer in whole]
+    doing(f"{case}, {numel} elements")
+    starts = [offset + position if offset else 0 for position in range(len(case.arguments))]
+    whole = _filled(accelerator, case, max(starts) + numel + offset, finite=finite, seed=seed)
+    buffers = [buffer.view(start, numel) for start, buffer in zip(starts, whole, strict=True)]
+    outside = [_outside(buffer, start, numel) for start, buffer in zip(starts, whole, strict=True)]
     generations = [buffer.generation for buffer in buffers]
     with np.errstate(all="ignore"):
         expected = case.meaning([_contents(buffer) for buffer in buffers])
@@ -61,25 +68,33 @@ def check_meaning(
         if argument.role == "out":
             _check_rounding(case, buffers[0], buffer)
         if values is not None:
-            # Absolute as well: a value near zero is a difference of larger ones, and they are all about 1.
+            # Absolute as well: a value near zero is a difference of larger ones.
             tolerance = _ROUNDINGS * max(_EPSILON[argument.dtype], computing)
             what = f"{case}, {argument.role}, {numel=}, {offset=}"
-            np.testing.assert_allclose(_contents(buffer), values, rtol=tolerance, atol=tolerance, err_msg=what)
+            same_numbers(_contents(buffer), values, what, rtol=tolerance, atol=max(tolerance, _LARGEST * computing))
         if argument.written and buffer.generation <= generation:
             raise AssertionError(f"{case} wrote {argument.role} without mark_written")
+    for argument, start, buffer, before in zip(case.arguments, starts, whole, outside, strict=True):
+        equal(_outside(buffer, start, numel), before, f"{case}: what surrounds {argument.role}, {numel=}, {offset=}")
+
+
+def _outside(buffer: Buffer, start: int, numel: int) -> bytes:
+    """The contents of `buffer` before and after a view of it."""
+    end = start + numel
+    return buffer.view(0, start).to_bytes() + buffer.view(end, buffer.numel - end).to_bytes()
 
 
 def _check_rounding(case: KernelCase, master: Buffer, out: Buffer) -> None:
     """`out` is `master` rounded to nearest in `out`'s type: at most half a unit in the last place away."""
     half = _EPSILON[out.dtype] / 2
     with np.errstate(all="ignore"):
-        np.testing.assert_allclose(
-            _contents(out), _contents(master), rtol=half, atol=_SMALLEST, err_msg=f"{case}: out is not master rounded"
-        )
+        what = f"{case}: out is not master rounded"
+        same_numbers(_contents(out), _contents(master), what, rtol=half, atol=_SMALLEST)
 
 
 def check_slices(accelerator: Accelerator, case: KernelCase, numel: int, cuts: Sequence[int], *, seed: int = 0) -> None:
     """`case` on a whole buffer gives the same bits as on its pieces, cut at `cuts` (ascending, inside [0, numel])."""
+    doing(f"{case}, in slices")
     whole = _filled(accelerator, case, numel, finite=True, seed=seed)
     parts = _filled(accelerator, case, numel, finite=True, seed=seed)
     case.call(accelerator.kernels(), whole)
@@ -87,8 +102,9 @@ def check_slices(accelerator: Accelerator, case: KernelCase, numel: int, cuts: S
         case.call(accelerator.kernels(), [buffer.view(start, stop - start) for buffer in parts])
     for argument, one, other in zip(case.arguments, whole, parts, strict=True):
         if argument.role != "grad" and one.to_bytes() != other.to_bytes():
-            differ = np.flatnonzero(_contents(one) != _contents(other))
-            raise AssertionError(f"{case}: {argument.role} differs at elements {differ[:8]} when cut at {list(cuts)}")
+            what = f"{case}: {argument.role} when cut at {list(cuts)}, beside the whole"
+            same_numbers(_contents(other), _contents(one), what)
+            raise AssertionError(f"{what}: zeros or NaN of other bits")
 
 
 @np.errstate(all="ignore")
@@ -102,6 +118,7 @@ def check_stochastic_rounding(
     """
     if case.call_rounding is None:
         return
+    doing(f"{case}, rounded stochastically")
     # Indices pass 2**32 on the way, where they start again.
     rounding = StochasticRounding(key=0xFEDC_BA98_7654_3210 + seed, start=(1 << 32) - numel // 2)
     random = random_bits(rounding.key, rounding.start, numel)
@@ -131,11 +148,12 @@ def check_stochastic_rounding(
             elif argument.role == "out":
                 wanted = _contents(plain[position])
             what = f"{case}, {argument.role} in {buffer.dtype.value}, rounded stochastically, {numel=}"
-            np.testing.assert_array_equal(_contents(buffer), wanted, err_msg=what)
+            same_numbers(_contents(buffer), wanted, what)
 
 
 def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, seed: int = 0) -> None:
     """Sums of squares of pieces of several lengths equal float64's, are added at their index, and pass on NaN."""
+    doing(f"sums of squares, {numel} x {dtype.value}")
     wide = DType.FLOAT64 if DType.FLOAT64 in accelerator.supported_dtypes() else DType.FLOAT32
     out = accelerator.allocate(3, wide)
     out.fill(1.0)
@@ -147,7 +165,7 @@ def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, see
     kernel(out, [(2, piece), (0, piece.view(0, half)), (0, piece.view(half, numel - half))])
     total = 1.0 + reference.square_sum(_contents(piece))
     tolerance = _ROUNDINGS * _EPSILON[wide]
-    np.testing.assert_allclose(_contents(out), [total, 1.0, total], rtol=tolerance, err_msg=f"{dtype}, {numel=}")
+    same_numbers(_contents(out), [total, 1.0, total], f"square_sums of {numel} x {dtype.value}", rtol=tolerance)
 
     # What decides on overflow: a single NaN or infinity is seen, and squares beyond float32 are not taken for one.
     for planted, found in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isposinf)):
@@ -157,49 +175,55 @@ def check_square_sums(accelerator: Accelerator, dtype: DType, numel: int, *, see
             out.fill(0.0)
             kernel(out, [(1, piece)])
             if not found(_contents(out)[1]):
-                raise AssertionError(f"square_sums of {planted} among {numel} x {dtype.value} is {_contents(out)[1]}")
+                expected = "nan" if np.isnan(planted) else "inf"
+                what = f"square_sums of {planted} among {numel} x {dtype.value}"
+                raise AssertionError(f"{what}: expected {expected}, got {_contents(out)[1]}")
     if wide is DType.FLOAT64 and dtype is DType.FLOAT32 and numel:
         piece.fill(1e30)
         out.fill(0.0)
         kernel(out, [(0, piece)])
-        np.testing.assert_allclose(_contents(out)[0], numel * np.float64(np.float32(1e30)) ** 2, rtol=tolerance)
+        expected_sum = numel * np.float64(np.float32(1e30)) ** 2
+        same_numbers(_contents(out)[0], expected_sum, f"square_sums of {numel} times 1e30", rtol=tolerance)
 
 
 def check_quantization(accelerator: Accelerator, dtype: DType, numel: int, block_numel: int, bits: int) -> None:
     """Codes and scales equal the reference's, except where two codes are equally near, and dequantise to their
     meaning."""
+    doing(f"quantisation to {bits} bits, {numel} x {dtype.value}")
     table = accelerator.kernels()
     values = np.random.default_rng(numel).standard_normal(numel) * 3
     values[:block_numel] = 0
     spoilt = numel - 1 - (numel - 1) % block_numel  # where the last block starts
     if spoilt > block_numel:
         values[spoilt] = np.inf
-    source, back = accelerator.allocate(numel, dtype), accelerator.allocate(numel, dtype)
+    source, back = _unaligned(accelerator, 1, numel, dtype), _unaligned(accelerator, 2, numel, dtype)
     source.from_bytes(encode(values, dtype))
-    codes = accelerator.allocate(numel if bits == 8 else -(-numel // 2), DType.INT8 if bits == 8 else DType.UINT8)
-    scales = accelerator.allocate(-(-numel // block_numel), DType.FLOAT32)
+    codes = _unaligned(accelerator, 3, numel if bits == 8 else -(-numel // 2), DType.INT8 if bits == 8 else DType.UINT8)
+    scales = _unaligned(accelerator, 1, -(-numel // block_numel), DType.FLOAT32)
     table[QUANTIZE](source, codes, scales, block_numel)
     table[DEQUANTIZE](back, codes, scales, block_numel)
 
     what = f"{dtype.value}, {numel=}, {block_numel=}, {bits=}"
     with np.errstate(all="ignore"):
         expected, expected_scales = reference.quantize(_contents(source), block_numel, bits)
-    np.testing.assert_allclose(_contents(scales), expected_scales, rtol=_EPSILON[DType.FLOAT32], err_msg=what)
+    same_numbers(_contents(scales), expected_scales, f"scales, {what}", rtol=_EPSILON[DType.FLOAT32])
     stored = _contents(codes)
     if bits == 4:
         pairs = np.stack((stored % 16, stored // 16), axis=1).reshape(-1)[:numel]
         stored = np.where(pairs > 7, pairs - 16, pairs)
     # A quotient next to the middle of two codes may round to either; a thousandth of them is more than chance allows.
-    assert np.max(np.abs(stored - expected), initial=0) <= 1, what
-    assert np.count_nonzero(stored != expected) <= numel // 1000, what
+    same_numbers(stored, expected, f"codes, {what}", atol=1)
+    if np.count_nonzero(stored != expected) > numel // 1000:
+        same_numbers(stored, expected, f"codes, {what}")
     meant = reference.dequantize(stored, _contents(scales), block_numel)
-    np.testing.assert_allclose(_contents(back), meant, rtol=2 * _EPSILON[dtype], atol=_SMALLEST, err_msg=what)
+    same_numbers(_contents(back), meant, f"dequantised, {what}", rtol=2 * _EPSILON[dtype], atol=_SMALLEST)
 
 
 def check_matrix_products(
     accelerator: Accelerator, table: KernelTable, rows: int, inputs: int, outputs: int, *, seed: int = 0
 ) -> None:
-    """The matrix products that `table` has equal the reference's, with NaN where the reference has NaN."""
+    """The matrix products that `table` has, at least one, equal the reference's, with NaN where that has NaN."""
+    doing(f"matrix products of {rows} x {inputs} and {inputs} x {outputs}")
     draw = np.random.default_rng(seed)
     shapes = {
         "x": (rows, inputs),
@@ -233,10 +257,17 @@ def check_matrix_products(
             # How far rounding may be off grows with what is summed, not with a sum that cancels.
             room = _ROUNDINGS * _EPSILON[DType.FLOAT32] * meaning(*(np.abs(exact[name]) for name in names))
             what = f"{op.name}, {rows=}, {inputs=}, {outputs=}"
-            assert tuple(found.shape) == expected.shape, what
-            off = np.abs(_contents(accelerator.wrap(found)).reshape(expected.shape) - expected)
-            assert np.array_equal(np.isnan(off), np.isnan(expected)), f"{what}: NaN in the wrong places"
-            assert not np.any(off > room), f"{what}: off by {np.nanmax(off / room):.1f} times what rounding explains"
+            equal(tuple(found.shape), expected.shape, f"{what}, shape")
+            got = _contents(accelerator.wrap(found)).reshape(expected.shape)
+            same_numbers(np.isnan(got), np.isnan(expected), f"{what}: where NaN is")
+            off = np.abs(got - expected)
+            if np.any(off > room):
+                at = np.unravel_index(np.nanargmax(off / room), off.shape)
+                place = tuple(int(index) for index in at)
+                raise AssertionError(
+                    f"{what}: expected {expected[at]:.9g}, got {got[at]:.9g} at element {place}; "
+                    f"off by {(off / room)[at]:.1f} times what rounding explains"
+                )
 
 
 def encode(values: Float64s, dtype: DType) -> bytes:
@@ -244,6 +275,11 @@ def encode(values: Float64s, dtype: DType) -> bytes:
     if dtype is DType.BFLOAT16:
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return values.astype(dtype.value).tobytes()
+
+
+def _unaligned(accelerator: Accelerator, start: int, numel: int, dtype: DType) -> Buffer:
+    """Zeros that begin `start` elements behind the start of their allocation."""
+    return accelerator.allocate(start + numel, dtype).view(start, numel)
 
 
 def _contents(buffer: Buffer) -> Float64s:

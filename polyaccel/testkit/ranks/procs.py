@@ -9,9 +9,12 @@ names the rank, and the next call starts new ones.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -22,8 +25,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from time import monotonic
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.host import HostArrays
@@ -31,17 +34,26 @@ from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.join.backends import comm_backend
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.port import free_port
+from polyaccel.testkit.progress import listen
 from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0
 _END_TIMEOUT_S = 20.0  # from the end of a worker's pipe until the fork server tells its exit code
+_STACK_TIMEOUT_S = 1.0
+_SHOW_STACK = getattr(signal, "SIGUSR2", None)
 _PRELOAD = (
     "polyaccel.comm.backends.torch.exchange",
     "polyaccel.accelerators.memory.torch",
     "polyaccel.ops.torch.kernels",
 )
 Task = Callable[..., Any] | str
+
+
+class Doing(NamedTuple):
+    """A worker's word that it is about to do `what`."""
+
+    what: str
 
 
 class RankPool:
@@ -51,7 +63,8 @@ class RankPool:
     `comm_timeout_s` limits the workers' own collectives. After a rank's failure the others may take `grace_s` to answer
     too, and are killed then. `environ` is set in the workers. `accelerator` names a plugin;
     rank N has its device N, counted round. `memory` is that of `CpuAccelerator`.
-    Ranks meet at a file; with `by_port` at an address, as those of a launcher do.
+    Ranks meet at a file; with `by_port` at an address, as those of a launcher do. They have `start_timeout_s` to
+    meet, once their processes run. A warning in a worker is an error there, unless `warnings_fail` is False.
     """
 
     def __init__(
@@ -65,8 +78,13 @@ class RankPool:
         memory: HostArrays | None = None,
         accelerator: str = "cpu",
         by_port: bool = False,
+        start_timeout_s: float = _START_TIMEOUT_S,
+        warnings_fail: bool = True,
     ) -> None:
         self.world_size = world_size
+        self._start_timeout_s = start_timeout_s
+        self._warnings_fail = warnings_fail
+        self._said: dict[int, str] = {}
         self._by_port = by_port
         self._accelerator = accelerator
         self._backend = backend
@@ -94,10 +112,12 @@ class RankPool:
 
         The first exception of a worker is raised here, with attribute `rank`; its notes hold the worker's traceback and
         what the other ranks said. Raises LaunchError for a worker that died and CommTimeout if some did not answer
-        within `timeout_s`.
+        within `timeout_s`, counted from the last `testkit.progress.doing` of any worker: their notes say where they
+        stood.
         """
         if not self._pipes:
             self._start()
+        self._said = {}
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # a worker that is dead, which `_collect` finds out
                 pipe.send((task, args))
@@ -129,7 +149,7 @@ class RankPool:
                 target=work_for_pool,
                 args=(
                     *(theirs, rendezvous, self._comm_timeout_s, self._environ, self._backend),
-                    *(self._memory, self._accelerator),
+                    *(self._memory, self._accelerator, self._stack_file(rank), self._warnings_fail),
                 ),
                 name=f"rank {rank}",
                 daemon=True,
@@ -138,34 +158,69 @@ class RankPool:
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
-        self._collect(_START_TIMEOUT_S)
+        self._collect(self._start_timeout_s, first_s=_START_TIMEOUT_S)
 
-    def _collect(self, timeout_s: float) -> list[Any]:
-        """Every worker's result, by rank. Raises the first failure once the others have had a moment to answer too."""
+    def _stack_file(self, rank: int) -> str:
+        """Where a worker writes what it was doing when it crashed or was asked."""
+        return str(Path(self._folder.name if self._folder else "", f"stack-{rank}"))
+
+    def _collect(self, timeout_s: float, first_s: float | None = None) -> list[Any]:
+        """Every worker's result, by rank. Raises the first failure once the others have had a moment to answer too.
+        `first_s` is the limit until a worker says what it does."""
         results: dict[int, Any] = {}
         failures: dict[int, BaseException] = {}
-        deadline = monotonic() + timeout_s
+        deadline = monotonic() + (first_s or timeout_s)
         while waiting := {self._pipes[r]: r for r in range(self.world_size) if r not in results and r not in failures}:
             ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
             if not ready:
                 break
             for rank in sorted(waiting[pipe] for pipe in self._pipes if pipe in ready):
-                error, results[rank] = self._answer(rank)
+                error, result = self._answer(rank)
+                if isinstance(result, Doing):
+                    self._said[rank] = result.what
+                    if not failures:
+                        deadline = monotonic() + timeout_s
+                    continue
+                results[rank] = result
                 if error is not None:
                     failures[rank] = blame(error, rank)
                     deadline = min(deadline, monotonic() + self._grace_s)
         late = sorted(waiting.values())
+        stacks = {rank: self._stack(rank) for rank in late} if late and not failures else {}
         if late or failures:
             self.close()  # the ranks may no longer agree on what comes next
         if failures:
             raise _first(failures, late)
         if late:
-            raise CommTimeout(
-                f"worker ranks {late} did not answer within {timeout_s:g} s and were killed",
-                missing_ranks=late,
-                cure="raise timeout_s if they were only slow",
-            )
+            raise self._hung(stacks, timeout_s)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _hung(self, stacks: dict[int, str], timeout_s: float) -> CommTimeout:
+        """The error for workers that did not answer, with their stacks as notes."""
+        late = list(stacks)
+        places = [f"rank {rank} stood at {place}" for rank, text in stacks.items() if (place := _innermost(text))]
+        said = [f"rank {rank} was at: {self._said[rank]}" for rank in late if rank in self._said]
+        details = "".join(f"; {detail}" for detail in (*said[:1], *places))
+        error = CommTimeout(
+            f"worker ranks {late} did not answer within {timeout_s:g} s and were killed{details}",
+            missing_ranks=late,
+            cure="mend what waits there; allow more time if they were only slow (`plugins check --timeout`)",
+        )
+        notes = [f"rank {rank} stood at\n{text}" for rank, text in stacks.items() if text]
+        error.__dict__["__notes__"] = notes  # add_note is younger than Python 3.10
+        return error
+
+    def _stack(self, rank: int) -> str:
+        """The stacks of a worker's threads, which its signal handler writes, whoever holds the interpreter's lock."""
+        file = Path(self._stack_file(rank))
+        if _SHOW_STACK is None or not file.exists():
+            return ""
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], _SHOW_STACK)
+        end = monotonic() + _STACK_TIMEOUT_S
+        while not (text := file.read_text(errors="replace")).endswith("\n") and monotonic() < end:
+            sleep(0.01)
+        return text
 
     def _answer(self, rank: int) -> tuple[BaseException | None, Any]:
         """A worker's error, or its result. The error is a LaunchError if the worker is dead."""
@@ -178,11 +233,29 @@ class RankPool:
     def _death(self, rank: int) -> LaunchError:
         self._workers[rank].join(_END_TIMEOUT_S)
         code = self._workers[rank].exitcode
-        return LaunchError(
-            f"worker rank {rank} died with exit code {code}",
-            cure="a negative code is the signal that killed it; its own output says more",
+        crash = ""
+        with suppress(OSError):
+            crash = Path(self._stack_file(rank)).read_text(errors="replace")
+        name = f" ({signal.Signals(-code).name})" if code and -code in set(signal.Signals) else ""
+        place = f" at {_innermost(crash)}" if _innermost(crash) else ""
+        error = LaunchError(
+            f"worker rank {rank} died with exit code {code}{name}{place}",
+            cure=f"{'mend what that line calls' if place else 'its standard error says more'}; -v shows its stacks",
             value=(rank, code),
         )
+        if crash:
+            error.__dict__["__notes__"] = [crash]
+        return error
+
+
+def _innermost(stacks: str) -> str:
+    """The place of the innermost frame of the thread that was asked, or that crashed, those of Python's own library
+    left out: `file:line in function`."""
+    _, _, own = stacks.rpartition("Current thread ")
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own)
+    library = f"{Path(os.__file__).parent}{os.sep}"
+    outside = [frame for frame in frames if not frame[0].startswith(library) or "site-packages" in frame[0]]
+    return next((f"{Path(file).name}:{line} in {function}" for file, line, function in (*outside, *frames)), "")
 
 
 def _first(failures: dict[int, BaseException], late: list[int]) -> BaseException:
@@ -214,11 +287,18 @@ def work_for_pool(
     backend: str,
     memory: HostArrays | None,
     accelerator: str = "cpu",
+    stack_file: str | None = None,
+    warnings_fail: bool = True,
 ) -> None:
     """The main function of a worker: connect, then run tasks until the pool is gone."""
     os.environ.update(environ)
+    if stack_file is not None:
+        _show_stacks_in(stack_file)
+    listen(lambda what: pipe.send_bytes(pickle.dumps((None, Doing(what)))))
+    pipe.send_bytes(pickle.dumps((None, Doing(f"connect by {backend}"))))
     try:
         chosen = _accelerator(accelerator, memory, rendezvous.local_rank)
+        warnings.simplefilter("error" if warnings_fail else "default")
         communicator = _connect(rendezvous, comm_timeout_s, backend, chosen)
     except BaseException as error:
         pipe.send_bytes(_packed(error, None))
@@ -242,6 +322,14 @@ def work_for_pool(
     communicator.close()
 
 
+def _show_stacks_in(file: str) -> None:
+    """Let a crash of this process, and the signal of a pool that has waited too long, write its stacks to `file`."""
+    stream = open(file, "w", encoding="utf-8")  # noqa: SIM115 - stays open as long as the process lives
+    faulthandler.enable(stream)
+    if _SHOW_STACK is not None:
+        faulthandler.register(_SHOW_STACK, stream)
+
+
 def _accelerator(name: str, memory: HostArrays | None, local_rank: int) -> Accelerator:
     from polyaccel.accelerators.cpu import CpuAccelerator
     from polyaccel.accelerators.detect import choose_accelerator
@@ -256,7 +344,6 @@ def _accelerator(name: str, memory: HostArrays | None, local_rank: int) -> Accel
 def _connect(rendezvous: Rendezvous, comm_timeout_s: float, backend: str, accelerator: Accelerator) -> Communicator:
     from polyaccel.comm.default import set_default_communicator
 
-    warnings.simplefilter("error")
     communicator = comm_backend(backend)().connect(rendezvous, accelerator, timeout_s=comm_timeout_s)
     if "torch" in sys.modules:  # OMP_NUM_THREADS comes too late for one that the server has loaded
         sys.modules["torch"].set_num_threads(1)

@@ -17,6 +17,8 @@ from polyaccel.comm.base import Communicator
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.reference import to_float64
+from polyaccel.testkit.comparison import same_numbers
+from polyaccel.testkit.progress import doing
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.params import ParamOwner
 from polyaccel.zero.parts import Communicators, StepParts, Tiers
@@ -146,6 +148,7 @@ class Parameters(InitialParams):
 
 def train(communicator: Communicator, stage: int, steps: int) -> Trained:
     """`steps` steps of AdamW with clipping at `stage`, each on one micro-batch a rank."""
+    doing(f"training at stage {stage}")
     params = Parameters(communicator)
     step = make_step(communicator, stage, StepPolicy(clip_norm=_CLIP), params, bucket_numel=_SMALL_BUCKET)
     buckets = [bucket.index for bucket in step.layout.buckets]
@@ -206,10 +209,10 @@ def check_stages(communicator: Communicator, steps: int) -> None:
     wanted, norms = train_plainly(communicator.world_size, 1, steps, _CLIP)
     runs = {stage: train(communicator, stage, steps) for stage in STAGES}
     for stage, run in runs.items():
-        np.testing.assert_allclose(run.norms, norms, rtol=1e-4, err_msg=f"gradient norms at stage {stage}")
+        same_numbers(run.norms, norms, f"gradient norms by step, stage {stage}", rtol=1e-4)
         for fqn, values in run.params.items():
-            np.testing.assert_allclose(values, wanted[fqn], rtol=0, atol=1e-4, err_msg=f"{fqn} at stage {stage}")
-        np.testing.assert_array_equal(run.params["idle"], initial()["idle"], err_msg=f"idle at stage {stage}")
+            same_numbers(values, wanted[fqn], f"{fqn} after training at stage {stage}", atol=1e-4)
+        same_numbers(run.params["idle"], initial()["idle"], f"idle, which has no gradient, at stage {stage}")
         if communicator.deterministic:
             _same(stage, "losses", run.losses, runs[0].losses)
             for fqn, values in run.params.items():
@@ -217,7 +220,7 @@ def check_stages(communicator: Communicator, steps: int) -> None:
 
 
 def _same(stage: int, what: str, found: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(found, expected, err_msg=f"{what} at stage {stage} are not the bits of stage 0")
+    same_numbers(found, expected, f"{what} at stage {stage} beside stage 0, bit for bit")
 
 
 def _on_device(communicator: Communicator, values: npt.NDArray[Any]) -> Buffer:

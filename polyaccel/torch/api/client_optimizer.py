@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
@@ -60,6 +61,16 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+@dataclass(frozen=True, slots=True)
+class StatesByKind:
+    """An optimizer's states on one rank, as plain values, by parameter: the element types of those with a value for
+    each element, numbers, and the names of the rest."""
+
+    flat: dict[str, dict[str, str]]
+    numbers: dict[str, dict[str, float]]
+    others: list[tuple[str, str]]
+
+
 class ClientOptimizer(SliceOptimizer):
     """Adapts `optimizer`, whose groups hold parameters of the module named by `names`."""
 
@@ -71,6 +82,8 @@ class ClientOptimizer(SliceOptimizer):
         self._shards: dict[int, Shard] = {}
         self._members: list[list[Tensor]] = []
         """For each group, what stands for its parameters on this rank while the optimizer steps."""
+        self._resting: dict[Tensor, dict[str, Any]] = {}
+        """The states that frozen parameters had, until they are trained."""
 
     @property
     def kind(self) -> str:
@@ -103,7 +116,7 @@ class ClientOptimizer(SliceOptimizer):
         """
         self._shards = {shard.bucket.index: shard for shard in shards}
         parameters = {fqn: parameter for parameter, fqn in self._names.items()}
-        earlier = dict(self.optimizer.state)
+        earlier = self._resting | dict(self.optimizer.state)
         self.optimizer.state.clear()
         views: dict[str, Tensor] = {}
         for shard in shards:
@@ -118,9 +131,26 @@ class ClientOptimizer(SliceOptimizer):
                 views[piece.fqn] = tensor  # a parameter has one slice at most in a shard, and one bucket
                 self._places[(shard.bucket.index, piece.fqn)] = (piece, tensor)
             self._adopt_states(shard)
+        self._resting = {one: state for one, state in earlier.items() if self._names.get(one) not in views}
         for group in self.optimizer.param_groups:
             names = [self._names[parameter] for parameter in group["params"]]
             self._members.append([views[name] for name in names if name in views])
+
+    def rebind(self, shards: Sequence[Shard]) -> None:
+        """Go on with other shards, of more parameters. States of whole parameters go along; those of slices are left to
+        `restore`."""
+        parameters = {fqn: parameter for parameter, fqn in self._names.items()}
+        state = self.optimizer.state
+        kept = {} if self._flat else {parameters[fqn]: state.pop(tensor, {}) for fqn, tensor in self._tensors()}
+        state.clear()
+        state.update({parameter: values for parameter, values in kept.items() if values})
+        self._places.clear()
+        self._members.clear()
+        self.bind(shards)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What stands for each parameter on this rank while the optimizer steps."""
+        yield from ((fqn, tensor) for (_, fqn), (_, tensor) in self._places.items())
 
     @contextmanager
     def _on_slices(self) -> Iterator[None]:
@@ -207,7 +237,7 @@ class ClientOptimizer(SliceOptimizer):
         if saved != ours or not all(isinstance(each, dict) for each in states.values()):
             raise CheckpointError(
                 f"the saved optimizer has groups of {saved} parameters, this one of {ours}",
-                cure="build the same groups, or load another tag",
+                cure="build the same groups and freeze the same layers, or load another tag",
                 value=saved,
             )
 
@@ -223,23 +253,46 @@ class ClientOptimizer(SliceOptimizer):
         _, tensor = self._places[(shard.bucket.index, fqn)]
         return name in self.optimizer.state.get(tensor, {})
 
-    def scalar_states(self) -> dict[str, dict[str, float]]:
+    def _numbers(self) -> dict[str, dict[str, float]]:
         """States of one number each, such as step counts, by parameter name."""
         found: dict[str, dict[str, float]] = {}
-        for (_, fqn), (_, tensor) in self._places.items():
+        for fqn, tensor in self._tensors():
             numbers = {name: _number(value) for name, value in self.optimizer.state.get(tensor, {}).items()}
             found[fqn] = {name: number for name, number in numbers.items() if number is not None}
         return {fqn: numbers for fqn, numbers in found.items() if numbers}
 
+    def states_by_kind(self) -> StatesByKind:
+        """The states of the slices on this rank; none of an optimizer on whole parameters, which keeps its own."""
+        flat, others = dict[str, dict[str, str]](), list[tuple[str, str]]()
+        if not self._flat:
+            return StatesByKind({}, {}, [])
+        for (index, fqn), (_, tensor) in self._places.items():
+            shard = self._shards[index]
+            for name, value in self.optimizer.state.get(tensor, {}).items():
+                if name in shard.states:
+                    flat.setdefault(fqn, {})[name] = shard.states[name].dtype.value
+                elif value is not None and _number(value) is None:
+                    others.append((fqn, name))
+        return StatesByKind(flat, self._numbers(), others)
+
     def restore(
-        self, shards: Sequence[Shard], scalars: Mapping[str, Mapping[str, float]], is_saved: Callable[[str, str], bool]
+        self,
+        shards: Sequence[Shard],
+        scalars: Mapping[str, Mapping[str, float]],
+        is_saved: Callable[[str, str], bool],
+        names: Collection[str] | None = None,
     ) -> None:
         """Point the optimizer's states at the shards' flat buffers, which hold loaded values, and set its numbers.
 
-        `is_saved(fqn, name)` says which states the parameters had; one that had none has none again.
+        `is_saved(fqn, name)` says which states the parameters had; one that had none has none again. `names`: only
+        those of these parameters. An optimizer on whole parameters has its states elsewhere (`load_whole_state`).
         """
+        if not self._flat:
+            return
         for shard in shards:
             for piece in shard.slices:
+                if names is not None and piece.fqn not in names:
+                    continue
                 _, tensor = self._places[(shard.bucket.index, piece.fqn)]
                 state: dict[str, Any] = {
                     name: torch.tensor(number, dtype=torch.float32)
@@ -257,9 +310,20 @@ def unpacked(data: bytes, what: str) -> Any:
     """The values that `torch.save` wrote into `data`, which are `what` in messages. Raises CheckpointError for bytes
     that torch cannot read, or that hold more than tensors and plain values."""
     try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=_place_here)
     except (RuntimeError, ValueError, EOFError, UnpicklingError, BadZipFile) as error:
         raise CheckpointError(f"{what} cannot be read: {error}", cure="load another tag") from error
+
+
+def _place_here(storage: Any, location: str) -> Any:
+    """What was saved on a device that this process does not have goes to the host; None leaves the rest to torch."""
+    kind, _, index = location.partition(":")
+    try:
+        module = torch.get_device_module(kind)
+        is_here = module.is_available() and int(index or 0) < module.device_count()
+    except (RuntimeError, AttributeError, AssertionError):  # a type of device that this torch has not
+        is_here = False
+    return None if is_here else storage
 
 
 def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:

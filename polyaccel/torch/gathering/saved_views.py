@@ -74,7 +74,8 @@ class SavedViews:
             if index is None:
                 return outer[0](tensor) if outer else tensor
             full = self._gathering.full(index).raw
-            if tensor.dtype is not full.dtype:  # a reinterpreted view, whose elements count otherwise
+            is_elsewhere = tensor.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+            if is_elsewhere or tensor.dtype is not full.dtype:  # a view whose elements count otherwise
                 return tensor.clone()
             offset = tensor.storage_offset() - full.storage_offset()
             return SavedView(index, offset, tensor.size(), tensor.stride(), self._updates)

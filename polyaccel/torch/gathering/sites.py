@@ -1,5 +1,8 @@
 """Where sharded parameters are gathered: around the forward and the backward of the modules that use them.
 
+What a module uses here is this rank's affair: `ZeroStep.uses` makes gathers of it in which all ranks take part,
+whichever of them run the module too ([Note: Ways]).
+
 [Note: Forward]
 A *site* is a module and the buckets that it needs: a unit with all its parameters, or a module outside of the units
 with its own. Before its forward the buckets are held, after it they are dropped, also when it raised.
@@ -7,10 +10,11 @@ with its own. Before its forward the buckets are held, after it they are dropped
 [Note: Backward]
 The gradient of a site's output means that its backward begins: the buckets are held, and every site beside it, neither
 around nor inside, is over. For autograd runs later operations first, hence nothing of an earlier begun site is left
-when another begins. What gradients arrive, and when, has no say in it, because that may differ between ranks, and the
-order of collectives must not. A site whose calls have all run backward will see no more gradients, so the reductions of
-its buckets are launched then. Should an order of events be stranger than that, a weight is gathered because autograd
-asks for it (see [Note: What autograd saves]), and a gradient is late: slower, never wrong.
+when another begins. What gradients arrive, and when, has no say in it: ranks that run the same modules shall report the
+same uses in the same order, or they gather for each other what nobody needs. A site whose calls have all run backward
+will see no more gradients, so the reductions of its buckets are launched then. Should an order of events be stranger
+than that, a weight is gathered because autograd asks for it (see [Note: What autograd saves]), and a gradient is late:
+slower, never wrong.
 
 [Note: Transforms]
 `torch.func.grad` and its like refuse to begin where hooks on saved tensors are in force. So a site without buckets of
@@ -20,6 +24,7 @@ force, stays whole until the backward pass ends.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -34,6 +39,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.torch.gathering.saved_views import SavedViews
 from polyaccel.torch.gathering.sharded import EngineHook
 from polyaccel.torch.gathering.transforms import innermost, is_transforming, outside_transforms
+from polyaccel.zero.plan.course import End
 from polyaccel.zero.step import ZeroStep
 
 log = getLogger(__name__)
@@ -73,6 +79,13 @@ class Call:
     hooks: saved_tensors_hooks | None = None
     has_entered: bool = False
     """Its backward has begun."""
+    is_apart: bool = False
+    """All that it can use is gathered already, by `GatheredParameters` say, if it is an outermost call: each rank may
+    run it as often as it likes."""
+    learns: bool = False
+    """It is part of a training step, if it is an outermost call: the course of the next one has what it uses."""
+    outside: BaseException | None = None
+    """The exception that was being handled when it began."""
 
 
 class Sites:
@@ -84,6 +97,7 @@ class Sites:
     ) -> None:
         self._step = step
         self._begin = begin
+        self._uses = step.uses
         self._gathering = step.params.gathering
         self._saved = SavedViews(self._gathering, self._want)
         self._calls: list[Call] = []
@@ -143,8 +157,8 @@ class Sites:
         """Parameters have changed: graphs built on the old values are of no use."""
         self._saved.on_update()
 
-    def end_pass(self) -> None:
-        """The backward pass is over, or given up."""
+    def end_pass(self, is_whole: bool) -> None:
+        """The backward pass is over (`is_whole`), or given up."""
         while self._in_backward:
             self._leave(self._in_backward[-1])
         self._unfinished = [call for call in self._unfinished if not call.has_entered]
@@ -152,6 +166,10 @@ class Sites:
             self._drop_loose()
         for site in self._sites.values():
             site.usual_entries, site.entries, site.calls = site.entries, 0, 0
+        if is_whole:
+            self._uses.meet(End.BACKWARD, learn=self._learns)
+        else:
+            self._uses.abandon()
 
     def before_update(self) -> None:
         """Parameters are about to change: graphs that wait for their backward will be of no use."""
@@ -160,7 +178,7 @@ class Sites:
 
     def _drop_loose(self) -> None:
         while self._loose:
-            self._gathering.drop(self._loose.pop())
+            self._uses.end(self._loose.pop(), learn=self._step.optimizer is not None)
 
     def demand(self, buckets: Iterable[int]) -> bool:
         """Make buckets whole for an operation on a sharded parameter; False outside of forward and backward passes."""
@@ -170,7 +188,7 @@ class Sites:
                 if index not in call.site.buckets:
                     log.debug("%s uses bucket %d of other modules; it is gathered with it now", call.site.name, index)
                     self.add_buckets(call.site.module, [index])
-                    self._gathering.will_change_order()
+                    self._uses.will_change_order()
                 self._hold(call, [index])
             return True
         if self._step.in_pass:
@@ -190,7 +208,10 @@ class Sites:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not site.module:  # a copy of the module, which took the hooks along
                 return
-            call = Call(site)
+            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_pass)
+            call = Call(site, learns=learns, outside=sys.exc_info()[1])
+            if self._is_outermost and self._uses.are_open(self._inside(site)):
+                call.is_apart, call.learns = True, False
             self._calls.append(call)
             if is_transforming():
                 for outer in self._calls[:-1]:
@@ -208,8 +229,11 @@ class Sites:
             with outside_transforms():
                 if torch.is_grad_enabled():
                     self._watch(call, output)
+                learns = (self._calls[0] if self._calls else call).learns
                 for index in reversed(call.held):
-                    self._gathering.drop(index)
+                    self._uses.end(index, learn=learns)
+                if self._is_outermost and not call.is_apart:
+                    self._end_forward(call)
 
         enter, leave = EngineHook(before), EngineHook(after)
         if self._is_compiled:  # what is around or inside the site, so that its hooks would be compiled too
@@ -218,13 +242,31 @@ class Sites:
         yield site.module.register_forward_pre_hook(enter, with_kwargs=True)
         yield site.module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
+    @property
+    def _is_outermost(self) -> bool:
+        """Whether no call is under way, nor a backward pass, which may run calls anew."""
+        return not self._calls and not self._step.in_pass and not self._in_backward
+
+    def _inside(self, site: Site) -> Iterable[int]:
+        """The buckets that a call of `site` may use."""
+        return (
+            index for other in self._sites.values() if site.is_around(other) or other is site for index in other.buckets
+        )
+
+    def _end_forward(self, call: Call) -> None:
+        """An outermost call is over. If it raised, other ranks may not have come so far, and nobody is waited for."""
+        if sys.exc_info()[1] is not call.outside:
+            self._uses.abandon()
+        else:
+            self._uses.meet(End.FORWARD if call.learns else End.EVALUATION, learn=call.learns)
+
     def _hold(self, call: Call, buckets: Iterable[int]) -> None:
         """Hold buckets until the call ends, or the backward pass, should autograd keep the parameters themselves."""
         has_notes = not is_transforming() and any(one.hooks is not None for one in self._calls)
         stays = torch.is_grad_enabled() and not has_notes
         with outside_transforms():
             for index in buckets:
-                self._gathering.hold(index, learn=self._learns)
+                self._uses.begin(index, learn=self._learns)
                 call.held.append(index)
                 if stays and index not in self._loose:
                     self._want(index)
@@ -232,7 +274,8 @@ class Sites:
 
     @property
     def _learns(self) -> bool:
-        return torch.is_grad_enabled() and self._step.optimizer is not None
+        """Whether what is used now is part of a training step."""
+        return self._calls[0].learns if self._calls else self._step.optimizer is not None
 
     # Backward.
 
@@ -259,7 +302,7 @@ class Sites:
             site.held = []
             self._in_backward.append(site)
             for index in list(site.buckets):
-                self._gathering.hold(index, learn=self._step.optimizer is not None)
+                self._uses.begin(index, learn=self._learns)
                 site.held.append(index)
 
     def _leave(self, site: Site) -> None:
@@ -267,10 +310,10 @@ class Sites:
         held, site.held = site.held or [], None
         self._in_backward.remove(site)
         for index in reversed(held):
-            self._gathering.drop(index)
+            self._uses.end(index, learn=self._learns)
         self._step.release(index for index in held if all(one.is_over for one in self._of_bucket[index]))
 
     def _want(self, index: int) -> None:
         """Hold a bucket until the backward pass ends."""
-        self._gathering.hold(index)
+        self._uses.begin(index, learn=self._learns)
         self._loose.append(index)

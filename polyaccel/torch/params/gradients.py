@@ -104,6 +104,8 @@ class GradientAccess:
         self._loss_scale = loss_scale
         self._shown: dict[str, tuple[Tensor, int]] = {}
         """Whole gradients that user code has seen, each with its version when it did."""
+        self._dropped: dict[str, int] = {}
+        """Gradients that user code set to None, each with the backward pass that it came from."""
         self._norms: dict[float, list[float]] = {}
         self._norms_of = -1
         """The pass after which `_norms` were computed."""
@@ -119,6 +121,8 @@ class GradientAccess:
         self._require_unscaled(fqn, "read")
         found = shown_gradient(self._step, fqn)
         if found is None:
+            return None
+        if self._dropped.get(fqn) == self._step.passes:
             return None
         parameter, values = self._trained[fqn], _tensor(found.values.raw)
         if not found.is_whole:
@@ -139,6 +143,7 @@ class GradientAccess:
         if value is None:
             drop_gradient(self._step, fqn)
             self._shown.pop(fqn, None)
+            self._dropped[fqn] = self._step.passes
             self._norms.clear()
             return
         self._require_unscaled(fqn, "set")
@@ -151,9 +156,11 @@ class GradientAccess:
                 value=given,
             )
         self._norms.clear()
+        self._dropped.pop(fqn, None)
         if isinstance(value, ShardedGradient):
             value.part.require_of(fqn)
-            replace_gradient(self._step, fqn, wrap_torch(value.part.values), is_part=True)
+            part = value.part.values  # zeros where no rank had one
+            replace_gradient(self._step, fqn, wrap_torch(part), is_part=True, counts=bool(part.any()))
         else:
             whole = value.detach().to(parameter.device).contiguous()
             replace_gradient(self._step, fqn, wrap_torch(whole))
@@ -197,6 +204,7 @@ class GradientAccess:
     def forget(self) -> None:
         """The gradients are gone: used by an update, or discarded."""
         self._shown.clear()
+        self._dropped.clear()
         self._norms.clear()
 
     def _require_unscaled(self, fqn: str, verb: str) -> None:

@@ -279,9 +279,8 @@ class OwnedParameters:
             if parameter.requires_grad:
                 raise ShardingError(
                     f"parameter {fqn!r} was frozen when it was laid out and requires a gradient now",
-                    cure="change requires_grad between optimizer steps and run the model as engine(...), with the "
-                    "parameter in a group of the config's optimizer; with an optimizer of your own call "
-                    "polyaccel.initialize again",
+                    cure="put frozen parameters into a group of the optimizer too, change requires_grad between "
+                    "optimizer steps, and run the model as engine(...)",
                     value=fqn,
                 )
         for fqn, parameter in self._added():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
-from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, save_checkpoint
 from polyaccel.checkpoint.manifest import PARAM
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.writer import TagValidation
@@ -61,15 +61,25 @@ def save_run(
     save_latest: bool,
     tag_validation: TagValidation,
 ) -> None:
-    """Write the whole state of `run`. Collective. Raises PolyaccelError after half an update."""
+    """Write the whole state of `run`. Collective. Raises PolyaccelError after half an update, and CheckpointError for a
+    state of a client's optimizer that cannot be saved."""
     run.zero.require_whole()
     run.zero.params.fence()
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state)
     if isinstance(optimizer, ClientOptimizer):
-        for part in run.communicator.all_gather_object(optimizer.scalar_states()):
-            scalars["client_optimizer"].update(part)
+        kinds = optimizer.states_by_kind()
+        for numbers, others in run.communicator.all_gather_object((kinds.numbers, kinds.others)):
+            if others:
+                fqn, name = others[0]
+                raise CheckpointError(
+                    f"the optimizer keeps a state {name!r} of parameter {fqn!r} that is neither a number nor has a "
+                    "value for each element, and checkpoints of an optimizer that runs on slices have no place for it",
+                    cure='keep it outside of optimizer.state and save it by client_state, or use "stage": 0',
+                    value=name,
+                )
+            scalars["client_optimizer"].update(numbers)
         whole = optimizer.whole_state()
         if whole is not None:
             blobs[_CLIENT_OPTIMIZER] = whole
@@ -94,8 +104,7 @@ def save_run(
 
 def load_run(
     run: TorchRun,
-    storage: Storage,
-    tag: str | None,
+    saved: CheckpointReader,
     *,
     strict: bool,
     optimizer_states: bool,
@@ -108,7 +117,6 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
-    saved = open_checkpoint(storage, tag, communicator=run.communicator, fallback=True)
 
     def check() -> Takeover:
         return _check(
@@ -122,7 +130,31 @@ def load_run(
         )
 
     run.load_together(saved, check)
-    return f"{storage.location}/{saved.tag}", saved.scalars["client_state"]
+    return f"{saved.storage.location}/{saved.tag}", saved.scalars["client_state"]
+
+
+def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap | None) -> frozenset[str]:
+    """The members of the optimizer's groups that are laid out as frozen here, and were trained when `saved` was
+    written: their states are there. Those of others, which this run cannot train, are said to be left out.
+
+    None for a checkpoint that is refused later, or has another optimizer's states.
+    """
+    adapter = run.adapter
+    try:
+        reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in run.zero.layout.params})
+        values = SavedValues.of(reader)
+    except CheckpointError:
+        return frozenset()
+    if run.groups is None or values.optimizer is None or values.optimizer_kind != run.optimizer_kind:
+        return frozenset()
+    found = {fqn for fqn in adapter.names.values() if not adapter.is_trained(fqn) and reader.was_trained(fqn)}
+    if (left := sorted(found - adapter.frozen_members.keys())) and run.communicator.rank == 0:
+        names = ", ".join(left[:8])
+        log.warning(
+            "the checkpoint has optimizer states of %d frozen parameters that are in no group of this run's optimizer; "
+            "they are left out: %s", len(left), names,
+        )  # fmt: skip
+    return frozenset(found & adapter.frozen_members.keys())
 
 
 def _check(
@@ -178,6 +210,7 @@ def _check(
         if random_states is not None:
             random_states.restore(run.accelerator)
         if resumes_optimizer:
+            wanted.begin_fresh(run)
             run.load_groups(values)
             if client is not None:
                 client.restore(run.zero.shards, values.client_optimizer, reader.has)
@@ -297,4 +330,10 @@ def _saved_random_states(run: TorchRun, reader: RenamedReader) -> RandomStates |
     if "rng.torch" not in blobs:
         log.warning("random generators keep their present states: another framework saved the checkpoint")
         return None
-    return RandomStates.from_blobs(blobs)
+    states = RandomStates.from_blobs(blobs, run.accelerator)
+    if states.accelerator is None and run.communicator.rank == 0:
+        log.warning(
+            "random generators of accelerator %s keep their present states: the checkpoint was saved on %s",
+            run.accelerator.name, states.device or "another one",
+        )  # fmt: skip
+    return states

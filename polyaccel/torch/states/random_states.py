@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.errors import CheckpointError
+from polyaccel.errors import CheckpointError, ShardingError
 
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The states of a rank's generators, each as its own library takes it back."""
+    """The states of a rank's generators, each as its own library takes it back.
 
-    accelerator: bytes
+    `device` is the name of the accelerator whose generators' states `accelerator` has, "" where the checkpoint does not
+    say. Another one keeps its own: then `accelerator` is None.
+    """
+
+    device: str
+    accelerator: bytes | None
     torch: Tensor
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -31,16 +36,22 @@ class RandomStates:
         """The present states."""
         numpy_state = np.random.get_state(legacy=True)
         assert isinstance(numpy_state, tuple)  # as legacy=True says
-        return cls(accelerator.rng_state(), torch.get_rng_state(), random.getstate(), numpy_state)
+        state = accelerator.rng_state()
+        return cls(accelerator.name, state, torch.get_rng_state(), random.getstate(), numpy_state)
 
     @classmethod
-    def from_blobs(cls, blobs: Mapping[str, bytes]) -> RandomStates:
-        """The inverse of `to_blobs`. Raises CheckpointError for what the generators would not take."""
+    def from_blobs(cls, blobs: Mapping[str, bytes], accelerator: Accelerator) -> RandomStates:
+        """The inverse of `to_blobs`, for `accelerator`, whose generators are left as they are.
+
+        Raises CheckpointError for what the generators would not take.
+        """
         try:
             version, internal, gauss = json.loads(blobs["rng.python"])
             kind, keys, position, has_gauss, cached = json.loads(blobs["rng.numpy"])
+            device = blobs.get("rng.device", b"").decode()
             states = cls(
-                blobs["rng.accelerator"],
+                device,
+                _state_for(accelerator, blobs["rng.accelerator"], device),
                 torch.frombuffer(bytearray(blobs["rng.torch"]), dtype=torch.uint8),
                 (version, tuple(internal), gauss),
                 (kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached),
@@ -59,7 +70,8 @@ class RandomStates:
         """As bytes of a checkpoint."""
         kind, keys, position, has_gauss, cached = self.numpy
         return {
-            "rng.accelerator": self.accelerator,
+            "rng.device": self.device.encode(),
+            "rng.accelerator": self.accelerator or b"",
             "rng.torch": self.torch.numpy().tobytes(),
             "rng.python": json.dumps(self.python).encode(),
             "rng.numpy": json.dumps([kind, np.asarray(keys).tolist(), position, has_gauss, cached]).encode(),
@@ -67,7 +79,25 @@ class RandomStates:
 
     def restore(self, accelerator: Accelerator) -> None:
         """Let every generator go on from here."""
-        accelerator.set_rng_state(self.accelerator)
+        if self.accelerator is not None:
+            accelerator.set_rng_state(self.accelerator)
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+def _state_for(accelerator: Accelerator, state: bytes, device: str) -> bytes | None:
+    """The saved `state` of the accelerator called `device` ("": not said) if `accelerator` can go on from it, which is
+    tried out; None if it is another's. Raises ShardingError where its own name stands on what it does not take."""
+    if device not in ("", accelerator.name):
+        return None
+    present = accelerator.rng_state()
+    try:
+        accelerator.set_rng_state(state)
+    except ShardingError:
+        if device:
+            raise
+        return None
+    finally:
+        accelerator.set_rng_state(present)
+    return state

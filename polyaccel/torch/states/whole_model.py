@@ -101,7 +101,7 @@ def save_whole_model(
     Collective; the file is complete on rank 0's disk when it returns on any rank. Raises CheckpointError on all ranks
     when it cannot be written, and PolyaccelError after half an update.
     """
-    entries = _entries_of_writer(adapter, zero, exclude_frozen=exclude_frozen)
+    entries = entries_of_writer(adapter, zero, exclude_frozen=exclude_frozen)
     problem = ""
     if zero.communicator.rank == 0:
         try:
@@ -118,7 +118,7 @@ def save_whole_model(
         )
 
 
-def _entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
+def entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
     """The module's state dict on rank 0, in host memory and in the types that are trained with; empty elsewhere.
 
     Collective. One bucket is whole at a time. Tied parameters share one tensor.

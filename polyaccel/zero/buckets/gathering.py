@@ -6,11 +6,15 @@ Gathered memory serves the next bucket as soon as it is free. Somebody may still
 of references to it, and left to its holder instead.
 
 [Note: Holds]
-A caller that needs a bucket whole holds it (`hold`) and drops it afterwards; holds nest. A bucket without holds is
-idle: it is freed at once, or kept while its next use is near. What "near" means follows from the order in which the
-last step held its buckets: the same order is expected again, gives prefetching its targets, and tells how many
-elements will be held before a bucket is needed once more. An order that deviates is served on demand: the same
-collectives happen, only not ahead. Every rank sees the same holds in the same order, so every rank decides alike.
+The ranks together hold a bucket (`hold`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
+freed at once, or kept while its next use is near. What "near" means follows from the course that the step follows,
+which gives prefetching its targets and tells how many elements will be held before a bucket is needed once more. Every
+rank makes the same holds and drops in the same order, so every rank decides alike.
+
+[Note: What a rank keeps]
+Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`; `zero.buckets.uses` makes
+holds of them that all ranks follow). What the ranks free while one of them still uses it stays with that rank, bound to
+its parameters, until it is done; nobody else knows of it, so it counts nowhere.
 
 [Note: Reading ahead]
 A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
@@ -25,53 +29,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from polyaccel.buffer import Buffer, Cuts
+from polyaccel.buffer import Buffer
 from polyaccel.comm.work import DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
-from polyaccel.offload.tier import DoneFetch, Fetch, Tier
-from polyaccel.zero.buckets.reuse import SecondCopies, UseOrder
+from polyaccel.offload.tier import DoneFetch, Fetch
+from polyaccel.zero.buckets.reuse import SecondCopies
+from polyaccel.zero.buckets.sharded_bucket import KeptBucket, ShardedBucket
 from polyaccel.zero.parts import Communicators
-from polyaccel.zero.plan.bucket_plan import BucketPlan
+from polyaccel.zero.plan.course import Course
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.policy import GatherPolicy
 from polyaccel.zero.plan.pool import BufferPool
-
-
-class ShardedBucket:
-    """One bucket's parameters where they are sharded: this rank's slice for good, all of it only while needed.
-
-    `source` is the tier that `own` rests in, off the device; None for one on the device, which is used as it is.
-    """
-
-    def __init__(self, plan: BucketPlan, own: Buffer, source: Tier | None) -> None:
-        self.plan = plan
-        self.bucket = bucket = plan.bucket
-        self.own = own
-        self.source = source
-        self.full: Buffer | None = None
-        self.slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
-        """The parameters in `full`."""
-        self.fetch: Fetch | None = None
-        """This rank's part of `full` is under way from `source`, and the gather not launched yet."""
-        self.work: Work | None = None
-        self.holds = 0
-        self.is_exact = True
-        """`full` has the values of the slices, not what is left of them after a quantised gather."""
-        self.is_ahead = False
-        """Gathered before it was needed."""
-        self.references = 0
-        """To the memory of `full` when it was lent."""
-        self.began_in = 0
-        """The period in which the fetch began."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.full is not None and self.fetch is None and self.work is None
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether fetching takes so long that it is worth beginning ahead of the gather."""
-        return self.source is not None and not self.source.is_resident
 
 
 class Gathering:
@@ -93,15 +61,19 @@ class Gathering:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicators = communicators
+        self._rank = communicators.exact.rank
         self._second = SecondCopies(communicators.near)
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
         self._pool = BufferPool(communicators.exact.allocate, policy.max_live_numel)
-        numels = {index: place.bucket.numel for index, place in self._buckets.items()}
-        self._order = UseOrder(numels, warn=policy.warn_of_deviations)
+        self.course = Course({index: place.bucket.numel for index, place in self._buckets.items()})
         self.live_numel = 0
-        """Elements gathered at present, those under way included."""
+        """Elements gathered at present, those under way included; the same on all ranks."""
+        self.kept_numel = 0
+        """Elements that this rank keeps beside them."""
+        self.apart_numel = 0
+        """The most that any rank keeps beside them, where the ranks have just told each other."""
         self.peak_numel = 0
         self.is_suspended = False
         """The ranks' slices are elsewhere; nothing can be gathered."""
@@ -115,38 +87,71 @@ class Gathering:
     def __contains__(self, index: int) -> bool:
         return index in self._buckets
 
+    def __getitem__(self, index: int) -> ShardedBucket:
+        return self._buckets[index]
+
     def full(self, index: int) -> Buffer:
         """The whole bucket. Raises ShardingError while it is sharded."""
         place = self._buckets[index]
-        if place.full is None or not place.is_whole:
+        whole = place.full if place.kept is None else place.kept.full
+        if whole is None or not self.is_whole(index):
             raise ShardingError(f"bucket {index} is sharded at present", cure="hold it first", value=index)
-        return place.full
+        return whole
 
     def is_whole(self, index: int) -> bool:
-        return self._buckets[index].is_whole
+        """Whether this rank has the bucket."""
+        place = self._buckets[index]
+        return place.kept is not None or place.is_whole
 
     def is_exact(self, index: int) -> bool:
         """Whether a gathered bucket has the values of the slices, not what a quantised gather leaves of them."""
-        return self._buckets[index].is_exact
+        place = self._buckets[index]
+        return place.is_exact if place.kept is None else place.kept.is_exact
 
     def whole_or_none(self, index: int) -> Buffer | None:
         """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
         under way is forgotten."""
         place = self._buckets[index]
+        whole = self._common_or_none(place)
+        return whole if place.kept is None else place.kept.full
+
+    def _common_or_none(self, place: ShardedBucket) -> Buffer | None:
+        """The same of what the ranks have gathered together."""
         if place.fetch is not None:
             self._free(place)
         if place.work is not None:
             self._settle(place)
         return place.full
 
-    def hold(self, index: int, *, learn: bool = True, exact: bool = False) -> None:
-        """Make bucket `index` whole until a matching `drop`. Collective. `learn`: the use is part of a training
-        step. `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
+    # Uses by this rank.
+
+    def begin_use(self, index: int) -> bool:
+        """This rank uses a bucket until a matching `end_use`. Returns whether it has it: a gather under way is waited
+        for, none is launched. Raises ShardingError while gathering is suspended."""
+        place = self._buckets[index]
+        self._require_active(index)
+        if place.work is not None and place.kept is None:
+            self._settle(place)
+        place.uses += 1
+        return self.is_whole(index)
+
+    def end_use(self, index: int) -> None:
+        """Undo one `begin_use`. What the ranks have freed in the meantime goes with the last one."""
+        place = self._buckets[index]
+        if place.uses == 0:
+            raise InvariantError(f"the use of bucket {index} ended more often than it began", value=index)
+        place.uses -= 1
+        if place.uses == 0 and place.kept is not None:
+            self._let_go(place, place.kept)
+
+    # Holds by all ranks.
+
+    def hold(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
+        """Make bucket `index` whole until a matching `drop`. Collective. `ahead`: then gather what the course has next.
+        `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
         gathering is suspended."""
         place = self._buckets[index]
         self._require_active(index)
-        if place.holds == 0 and learn:
-            self._order.note(index)
         self._period += self._has_dropped
         self._has_dropped = False
         if place.full is None:
@@ -155,13 +160,14 @@ class Gathering:
         if place.fetch is not None:
             self._launch(place)
         place.holds += 1
+        self._end_ahead(place)
         try:
             if place.work is not None:
                 self._settle(place)
             if exact and place.full is not None and not place.is_exact:
                 place.is_exact = True
                 self._gather(place, place.full, self._start_fetch(place, place.full), exact=True, async_op=False)
-            if learn:
+            if ahead:
                 self._prefetch()
         except BaseException:
             place.holds -= 1  # whoever failed to get it will not drop it
@@ -185,7 +191,7 @@ class Gathering:
             return
         if place.holds == 0:
             self._free(place)
-        elif not self._is_own(place):
+        elif not place.is_own:
             fetch = self._start_fetch(place, place.full)
             self._gather(place, place.full, fetch, exact=place.is_exact, async_op=False)
 
@@ -199,8 +205,8 @@ class Gathering:
         Collective, unless it is whole already."""
         place = self._buckets[index]
         self._require_active(index)
-        whole = self.whole_or_none(index)
-        if (whole is not None and place.is_exact) or self._is_own(place):
+        whole = self._common_or_none(place)
+        if (whole is not None and place.is_exact) or place.is_own:
             yield place.own if whole is None else whole
             return
         self._make_room(place.bucket.numel)
@@ -220,10 +226,6 @@ class Gathering:
             if place.holds == 0 and place.full is not None:
                 self._free(place)
 
-    def will_change_order(self) -> None:
-        """The next step uses buckets in another order than this one, and rightly so."""
-        self._order.will_change()
-
     def suspend(self) -> None:
         """Free everything and gather nothing until `is_suspended` is False again. Raises ShardingError if a bucket is
         held."""
@@ -239,18 +241,17 @@ class Gathering:
         self._second.trim()
 
     def end_step(self) -> None:
-        """The optimizer step is over: what was gathered is stale, and the next step begins.
+        """The optimizer step is over: what was gathered is stale.
 
         Raises ShardingError if a bucket is still held.
         """
         self.require_idle()
         self.free_idle()
         self._second.forget_all()
-        self._order.end_step()
 
     def require_idle(self) -> None:
-        """Raise ShardingError if a bucket is held."""
-        held = [index for index, place in self._buckets.items() if place.holds]
+        """Raise ShardingError if a bucket is held, or used by this rank."""
+        held = [index for index, place in self._buckets.items() if place.holds or place.uses]
         if held:
             raise ShardingError(
                 f"buckets {held} are gathered and in use",
@@ -259,26 +260,28 @@ class Gathering:
             )
 
     def close(self) -> None:
-        """Free everything, also what is held."""
+        """Free everything, also what is held or used."""
         for place in self._buckets.values():
-            place.holds = 0
+            place.holds = place.uses = 0
+            if place.kept is not None:
+                self._let_go(place, place.kept)
         self.free_idle()
 
     def _is_worth_keeping(self, index: int) -> bool:
-        near = self._order.distance(index) <= self._policy.max_reuse_numel
-        return near and self.live_numel <= self._policy.max_live_numel
+        near = self.course.distance(index) <= self._policy.max_reuse_numel
+        return near and self.live_numel + self.apart_numel <= self._policy.max_live_numel
 
     def _make_room(self, numel: int) -> None:
         """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
         idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
-        idle.sort(key=self._order.distance)
-        while idle and self.live_numel + numel > self._policy.max_live_numel:
+        idle.sort(key=self.course.distance)
+        while idle and self.live_numel + self.apart_numel + numel > self._policy.max_live_numel:
             self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
         """Begin with what comes next, then gather what was begun before. See [Note: Reading ahead]."""
-        begun = [self._buckets[index] for index in self._order.upcoming() if self._buckets[index].fetch is not None]
-        for index in self._order.upcoming():
+        begun = [self._buckets[index] for index in self.course.upcoming() if self._buckets[index].fetch is not None]
+        for index in self.course.upcoming():
             place = self._buckets[index]
             if place.full is not None:
                 continue
@@ -301,12 +304,12 @@ class Gathering:
 
     def _count_live(self, numel: int) -> None:
         self.live_numel += numel
-        self.peak_numel = max(self.peak_numel, self.live_numel)
+        self.peak_numel = max(self.peak_numel, self.live_numel + self.kept_numel)
 
     def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
         """Give a bucket its memory, and start to fetch this rank's part of it."""
-        place.is_exact = exact or self._is_own(place) or self._communicators.are_exact(place.bucket)
-        if self._is_own(place):
+        place.is_exact = exact or place.is_own or self._communicators.are_exact(place.bucket)
+        if place.is_own:
             place.full, place.fetch = place.own, DoneFetch()
         else:
             place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
@@ -332,58 +335,66 @@ class Gathering:
         `full`, so that it needs no other memory."""
         if place.source is None:
             return DoneFetch()
-        return place.source.fetch(place.own, self._own_part(place, full))
+        return place.source.fetch(place.own, place.own_part(full, self._rank))
 
     def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
-        if self._is_own(place):
+        if place.is_own:
             return DoneWork()
         work = self._second.gather(place.bucket, full, exact=exact, async_op=async_op)
         if work is not None:
             return work
         communicator = self._communicators.exact if exact else self._communicators.of_passes(place.bucket)
-        own = place.own if place.source is None else self._own_part(place, full)
+        own = place.own if place.source is None else place.own_part(full, self._rank)
         return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
 
-    def _own_part(self, place: ShardedBucket, full: Buffer) -> Buffer:
-        low, high = place.bucket.shard_bounds(self._communicators.exact.rank)
-        return full.view(low, high - low)
-
     def _settle(self, place: ShardedBucket) -> None:
-        """Finish the gather under way and let the frontend see the parameters."""
+        """Finish the gather under way and let the frontend see the parameters, which no longer need what this rank
+        kept."""
         assert place.work is not None  # the callers' condition
         assert place.full is not None
         with self._waiting():
             place.work.wait()
         place.work = None
-        self._end_ahead(place)
         if place.is_exact is self._communicators.are_exact(place.bucket):  # as passes see it
             self._second.keep(place.plan, place.full, is_exact=place.is_exact)
+        if place.kept is not None:
+            self._let_go(place, place.kept)
         self._on_bound(place.bucket, place.slots.of(place.full))
 
     def _end_ahead(self, place: ShardedBucket) -> None:
+        """Not when a rank finds the bucket there, which others may do later, but when the ranks hold or free it."""
         self._ahead_numel -= place.bucket.numel * place.is_ahead
         place.is_ahead = False
 
     def _free(self, place: ShardedBucket) -> None:
         """Let go of a bucket; what is under way is waited for."""
         assert place.full is not None  # the callers' condition
+        self._end_ahead(place)
         if place.work is not None:
             self._settle(place)
         if place.fetch is not None:
             place.fetch.drop()
             place.fetch = None
-            self._end_ahead(place)
+            self._give_back(place, place.full, place.references)
+        elif place.uses:
+            place.kept = KeptBucket(place.full, place.references, place.is_exact)
+            self.kept_numel += place.bucket.numel
         else:
             self._on_freed(place.bucket)
-        if not self._is_own(place):
-            is_kept = place.full.references() > place.references
-            (self._pool.forget if is_kept else self._pool.release)(place.full)
+            self._give_back(place, place.full, place.references)
         place.full = None
         self._count_live(-place.bucket.numel)
 
-    @staticmethod
-    def _is_own(place: ShardedBucket) -> bool:
-        """Whether the own slice is the bucket: on a single rank nothing is gathered, nor copied if it is on the
-        device."""
-        return place.source is None and place.own.numel == place.bucket.numel
+    def _let_go(self, place: ShardedBucket, kept: KeptBucket) -> None:
+        """This rank no longer uses what it kept."""
+        self._on_freed(place.bucket)
+        place.kept = None
+        self.kept_numel -= place.bucket.numel
+        self._give_back(place, kept.full, kept.references)
+
+    def _give_back(self, place: ShardedBucket, full: Buffer, references: int) -> None:
+        """See [Note: Views that outlive their bucket]."""
+        if not place.is_own:
+            is_viewed = full.references() > references
+            (self._pool.forget if is_viewed else self._pool.release)(full)

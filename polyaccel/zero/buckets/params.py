@@ -21,8 +21,9 @@ from polyaccel.comm.work import Work
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 from polyaccel.zero.buckets.bucket_params import BucketParams
-from polyaccel.zero.buckets.gathering import Gathering, ShardedBucket
+from polyaccel.zero.buckets.gathering import Gathering
 from polyaccel.zero.buckets.rounding import WeightRounding
+from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.parts import StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Bucket, Slot
@@ -218,7 +219,7 @@ class ParamStore:
     def hold(self, index: int) -> Buffer:
         """The whole bucket, kept whole until a matching `drop`. Collective where it is sharded."""
         if index in self.gathering:
-            self.gathering.hold(index, learn=False, exact=True)
+            self.gathering.hold(index, exact=True)
         return self.full(index)
 
     @contextmanager

@@ -5,12 +5,12 @@ neither the norm nor the clip factor depends on how parameters are cut, or on wh
 
 [Note: One small all-reduce]
 At the end of a step each rank knows for each parameter whether it got a gradient here, for each bucket whether
-gradients came too late for its reduction, and whether somebody may have changed parameters by hand. That is known
-without any gradient's value, so it can be agreed on while reductions are under way. The squared norm of each
-parameter's slice here is known when all of them have ended; overflow and the culprit's name follow from it. Both travel
-as vectors of float64, through one small all-reduce where an update must know the norm before it begins and through one
-each where it need not. What ranks decide follows from those vectors alone, so they cannot
-disagree.
+gradients came too late for its reduction, whether somebody may have changed parameters by hand, and whether the step
+took another course than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on
+while reductions are under way. The squared norm of each parameter's slice here is known when all of them have ended;
+overflow and the culprit's name follow from it. Both travel as vectors of float64, through one small all-reduce where an
+update must know the norm before it begins and through one each where it need not. What ranks decide follows from those
+vectors alone, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -123,13 +123,25 @@ def _float32(value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Flags:
+    """What a rank says of itself when an update begins, and then what some rank has said."""
+
+    has_changes: bool = False
+    """Parameters may have been changed by hand."""
+    has_deviated: bool = False
+    """Buckets were used in another way than the course of the step says."""
+
+
+@dataclass(frozen=True, slots=True)
 class Arrivals:
-    """`touched` holds the parameters with a gradient on some rank, `late_buckets` where one came late on some rank.
-    `has_changes`: on some rank parameters may have been changed by hand."""
+    """`touched` holds the parameters with a gradient on some rank, `late_buckets` where one came late on some rank."""
 
     touched: frozenset[str]
     late_buckets: tuple[int, ...]
-    has_changes: bool
+    flags: Flags
+
+
+_NO_FLAGS = Flags()
 
 
 class GradientFacts:
@@ -150,13 +162,13 @@ class GradientFacts:
         self.by_hand = ByHand()
         """What user code on this rank did to gradients since the last update."""
 
-    def agree_on_arrivals(self, *, has_changes: bool = False) -> Arrivals:
+    def agree_on_arrivals(self, flags: Flags = _NO_FLAGS) -> Arrivals:
         """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way.
 
-        `has_changes`: parameters may have been changed by hand on this rank. Raises ShardingError where user code on
-        different ranks did different things to gradients.
+        `flags` are this rank's. Raises ShardingError where user code on different ranks did different things to
+        gradients.
         """
-        arrivals = self._interpret(self._exchange(self._flags(has_changes), "arrivals"))
+        arrivals = self._interpret(self._exchange(self._counts(flags), "arrivals"))
         self._reduce_late(arrivals)
         return arrivals
 
@@ -164,12 +176,10 @@ class GradientFacts:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
         return GradientNorm.of(self._exchange(sums.read(), "norms"), self._layout, loss_scale)
 
-    def agree_on_everything(
-        self, loss_scale: float, *, measure: bool, has_changes: bool
-    ) -> tuple[Arrivals, GradientNorm]:
+    def agree_on_everything(self, loss_scale: float, flags: Flags, *, measure: bool) -> tuple[Arrivals, GradientNorm]:
         """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
         count = len(self._layout.params)
-        values = self._exchange(self._sums(measure).read() + self._flags(has_changes), "norms and arrivals")
+        values = self._exchange(self._sums(measure).read() + self._counts(flags), "norms and arrivals")
         arrivals = self._interpret(values[count:])
         if arrivals.late_buckets:
             self._reduce_late(arrivals)
@@ -193,12 +203,12 @@ class GradientFacts:
             self.add_squares(sums, gradients)
         return sums
 
-    def _flags(self, has_changes: bool) -> array[float]:
-        """How often each parameter got a gradient, then whether each bucket has late ones, whether parameters may have
-        been changed, and last whether user code did something to gradients."""
+    def _counts(self, own: Flags) -> array[float]:
+        """How often each parameter got a gradient, then whether each bucket has late ones, the two of `Flags`, and last
+        whether user code did something to gradients."""
         count = len(self._layout.params)
-        flags = array("d", bytes(8 * (count + len(self.buckets) + 2)))
-        flags[-2:] = array("d", (has_changes, bool(self.by_hand)))
+        flags = array("d", bytes(8 * (count + len(self.buckets) + 3)))
+        flags[-3:] = array("d", (own.has_changes, own.has_deviated, bool(self.by_hand)))
         for index, gradients in enumerate(self.buckets):
             for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
                 flags[self._layout.position[slot.param.fqn]] = touched
@@ -207,12 +217,12 @@ class GradientFacts:
 
     def _interpret(self, flags: array[float]) -> Arrivals:
         names = [param.fqn for param in self._layout.params]
-        late = tuple(index for index, flag in enumerate(flags[len(names) : -2]) if flag)
-        has_changes, is_by_hand = map(bool, flags[-2:])
+        late = tuple(index for index, flag in enumerate(flags[len(names) : -3]) if flag)
+        has_changes, has_deviated, is_by_hand = map(bool, flags[-3:])
         if is_by_hand and self._communicator.world_size > 1:
             self._compare_by_hand(names, late)
         touched = frozenset(name for name, arrived in zip(names, flags, strict=False) if arrived)
-        return Arrivals(touched, late, has_changes)
+        return Arrivals(touched, late, Flags(has_changes, has_deviated))
 
     def _compare_by_hand(self, names: list[str], late: tuple[int, ...]) -> None:
         """See `zero.update.by_hand`."""

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from polyaccel_deepspeed.names.surface import MODULES
 
 from polyaccel.config import Config
-from polyaccel.config.absent import ABSENT, absent_keys
+from polyaccel.config.absent import ABSENT, BELOW, absent_keys
 from polyaccel.config.keys import walk_keys
 from polyaccel.errors import CommTimeout
 
@@ -50,7 +51,19 @@ def test_every_key_stands_in_the_reference_absent_ones_too(site: Path) -> None:
     assert [key.dotted for key in walk_keys(Config) if f'id="{key.dotted}"' not in page] == []
     text = " ".join(text_of(site / "reference" / "config" / "index.html").split())
     assert [key for key in absent_keys() if key not in text] == []
-    assert [entry.feature for entry in ABSENT if f": {entry.feature}. Cure: " not in text] == []
+    ends = {entry.feature: "." if entry.is_tuning else ". Cure: " for entry in ABSENT}
+    assert [feature for feature, end in ends.items() if f": {feature}{end}" not in text] == []
+
+
+def test_the_page_about_deepspeed_has_every_name_and_every_key_of_it(site: Path) -> None:
+    text = " ".join(text_of(site / "compatibility" / "index.html").split())
+    rows = {f"{name} {one.status.value}" for entry in MODULES.values() for name, one in entry.names.items()}
+    assert [row for row in sorted(rows) if f" {row} " not in text] == []
+    keys = (ROOT / "tests" / "golden" / "deepspeed_keys.txt").read_text(encoding="utf-8").split()
+    above = {pattern.removesuffix(BELOW) for entry in ABSENT for pattern in entry.keys if pattern.endswith(BELOW)}
+    sections = {key.dotted for key in walk_keys(Config) if key.is_section}
+    own = [key for key in keys if key not in sections and not any(key.startswith(f"{each}.") for each in above)]
+    assert [key for key in own if f" {key} " not in text] == []
 
 
 def test_the_reference_has_types_and_defaults(site: Path) -> None:

@@ -31,7 +31,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 

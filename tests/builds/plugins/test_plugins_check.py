@@ -3,6 +3,7 @@ that says so, and everybody else's goes on working."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,37 +77,45 @@ def check(site: Path, cache: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def failed(output: str) -> dict[str, str]:
-    """Of each failed row the reason, which may go on over several lines."""
+    """Of each failed row what was found, which may go on over several lines."""
     found: dict[str, str] = {}
-    title = ""
+    title = head = ""
     for line in output.splitlines():
-        if not line.startswith(" " * 11):
-            title = line[11:71].strip() if line.startswith("  failed ") else ""
+        if line.startswith("  ") and line[2] != " ":
+            title = line[2:63].strip() if line[63:].startswith("failed ") else ""
             found |= {title: ""} if title else {}
-        elif title:
-            found[title] += f"{line.strip()} "
+        elif title and line.startswith("    "):
+            head = line[4:10].strip() or head
+            found[title] += f"{line[11:]} " if head == "found" else ""
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "row", "reason"),
     [
         (
             "future",
+            "the class loads",
             "accelerator 'future' (package acme_future 1.5) was written for version 9.0 of the accelerator API; ",
         ),
-        ("raising", "accelerator 'raising' (package acme_raising 1.5) cannot be imported from "),
-        ("heavy", "importing and probing it imports jax"),
-        ("npu", "cannot be used here: no Ascend NPU"),
+        (
+            "raising",
+            "the class loads",
+            "accelerator 'raising' (package acme_raising 1.5) cannot be imported from ",
+        ),
+        ("heavy", "probing loads no framework", "frameworks that importing and probing it imports: expected [], got"),
+        ("npu", "it can be used here", "cannot be used here: no Ascend NPU"),
     ],
 )
-def test_a_plugin_that_cannot_be_used_fails_with_its_reason(name: str, reason: str, site: Path, tmp_path: Path) -> None:
+def test_a_plugin_that_cannot_be_used_fails_with_its_reason(
+    name: str, row: str, reason: str, site: Path, tmp_path: Path
+) -> None:
     done = check(site, tmp_path, name)
     assert done.returncode == 1
-    (row,) = failed(done.stdout).items()
-    assert row[0] == "probing finds it usable and loads no framework"
-    assert row[1].removeprefix("PluginContractError: ").startswith(reason)
-    assert "0 ok, 1 failed, 0 skipped" in done.stdout
+    ((title, found),) = failed(done.stdout).items()
+    assert title == row
+    assert found.removeprefix("importing it: ").startswith(reason)
+    assert " 1 failed, 0 skipped" in done.stdout
 
 
 def test_two_plugins_of_one_name_are_both_named(site: Path, tmp_path: Path) -> None:
@@ -120,9 +129,14 @@ def test_lies_in_capabilities_turn_the_rows_about_them_red(site: Path, tmp_path:
     done = check(site, tmp_path, "lying", "-n", "1")
     assert done.returncode == 1, done.stdout
     rows = failed(done.stdout)
-    assert rows.keys() == {"streams overlap where that is claimed", "pinned copies are part of their stream"}
+    assert rows.keys() == {
+        "streams overlap where that is claimed",
+        "pinned copies are part of their stream",
+        "torch knows enough of the device",
+    }
     assert rows["streams overlap where that is claimed"].startswith("streams=True is claimed, but work on one")
     assert rows["pinned copies are part of their stream"].startswith("host_pinning is claimed, but allocate(")
+    assert "`record_stream`, where `streams` is claimed" in rows["torch knows enough of the device"]
 
 
 def test_a_crash_is_one_row_and_the_others_are_run(site: Path, tmp_path: Path) -> None:
@@ -131,8 +145,8 @@ def test_a_crash_is_one_row_and_the_others_are_run(site: Path, tmp_path: Path) -
     assert done.returncode == 1
     rows = failed(done.stdout)
     assert "names are sorted and only of one folder" in rows
-    assert all("died with exit code -6" in reason for reason in rows.values())
-    assert "  ok       files are written and read " in done.stdout
+    assert all("died with exit code -6 (SIGABRT) at acme_fragile.py:" in reason for reason in rows.values())
+    assert re.search("^  files are written and read +ok ", done.stdout, re.MULTILINE)
     suites = {suite.get("name"): suite for suite in ElementTree.parse(report).getroot()}
     assert set(suites) == {"plugin", "storage contract"}
     contract = suites["storage contract"]
@@ -144,6 +158,14 @@ def test_a_crash_is_one_row_and_the_others_are_run(site: Path, tmp_path: Path) -
     assert failure is not None
     assert "exit code -6" in (failure.get("message") or "")
     assert "Traceback" in (failure.text or "")
+
+
+def test_only_some_rows_are_run_and_each_says_what_it_wants(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "check", "file", "--only", "large", "-v"]) == 0
+    output = " ".join(capfd.readouterr().out.split())
+    assert "a file may be large ok" in output
+    assert "wants A file of many chunks has all of them, in order: tensors are larger than any buffer." in output
+    assert "1 ok, 0 failed, 0 skipped" in output
 
 
 def test_the_rest_keeps_working_beside_broken_plugins(site: Path, tmp_path: Path) -> None:
@@ -173,6 +195,8 @@ def test_a_name_of_several_kinds_asks_for_the_kind(capsys: pytest.CaptureFixture
     assert "no plugin of any kind is called 'pigeon'" in capsys.readouterr().err
     assert main(["plugins", "check", "cpu", "-n", "0"]) == 1
     assert "0 ranks cannot be started" in capsys.readouterr().err
+    assert main(["plugins", "check", "cpu", "--timeout", "0"]) == 1
+    assert "--timeout 0: expected seconds, more than 0" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(200)
@@ -180,11 +204,28 @@ def test_a_comm_backend_is_checked_between_processes(tmp_path: Path, capfd: pyte
     report = tmp_path / "report.xml"
     assert main(["plugins", "check", "gloo", "-n", "2", "--junit", str(report)]) == 0
     output = capfd.readouterr().out
-    assert "\ncomm contract: gloo between 2 ranks of cpu\n  ok       ranks meet " in output
-    assert "\n  ok       ten steps of a torch module agree at every stage " in output
+    assert re.search("^comm contract: gloo between 2 ranks of cpu\n  ranks meet +ok ", output, re.MULTILINE)
+    assert re.search("^  ten steps of a torch module agree at every stage +ok ", output, re.MULTILINE)
     assert max(map(len, output.splitlines())) <= 80
     cases = ElementTree.parse(report).getroot().findall("*/testcase")
     assert f"\n{len(cases)} ok, 0 failed, 0 skipped in " in output
+
+
+PAPER = """
+from jax._src import xla_bridge
+def initialize():
+    xla_bridge.register_backend_factory("paper", xla_bridge.make_cpu_client, priority=-1)
+"""
+
+
+def test_a_device_that_only_jax_knows_is_checked_by_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    site = tmp_path / "site"
+    install(site, Distribution("paper_plugin", "1.0", PAPER, {"jax_plugins": {"paper": "paper_plugin"}}))
+    done = check(site, tmp_path, "paper", "-n", "2", "--only", "a function of jax")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("accelerator paper of torch or JAX without a plugin\n")
+    assert re.search("^  steps of a function of jax agree at every stage +ok ", done.stdout, re.MULTILINE)
 
 
 def test_it_needs_no_pytest() -> None:

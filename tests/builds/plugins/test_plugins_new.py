@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from polyaccel.cli.main import main
-from polyaccel.cli.plugins.new import KINDS
+from polyaccel.cli.plugins.new import KINDS, package_of
 
 ROOT = Path(__file__).parents[3]
 PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
 SETTINGS = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_ROOT_USER_ACTION": "ignore",
-    "OMP_NUM_THREADS": "1",
     "POLYACCEL_MATRIX_KERNELS": "off",
 }
 TRAIN = """
@@ -35,23 +34,28 @@ for _ in range(5):
     loss = engine(torch.ones(2, 4)).square().mean()
     engine.backward(loss)
     engine.step()
-print(polyaccel.get_accelerator().name, polyaccel.comm.default_communicator().backend, loss.item())
+if polyaccel.comm.get_rank() == 0:
+    print(polyaccel.get_accelerator().name, polyaccel.comm.default_communicator().backend, loss.item())
 """
 
 
-def name_of(kind: str) -> str:
-    return f"acme-{kind}"
+NAME, PAIR, OF_JAX = "acme", "bolt", "cog"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new plugin of every kind, each in a folder of its name, and all installed below `site`."""
+    """A new plugin of every kind, each in a package and a folder of its own, one package of two kinds, and an
+    accelerator of JAX; all installed below `site`."""
     folder = tmp_path_factory.mktemp("new")
     for kind in KINDS:
-        assert main(["plugins", "new", name_of(kind), "--kind", kind, "--folder", str(folder / kind)]) == 0
-    sources = [str(folder / kind) for kind in KINDS]
+        assert main(["plugins", "new", NAME, "--kind", kind, "--folder", str(folder / kind)]) == 0
+    pair = ["--kind", "accelerator", "--kind", "comm", "--folder", str(folder / PAIR)]
+    assert main(["plugins", "new", PAIR, *pair]) == 0
+    of_jax = ["--kind", "accelerator", "--framework", "jax", "--folder", str(folder / OF_JAX)]
+    assert main(["plugins", "new", OF_JAX, *of_jax]) == 0
+    sources = [str(folder / one) for one in (*KINDS, PAIR, OF_JAX)]
     subprocess.run(
-        [*PIP, "--target", str(folder / "site"), *sources], check=True, timeout=100, env={**os.environ, **SETTINGS}
+        [*PIP, "--target", str(folder / "site"), *sources], check=True, timeout=400, env={**os.environ, **SETTINGS}
     )
     return folder
 
@@ -67,10 +71,12 @@ def run(folder: Path, *command: str, **environ: str) -> subprocess.CompletedProc
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_passes_its_check(kind: str, folder: Path) -> None:
-    done = run(folder, "polyaccel", "plugins", "check", name_of(kind))
+    done = run(folder, "polyaccel", "plugins", "check", NAME, "--kind", kind)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{name_of(kind)} of polyaccel-{name_of(kind)} 0.1.0\n" in done.stdout
+    assert f"{NAME} of {package_of(NAME, [kind])} 0.1.0\n" in done.stdout
     assert " 0 failed, " in done.stdout
+    if kind in ("monitor", "storage"):
+        assert " 0 skipped in " in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -85,23 +91,43 @@ def test_a_new_plugin_passes_its_own_test(kind: str, folder: Path) -> None:
     assert len(code) <= 15
 
 
+def test_kinds_of_one_name_are_packages_of_their_own_unless_asked_for_together(folder: Path) -> None:
+    packages = {path.name.partition("-0.1.0")[0] for path in (folder / "site").glob("*.dist-info")}
+    assert packages == {
+        *(package_of(NAME, [kind]).replace("-", "_") for kind in KINDS),
+        *("polyaccel_bolt", "polyaccel_cog"),
+    }
+    text = (folder / PAIR / "pyproject.toml").read_text()
+    assert (
+        '[project.entry-points."polyaccel.accelerators"]\nbolt = "polyaccel_bolt.accelerator:BoltAccelerator"' in text
+    )
+    assert '[project.entry-points."polyaccel.comm"]\nbolt = "polyaccel_bolt.comm:BoltBackend"' in text
+
+
+LAUNCHERS = {
+    "polyaccel run": ["polyaccel", "run", "--nproc", "2"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_training_runs_on_what_was_written(stage: int, folder: Path) -> None:
+def test_training_runs_on_what_was_written(stage: int, launcher: str, folder: Path) -> None:
+    """The accelerator's own comm backend is the one of its package."""
     script = folder / f"train{stage}.py"
     script.write_text(TRAIN.replace("STAGE", str(stage)))
-    names = {"DS_ACCELERATOR": name_of("accelerator"), "POLYACCEL_COMM": name_of("comm")}
-    done = run(folder, "polyaccel", "run", "--nproc", "2", str(script), **names)
+    done = run(folder, *LAUNCHERS[launcher], str(script), DS_ACCELERATOR=PAIR)
     assert done.returncode == 0, done.stderr
     plain = run(folder, "polyaccel", "run", "--nproc", "2", str(script))
     assert plain.returncode == 0, plain.stderr
     (accelerator, backend, ours), (_, _, expected) = (one.stdout.splitlines()[-1].split()[-3:] for one in (done, plain))
-    assert (accelerator, backend) == (name_of("accelerator"), name_of("comm"))
+    assert (accelerator, backend) == (PAIR, PAIR)
     # Its kernels are torch's, which round otherwise than our own on some processors.
     assert float(ours) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_what_is_written_is_clean(folder: Path) -> None:
-    sources = [str(folder / kind / place) for kind in KINDS for place in (f"polyaccel_acme_{kind}", "tests")]
+    sources = [str(path) for one in (*KINDS, PAIR, OF_JAX) for path in (folder / one).iterdir() if path.is_dir()]
     for action in (["check"], ["format", "--check"]):
         command = [str(Path(sys.executable).with_name("ruff")), *action, "--config", str(ROOT / "pyproject.toml")]
         done = subprocess.run([*command, "--no-cache", *sources], capture_output=True, text=True, timeout=60)
@@ -122,3 +148,10 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["plugins", "new", "acme", "--kind", "storage", "--folder", str(tmp_path)]) == 1
     assert "is not empty" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gloo", "file"])
+def test_a_name_of_ours_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "new", name, "--kind", "accelerator", "--folder", str(tmp_path / "new")]) == 1
+    assert f"{name!r} is the name of the " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -50,7 +50,7 @@ def run_tests(site: Path, *arguments: str, fault: str = "") -> tuple[int, str]:
     settings = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-c", str(PLUGIN.parents[1] / "pyproject.toml")]
     job = subprocess.run(
         [sys.executable, "-m", "pytest", *settings, *arguments, str(PLUGIN / "tests")],
-        env={**os.environ, "PYTHONPATH": str(site), "POLYACCEL_SIMDEV_FAULT": fault, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(site), "POLYACCEL_SIMDEV_FAULT": fault},
         capture_output=True,
         text=True,
         timeout=800,

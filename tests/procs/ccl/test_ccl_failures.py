@@ -162,7 +162,7 @@ def test_a_process_ends_with_its_own_code_while_a_call_hangs(tmp_path: Path) -> 
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

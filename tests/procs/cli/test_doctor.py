@@ -44,7 +44,7 @@ def doctor(site: Path, cache: Path, before: str = "") -> dict[str, Any]:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}") from None
-    assert done.returncode == (0 if report["can_train"] else 1)
+    assert done.returncode == (0 if report["can_train"] and report["nothing_broken"] else 1)
     assert report["can_train"] == (report["problems"] == [])
     return report
 
@@ -85,6 +85,43 @@ def test_an_accelerator_that_cannot_be_chosen_is_said_with_the_reason(tmp_path: 
     report = doctor(tmp_path, tmp_path, before="import os\nos.environ['DS_ACCELERATOR'] = 'abacus'\n")
     assert (report["can_train"], report["accelerator"]) == (False, None)
     assert "'abacus'" in report["problems"][0]
+
+
+PARTLY = """
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.types import Probe
+
+class Apart(CpuAccelerator):
+    API_VERSION = (2, 1)
+    name = "apart"
+    torch_device_type = None
+    import_array = Accelerator.import_array
+    @classmethod
+    def probe(cls):
+        return Probe(True, "in a drawer", priority=-1)
+
+class Jax(Apart):
+    API_VERSION = (2, 1)
+    name = "jaxen"
+    jax_platform = "cpu"
+"""
+
+
+def test_an_accelerator_that_no_torch_module_trains_on_is_said_to_be_so(tmp_path: Path) -> None:
+    names = {name: f"acme_partly:{cls}" for name, cls in (("apart", "Apart"), ("jaxen", "Jax"))}
+    install(tmp_path / "site", Distribution("acme_partly", "1.0", PARTLY, {"polyaccel.accelerators": names}))
+    chosen = "import os\nos.environ['DS_ACCELERATOR'] = {!r}\n"
+    report = doctor(tmp_path / "site", tmp_path, before=chosen.format("apart"))
+    apart, jaxen = (rows(report, "accelerators")[name] for name in ("apart", "jaxen"))
+    assert (apart["state"], jaxen["state"]) == ("partly", "partly")
+    assert "in a drawer; no torch module trains on it, torch_device_type is None; and JAX cannot" in apart["reason"]
+    assert "; functions of JAX train on it" in jaxen["reason"]
+    assert not report["can_train"]
+    assert report["problems"][0].startswith("accelerator 'apart' trains models of no framework")
+    without_jax = chosen.format("jaxen") + "import sys\nsys.modules['jax'] = None\n"
+    report = doctor(tmp_path / "site", tmp_path, before=without_jax)
+    assert report["problems"] == ["accelerator 'jaxen' trains models of jax; installed: torch"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +168,7 @@ def test_the_mpi_that_is_there_is_named_and_not_started(tmp_path: Path) -> None:
 def test_the_text_fits_eighty_columns_and_shows_tracebacks_only_when_asked(site: Path, tmp_path: Path) -> None:
     short = run("doctor", site=site, cache=tmp_path)
     long = run("doctor", "-v", site=site, cache=tmp_path)
-    assert (short.returncode, long.returncode) == (0, 0)
+    assert (short.returncode, long.returncode) == (1, 1), "something that is installed is broken"
     assert "Something is broken" in short.stdout
     too_wide = [line for line in short.stdout.splitlines() if len(line) > 80 and " " in line.strip()]
     assert too_wide == []

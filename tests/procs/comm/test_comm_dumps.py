@@ -53,7 +53,6 @@ class Job:
             **os.environ,
             "POLYACCEL_DUMP_DIR": str(self.dumps),
             "POLYACCEL_COMM": backend,
-            "OMP_NUM_THREADS": "1",
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "60", str(script)],

@@ -100,7 +100,7 @@ def run_script(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     world = str(sum(ranks_of))
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    shared = {**os.environ, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(norms_job.__file__).parent), **environ}
     processes = []
     for host, count in enumerate(ranks_of):

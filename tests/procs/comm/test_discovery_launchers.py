@@ -35,7 +35,7 @@ def clean(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     slots = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     path = f"{MPIRUN.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return {**inherited, **as_root, **slots, "OMP_NUM_THREADS": "1", "PATH": path, **(extra or {})}
+    return {**inherited, **as_root, **slots, "PATH": path, **(extra or {})}
 
 
 def start(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,6 @@ SCRIPT = str(Path(__file__).parents[3] / "examples" / "cifar10" / "train.py")
 def test_it_learns_the_digits(launcher: list[str], options: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, *launcher, SCRIPT, "--epochs", "2", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -27,7 +27,6 @@ def variables(tmp_path: Path) -> dict[str, str]:
     return {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "OMP_NUM_THREADS": "1",
     }
 
 

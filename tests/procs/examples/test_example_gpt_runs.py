@@ -27,7 +27,7 @@ STEPS = range(1, 7)
 def environment(cache: Path) -> dict[str, str]:
     """Nobody's rank, with a cache of its own for all of the session's runs."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**inherited, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+    return {**inherited, "XDG_CACHE_HOME": str(cache)}
 
 
 def start(launcher: list[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

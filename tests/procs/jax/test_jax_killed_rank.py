@@ -33,7 +33,6 @@ def test_the_survivors_name_it_and_end(backend):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "POLYACCEL_COMM": backend,
-        "OMP_NUM_THREADS": "1",
     }
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     ranks = [

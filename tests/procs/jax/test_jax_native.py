@@ -60,7 +60,7 @@ def at():
         if world == "one device":
             return run_threads(1, function, *arguments, timeout_s=PATIENCE_S)
         if world not in pools:
-            flags = f"--xla_force_host_platform_device_count={DEVICES[world]}"
+            flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES[world]}"
             pools[world] = RankPool(PROCESSES[world], comm_timeout_s=PATIENCE_S, environ={"XLA_FLAGS": flags})
         return pools[world].run(function, *arguments, timeout_s=PATIENCE_S)
 
@@ -322,9 +322,7 @@ def test_ranks_of_the_launcher_meet(tmp_path):
         "2",
         str(Path(__file__).parents[2] / "support" / "jobs" / "native_job.py"),
     ]
-    job = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    job = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert job.returncode == 0, job.stdout + job.stderr
     assert all(f"trained: rank {rank} of 2" in job.stdout for rank in range(2)), job.stdout
 

@@ -19,7 +19,7 @@ JOB = str(Path(__file__).parents[2] / "support" / "jobs" / "mpi_failing.py")
 def run(fault: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         mpirun(2, sys.executable, JOB, fault, str(timeout_s)),
-        env=mpi_environ() | {"OMP_NUM_THREADS": "1"},
+        env=mpi_environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,7 +3,6 @@ out of the call."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -78,7 +77,6 @@ def test_an_interrupt_ends_a_wait(tmp_path: Path, waits: str) -> None:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from parity_models import SMALL_BUCKET, assert_bitwise, make_config, parity_loss, parity_model, train, train_on_threads
+from stage3_models import seeded
+from way_models import CASES, loss_of, one_group
 
 import polyaccel
 from polyaccel.comm.base import Communicator
@@ -51,6 +53,19 @@ def test_every_stage_gives_the_bits_of_threads(pools: Pools, stage: int, extra: 
         for run in runs:
             assert_bitwise(run.params, reference.params)
             assert run.norms == reference.norms
+
+
+def train_on_ways(communicator: Communicator, config: Any, steps: int) -> Any:
+    case = CASES["layer drop"]
+    return train(communicator, seeded(case.build)(), config, steps, loss_of(case), groups=one_group)
+
+
+def test_ranks_may_take_different_ways(pools: Pools) -> None:
+    """With one memory nothing is gathered, without it in the order of a course."""
+    config = make_config(3, zero=ZERO)
+    one, other = (pools(2, symmetric).run(train_on_ways, config, 4) for symmetric in (True, False))
+    for run in (*one, *other):
+        assert_bitwise(run.params, one[0].params)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

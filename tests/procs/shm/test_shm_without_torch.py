@@ -42,7 +42,7 @@ def test_ranks_without_torch_share_memory() -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -67,7 +67,6 @@ def measure(stage: int, make: str, world: int) -> list[list[float]]:
                 "LOCAL_WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
                 "POLYACCEL_COMM": "gloo",  # over shm parameters exist once a host, and each rank's pages count them all
             },
             stdout=subprocess.PIPE,

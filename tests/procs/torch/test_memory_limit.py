@@ -114,7 +114,6 @@ def play(cases: list[dict[str, Any]]) -> list[list[Found]]:
                 "WORLD_SIZE": "2",
                 "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 "MALLOC_MMAP_THRESHOLD_": str(2**20),  # else malloc keeps the addresses of large blocks for itself
             },

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from parameter_statements import HONOURED, assert_honoured, config_for, in_turn,
 from parity_models import Params, grouped, parity_loss, parity_model
 
 import polyaccel
-from polyaccel.comm.backends.shm.backend import ShmBackend
+from polyaccel.comm.backends.shm import page_map, private
+from polyaccel.comm.backends.shm.backend import SYMMETRIC_VARIABLE, ShmBackend
 from polyaccel.comm.backends.shm.memory import new_file, rounded_up
 from polyaccel.comm.backends.shm.private import PrivateMapping
 from polyaccel.comm.base import Communicator
@@ -29,11 +31,33 @@ def train_here(communicator: Communicator, config: dict[str, Any], script: Any) 
     return train_with(communicator, parity_model(), config, script)
 
 
-@combinations(script=IN_TURN, stage=[1, 2, 3], kind=["fp32", "bf16", "offload"], accumulation=[1, 2])
+@pytest.fixture(scope="module")
+def unshared_pool() -> Iterator[RankPool]:
+    """Two ranks joined by shared memory, each with parameters of its own."""
+    pool = RankPool(2, comm_timeout_s=120.0, environ={SYMMETRIC_VARIABLE: "0"}, backend="shm")
+    yield pool
+    pool.close()
+
+
+@combinations(
+    script=IN_TURN,
+    stage=[1, 2, 3],
+    kind=["fp32", "bf16", "offload", "nvme"],
+    accumulation=[1, 2],
+    transport=["shm", "shm, unshared", "gloo"],
+)
 def test_what_a_script_writes_counts_once(
-    rank_pool: Pools, script: Any, stage: int, kind: str, accumulation: int
+    rank_pool: Pools,
+    unshared_pool: RankPool,
+    script: Any,
+    stage: int,
+    kind: str,
+    accumulation: int,
+    transport: str,
+    tmp_path: Path,
 ) -> None:
-    runs = rank_pool(2, "shm").run(train_here, config_for(stage, kind, accumulation), script)
+    pool = unshared_pool if transport == "shm, unshared" else rank_pool(2, transport)
+    runs = pool.run(train_here, config_for(stage, kind, accumulation, tmp_path), script)
     assert_honoured(runs, kind, accumulation, script)
 
 
@@ -109,22 +133,73 @@ def test_max_norm_renormalises_other_rows_on_each_rank_and_says_so(rank_pool: Po
         assert "max_norm=None" in error
 
 
-def test_every_way_of_writing_makes_pages_private() -> None:
+@pytest.fixture(params=["protected", "searched", "read"])
+def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The system's answers: pages that are no longer protected, its page map searched by itself, or read."""
+    if request.param != "protected":
+        monkeypatch.setattr(page_map, "protect", lambda address, nbytes: False)
+    if request.param == "read":
+        monkeypatch.setattr(private, "_are_searched", lambda: False)
+    if request.param == "searched" and not private._are_searched():
+        pytest.skip("this system does not search its page map")
+    return request.param
+
+
+def mapped(file: int, nbytes: int, pages: str) -> PrivateMapping:
+    mapping = PrivateMapping(file, nbytes)
+    if pages == "protected" and not mapping.is_protected:
+        pytest.skip("this system does not let processes protect their pages")
+    return mapping
+
+
+def test_every_way_of_writing_makes_pages_private(pages: str) -> None:
     """Of a mapping of many pages those that were written to are known, and no others."""
     page, nbytes = os.sysconf("SC_PAGE_SIZE"), 3 * rounded_up(1)
     file = new_file("test", nbytes)
     os.pwrite(file, b"\1" * nbytes, 0)
-    mapping = PrivateMapping(file, nbytes)
+    mapping = mapped(file, nbytes, pages)
     memory = torch.from_numpy(mapping.bytes())
     assert int(memory.sum()) == nbytes
-    assert mapping.written() == ()
+    assert not mapping.written()
     memory[page + 5] = 2
     memory[2 * page : 2 * page + 1].numpy()[0] = 2
     memory[nbytes - 1] = 2
     assert mapping.written() == [(page, 3 * page), (nbytes - page, nbytes)]
     os.pwrite(file, b"\3" * nbytes, 0)
     assert memory[[0, page, page + 5, nbytes - 1]].tolist() == [3, 1, 2, 2]
-    mapping.forget()
-    assert mapping.written() == ()
-    assert memory.unique().tolist() == [3]
+    for _ in range(2):
+        mapping.forget()
+        assert not mapping.written()
+        assert memory.unique().tolist() == [3]
+        memory[page] = 4
+        assert mapping.written() == [(page, 2 * page)]
+    os.close(file)
+
+
+def test_the_system_writes_for_a_process_too(pages: str) -> None:
+    """What a read from a file puts into memory is seen like a write of the process itself."""
+    page, nbytes = os.sysconf("SC_PAGE_SIZE"), rounded_up(1)
+    file = new_file("test", nbytes)
+    os.posix_fallocate(file, 0, nbytes)
+    mapping = mapped(file, nbytes, pages)
+    view = memoryview(mapping.bytes())
+    assert os.preadv(file, [view[page : page + 3]], 0) == 3
+    assert mapping.written() == [(page, 2 * page)]
+    os.close(file)
+
+
+def test_as_many_stretches_as_pages_are_found(pages: str) -> None:
+    """Every second page is written to, then those between some of them."""
+    page, count = os.sysconf("SC_PAGE_SIZE"), 300
+    nbytes = rounded_up(count * page)
+    file = new_file("test", nbytes)
+    os.posix_fallocate(file, 0, nbytes)
+    mapping = mapped(file, nbytes, pages)
+    memory = torch.from_numpy(mapping.bytes())
+    memory[: count * page : 2 * page] = 1
+    assert mapping.written() == [(at * page, (at + 1) * page) for at in range(0, count, 2)]
+    memory[page : 201 * page : 2 * page] = 1
+    assert mapping.written() == [
+        (0, 201 * page), *((at * page, (at + 1) * page) for at in range(202, count, 2))
+    ]  # fmt: skip
     os.close(file)

@@ -26,15 +26,6 @@ def train_here(communicator, case, config):
     return train(communicator, build(), config, STEPS, loss)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As many as the pool's processes have: a matrix product's bits depend on how it is cut over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("case", ["gpt", "experts", "recomputed"])
 def test_two_processes_equal_two_threads_bitwise(rank_pool, case):
     config = make_config(3, accumulation=2, gradient_clipping=0.5, zero=ZERO)

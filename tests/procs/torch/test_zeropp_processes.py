@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from parity_models import assert_bitwise, make_config, train, train_on_threads
 from stage3_models import CASES
 
@@ -19,15 +18,6 @@ def train_here(communicator, config):
     """One rank's run, inside its process."""
     build, loss = CASES["gpt"]
     return train(communicator, build(), config, 2, loss)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As many as the pool's processes have: a matrix product's bits depend on how it is cut over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("world", "near"), [(3, 1), (4, 2)])

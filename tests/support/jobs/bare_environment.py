@@ -35,7 +35,7 @@ class BareEnvironment:
         return subprocess.run(
             [str(self.python), *arguments],
             cwd=folder,
-            env={**kept, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", **variables},
+            env={**kept, "XDG_CACHE_HOME": str(folder / "cache"), **variables},
             capture_output=True,
             text=True,
             timeout=150,

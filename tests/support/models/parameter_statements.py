@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,10 +190,13 @@ REFUSED: dict[Statement, str] = {
 # Runs.
 
 
-def config_for(stage: int, kind: str, accumulation: int = 1) -> dict[str, Any]:
+def config_for(stage: int, kind: str, accumulation: int = 1, folder: Path | None = None) -> dict[str, Any]:
+    """`kind` is "fp32", "bf16", "offload", or "nvme" with files in `folder`."""
     zero: dict[str, Any] = {"reduce_bucket_size": SMALL_BUCKET}
     if kind == "offload":
         zero["offload_optimizer"] = {"device": "cpu"}
+    if kind == "nvme":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
     changes = {"bf16": {"enabled": True}} if kind == "bf16" else {}
     return make_config(stage, accumulation=accumulation, zero=zero, **changes)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.memory.numpy import NumpyBuffer
+from polyaccel.accelerators.memory.torch import TorchBuffer
+from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.local.backend import LocalCommunicator
 from polyaccel.comm.base import Communicator, message_to
 from polyaccel.comm.collective import EQUAL_PARTS, UNEVEN_PARTS, Collective, Operation
@@ -19,7 +24,7 @@ from polyaccel.errors import CommError
 from polyaccel.testkit.comm import uneven
 from polyaccel.testkit.comm.values import get, put, values_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.types import DType
+from polyaccel.types import DType, ReduceOp
 
 BODIES = (
     uneven.all_gather_takes_uneven_parts,
@@ -83,6 +88,35 @@ def test_staged_buffers_have_uneven_parts(world: int, body: Any) -> None:
     assert all(
         run_threads(world, lambda comm: body(RecordingCommunicator(StagedCommunicator(comm, device), watch_s=None)))
     )
+
+
+class Pinning(CpuAccelerator):
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), host_pinning=True)
+
+
+@pytest.mark.parametrize(("device", "staged"), [(CpuAccelerator, TorchBuffer), (Pinning, NumpyBuffer)])
+def test_a_device_that_pins_no_memory_is_staged_in_what_the_host_s_kernels_take(
+    device: type[CpuAccelerator], staged: type[Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = device("numpy")  # whose memory the kernels of torch do not take
+    seen: list[Buffer | None] = []
+    original = LocalCommunicator.call
+
+    def call(self: LocalCommunicator, collective: Collective) -> Work:
+        seen.append(collective.target)
+        return original(self, collective)
+
+    monkeypatch.setattr(LocalCommunicator, "call", call)
+
+    def average(comm: LocalCommunicator) -> list[float]:
+        buffer = far.allocate(3, DType.FLOAT64)
+        buffer.fill(comm.rank)
+        StagedCommunicator(comm, far).all_reduce(buffer, ReduceOp.AVG)
+        return [float(value) for value in buffer.raw]
+
+    assert run_threads(3, average, accelerator=CpuAccelerator("torch")) == [[1.0] * 3] * 3
+    assert {type(buffer) for buffer in seen} == {staged}
 
 
 def test_what_cannot_be_made_is_an_error_that_says_what_is_missing() -> None:

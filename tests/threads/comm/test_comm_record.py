@@ -16,6 +16,7 @@ from polyaccel.comm.backends.local.meeting import DictBoard
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.host_address import start_of
+from polyaccel.comm.watch import watchdog
 from polyaccel.comm.watch.record import Entry, Recorder, RecordingCommunicator
 from polyaccel.comm.watch.watchdog import ENDED_IN_ORDER, Watchdog, WatchedProcess, read_notes, where_ranks_are
 from polyaccel.comm.work import Work
@@ -126,18 +127,23 @@ ELSEWHERE = {"pid": 1, "start": 1, "host": "node7", "system": "another one"}
         ),
         (
             note(41, "barrier", process=process(os.getpid(), 1), ended=ENDED_IN_ORDER),
-            f"rank 2 (process {os.getpid()} on node7) has ended in order, after #41 barrier: out of data?",
+            f"rank 2 (process {os.getpid()} on node7) has ended in order, after #41 barrier: out of data, or",
         ),
         (
             note(41, "barrier", process=ELSEWHERE, ended="uncaught ValueError"),
             "rank 2 (process 1 on node7) takes part no more, after #41 barrier: uncaught ValueError",
+        ),
+        (
+            note(41, "barrier", process=ELSEWHERE, ended="uncaught MemoryError: 2 GiB"),
+            "rank 2 (process 1 on node7) takes part no more, after #41 barrier: uncaught MemoryError: 2 GiB; give it",
         ),
         (note(42, "all_reduce", process=ELSEWHERE), None),
         (note(42, "all_reduce", process=process(os.getpid(), start_of("self"))), None),
     ],
     ids=[  # no process ids among them: every worker of a run must find the same tests
         *("behind", "another call", "the same call", "ahead", "silent", "another group", "no note"),
-        *("null", "no JSON", "no note of ours", "dead", "ended in order", "gave up", "of another host", "alive"),
+        *("null", "no JSON", "no note of ours", "dead", "ended in order", "gave up", "no memory", "of another host"),
+        "alive",
     ],
 )
 def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None) -> None:
@@ -174,6 +180,21 @@ def test_a_call_that_failed_before_its_limit_is_not_explained_by_ranks_that_are_
     }
     ended = note(41, "barrier", process=process(os.getpid(), 1))
     assert list(told(ended, (1,), started_s=NOW_S - 60, is_late=False)) == [1, 2]
+
+
+@pytest.mark.parametrize("named", [(), (2,)], ids=["nobody is named", "it is named"])
+def test_a_rank_is_given_a_moment_to_be_seen_ended_after_its_connections_closed(
+    named: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system closes a dying process's connections, which its peers are told of, before it is seen to have ended."""
+    looks = iter([True] * 5)
+    monkeypatch.setattr(watchdog, "is_running", lambda pid, start: pid != 7 or next(looks, False))
+    board = DictBoard()
+    for rank, pid in ((1, 6), (2, 7)):
+        board.post(rank, note(41, "barrier", process=process(pid, 1)))
+    notes = read_notes(board, 3)
+    watchdog.wait_for_ends(notes, (0, 1, 2), named)
+    assert watchdog.have_ended(notes, (0, 1, 2)) == (2,)
 
 
 def test_a_note_fits_on_a_board_of_shared_memory_however_many_groups_there_are() -> None:

@@ -209,7 +209,7 @@ def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
         first = float(engine.eval_batch(batch(0)))
         hold = engine.zero.params.gathering.hold
 
-        def fail(index, *, learn=True, exact=False):
+        def fail(*arguments, **named):
             raise CommError("the cable was pulled", cure="plug it in")
 
         engine.zero.params.gathering.hold = fail
@@ -218,7 +218,7 @@ def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
         engine.zero.params.gathering.hold = hold
         engine.zero_grad()
         assert float(engine.eval_batch(batch(0))) == first
-        assert float(engine.train_batch(batch(0))) == first
+        assert float(engine.train_batch(batch(0))) == pytest.approx(first, rel=1e-6)  # another program of the same loss
 
     with_engine(check)
 

@@ -45,14 +45,6 @@ PLACES: dict[str, dict[str, Any]] = {
 EAGER = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def config(place: str, optimizer_place: str, path: Path, zero: dict[str, Any] | None = None, **changes: Any) -> Any:
     """Parameters in one of `PLACES` or "none"; buckets are small, and all but the persistent ones sharded."""
     offload = {

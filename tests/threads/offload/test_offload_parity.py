@@ -43,14 +43,6 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def offloaded(name: str, path: Path) -> dict[str, Any]:
     return {"offload_optimizer": {**OFFLOADS[name], "nvme_path": str(path)}}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gradient_statements import STATEMENTS, gradients, halve
 from pairwise import combinations
 from parity_models import (
     SMALL_BUCKET,
@@ -23,7 +24,7 @@ from parity_models import (
     train_on_threads,
     train_plainly,
 )
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 import polyaccel
 from polyaccel.errors import PolyaccelError, ShardingError
@@ -39,72 +40,6 @@ STAGES = {
     "stage 3": (3, {**SMALL, "stage3_param_persistence_threshold": 20}),
 }
 BF16 = {"bf16": {"enabled": True}}
-
-
-def gradients(model):
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def halve(model):
-    for gradient in gradients(model):
-        gradient.mul_(0.5)
-
-
-def assign_the_third(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad / 3
-
-
-def assign_a_tensor(model):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel()).view(parameter.shape)
-
-
-def drop_one(model):
-    model.wide.weight.grad = None
-    del model.narrow.bias.grad
-
-
-def zero_one(model):
-    model.wide.weight.grad.zero_()
-
-
-def add_a_penalty(model):
-    """A tensor of the parameter's shape is added to a part of it on each rank."""
-    model.wide.weight.grad.add_(torch.linspace(0.0, 0.1, 198).view(33, 6), alpha=0.5)
-    model.narrow.weight.grad.mul_(torch.linspace(0.0, 1.0, 33))  # which broadcasts
-
-
-def count_the_norm(model):
-    """The total norm as scripts write it by hand."""
-    total = sum(gradient.detach().data.norm(2).item() ** 2 for gradient in gradients(model)) ** 0.5
-    for gradient in gradients(model):
-        gradient.div_(total)
-
-
-def all_at_once(model):
-    clip_grad_norm_(model.parameters(), 0.1, foreach=True)
-    torch._foreach_clamp_max_(gradients(model), 0.01)
-
-
-STATEMENTS = {
-    "clip_grad_norm_": lambda model: clip_grad_norm_(model.parameters(), 0.1),
-    "clip_grad_norm_(norm_type=inf)": lambda model: clip_grad_norm_(model.parameters(), 0.02, norm_type=float("inf")),
-    "clip_grad_norm_(norm_type=1)": lambda model: clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
-    "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 0.01),
-    "p.grad.mul_(.5)": halve,
-    "p.grad = p.grad / 3": assign_the_third,
-    "p.grad = tensor": assign_a_tensor,
-    "p.grad = None": drop_one,
-    "p.grad.zero_()": zero_one,
-    "p.grad.add_(tensor)": add_a_penalty,
-    "p.grad.norm()": count_the_norm,
-    "clip_grad_norm_(foreach=True), torch._foreach_clamp_max_": all_at_once,
-    "model.zero_grad()": lambda model: model.zero_grad(),
-    "model.zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),
-}
 
 
 @combinations(
@@ -156,7 +91,14 @@ def test_the_gradient_that_is_seen(stage):
             assert torch.equal(seen, whole)
             assert model.unused.grad is None
         assert model.frozen.grad is None
+        wide.grad = None
+        assert wide.grad is None
+        engine.zero_grad()
+        run(engine)
+        assert wide.grad is not None
+        model.unused.grad, before = model.unused.grad, model.unused.detach().clone()
         engine.step()
+        assert torch.equal(model.unused, before)  # zeros of no rank are no gradient, assigned or not
         assert wide.grad is None
 
     on_threads(2, look, parity_model)

@@ -20,9 +20,11 @@ from polyaccel.errors import ShardingError
 IN_TURN = [pytest.param(script, id=name) for name, script in in_turn(HONOURED, 4)]
 
 
-@combinations(script=IN_TURN, stage=[0, 1, 2, 3], kind=["fp32", "bf16", "offload"], world=[2, 3], accumulation=[1, 2])
-def test_what_a_script_writes_counts(script, stage, kind, world, accumulation):
-    config = config_for(stage, kind, accumulation)
+@combinations(
+    script=IN_TURN, stage=[0, 1, 2, 3], kind=["fp32", "bf16", "offload", "nvme"], world=[2, 3], accumulation=[1, 2]
+)
+def test_what_a_script_writes_counts(script, stage, kind, world, accumulation, tmp_path):
+    config = config_for(stage, kind, accumulation, tmp_path)
     assert_honoured(on_threads(world, train_with, parity_model, config, script), kind, accumulation, script)
 
 
@@ -82,10 +84,7 @@ def test_what_was_written_is_saved_and_what_is_loaded_replaces_it(kind, tmp_path
     """A save between steps has what a script wrote, and a load takes the place of what it wrote later."""
 
     def work(communicator, model):
-        config = config_for(2, kind)
-        if kind == "nvme":
-            offload = {"device": "nvme", "nvme_path": str(tmp_path / "states")}
-            config["zero_optimization"]["offload_optimizer"] = offload
+        config = config_for(2, kind, folder=tmp_path / "states")
         engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
         engine.step()

@@ -57,6 +57,10 @@ def another_warm_up(model: ParityModel, config: dict[str, Any]) -> None:
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
 
 
+def fewer_samples(model: ParityModel, config: dict[str, Any]) -> dict[str, Any]:
+    return {"model_parameters": grouped(model), "training_data": [0] * 99}
+
+
 def another_stage(model: ParityModel, config: dict[str, Any]) -> None:
     config["zero_optimization"]["stage"] = 1
 
@@ -71,6 +75,7 @@ DEVIATIONS: dict[Deviation, str] = {
     another_rate_of_a_group: r"ranks \[0, 2\] have 'lr' of optimizer group 1: 0\.02; ranks \[1\] have .*: 0\.5",
     another_optimizer: r"in the config|of optimizer group|optimizer ",
     another_warm_up: r"\"scheduler",
+    fewer_samples: r"ranks \[0, 2\] have 100 samples; ranks \[1\] have 99 samples",
     another_stage: r"\"zero_optimization\.stage\": 2 in the config; ranks \[1\] have .*: 1 in",
 }
 
@@ -82,7 +87,7 @@ def test_a_rank_that_trains_something_else_is_named(deviation: Deviation) -> Non
         arguments = {"model_parameters": grouped(model)}
         if communicator.rank == 1:
             arguments = deviation(model, config) or {"model_parameters": grouped(model)}
-        polyaccel.initialize(model=model, config=config, **arguments)
+        polyaccel.initialize(model=model, config=config, **{"training_data": [0] * 100, **arguments})
 
     with pytest.raises(ShardingError, match=DEVIATIONS[deviation]) as caught:
         on_threads(3, work, parity_model)

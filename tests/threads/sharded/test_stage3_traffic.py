@@ -17,14 +17,26 @@ from polyaccel.zero.plan.traffic import StepTraffic, step_traffic
 
 WORLD = 3
 STEPS = 4
+VOTE, VOTE_NBYTES = "what ranks need next", 16
 SHARDED = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**9}
 
 
+class Counting(RecordingCommunicator):
+    """Knows the votes from other gathers."""
+
+    votes = 0
+
+    def start(self, collective):
+        self.votes += collective.label == VOTE
+        return super().start(collective)
+
+
 def sent(case: Case, accumulation: int, zero: dict) -> tuple[list[dict[str, float]], StepTraffic, int]:
-    """Elements that a rank sends in each step, by operation; the plan; and one gather of everything."""
+    """Elements that a rank sends in each step, by operation; the plan; and one gather of everything. Votes are counted
+    apart, each as one."""
 
     def work(communicator, model):
-        recording = RecordingCommunicator(communicator, watch_s=None)
+        recording = Counting(communicator, watch_s=None)
         set_thread_communicator(recording)
         config = make_config(3, accumulation=accumulation, zero=zero)
         engine = polyaccel.initialize(model=model, config=config)[0]
@@ -32,10 +44,14 @@ def sent(case: Case, accumulation: int, zero: dict) -> tuple[list[dict[str, floa
         figures = []
         for step in range(STEPS):
             recording.recorder.reset_traffic()
+            recording.votes = 0
             for micro in range(accumulation):
                 engine.backward(case.loss(engine, step, micro, communicator.rank))
                 engine.step()
-            figures.append(dict(recording.recorder.sent_numel))
+            figure = dict(recording.recorder.sent_numel)
+            if recording.votes:
+                figure["all_gather"] -= recording.votes * VOTE_NBYTES * (WORLD - 1)
+            figures.append({**figure, "votes": recording.votes})
         once = sum(bucket.numel - bucket.shard_numel for bucket in layout.buckets if not bucket.kind.persistent)
         return figures, step_traffic(engine.zero.plan), once
 
@@ -51,6 +67,7 @@ def test_gradients_travel_as_planned_and_parameters_at_most_twice_a_pass(case, a
         assert once <= figure["all_gather"] <= 2 * once * accumulation
     assert figures[-1]["all_gather"] <= 1.15 * plan.all_gather_numel
     assert figures[-1] == figures[-2]
+    assert figures[-1]["votes"] == 2 * accumulation  # at the end of a forward and of a backward pass
 
 
 def test_a_block_that_is_recomputed_twice_is_reduced_once():

@@ -20,7 +20,7 @@ from parity_models import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import polyaccel
-from polyaccel.errors import ConfigError, ShardingError
+from polyaccel.errors import CheckpointError, ConfigError, ShardingError
 
 STEPS = 3
 SMALL = {"reduce_bucket_size": SMALL_BUCKET}
@@ -176,6 +176,34 @@ def sign_descent(groups):
 def test_an_unknown_optimizer_is_taken_at_its_user_s_word(stage):
     config = client_config(stage, zero_allow_untested_optimizer=True)
     assert_close(trained(3, config, sign_descent)[0], train_plainly(3, STEPS, make_optimizer=sign_descent).params)
+
+
+class Remembers(SignDescent):
+    """It keeps the norms of the last gradients besides, of which there are neither one nor as many as elements."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norms = self.state[parameter].get("norms", ())
+                    self.state[parameter]["norms"] = (*norms, float(parameter.grad.norm()))
+
+
+def test_a_state_that_a_checkpoint_has_no_place_for_is_refused_by_name(tmp_path):
+    def save(communicator, model):
+        optimizer = Remembers(grouped(model), lr=1e-2)
+        config = client_config(2, zero_allow_untested_optimizer=True)
+        engine, *_ = polyaccel.initialize(model=model, optimizer=optimizer, config=config)
+        engine.backward(parity_loss(engine, 0, 0, communicator.rank))
+        engine.step()
+        with pytest.raises(CheckpointError, match="keeps a state 'norms' of parameter '") as caught:
+            engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        return caught.value.cure
+
+    assert all('"stage": 0' in cure for cure in on_threads(3, save, parity_model))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_subclass_of_a_known_optimizer_is_unknown():

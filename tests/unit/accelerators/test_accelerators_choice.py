@@ -39,9 +39,38 @@ def test_without_a_device_the_cpu_is_chosen_and_logged_with_its_package(caplog: 
     assert "polyaccel 0." in lines[0]
 
 
+def test_the_host_beside_a_device_is_no_choice_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Device(CpuAccelerator):
+        name = "device"
+
+    device, host = Device(), CpuAccelerator()
+    with caplog.at_level(logging.INFO, logger="polyaccel"):
+        beside = detect.host_accelerator(device)
+    assert (beside.name, detect.host_accelerator(host)) == ("cpu", host)
+    assert caplog.records == []
+
+
 def test_a_present_device_goes_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _present(monkeypatch)
     assert isinstance(choose_accelerator(), CudaAccelerator)
+
+
+def test_of_two_equally_good_devices_somebody_must_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    _present(monkeypatch)
+    monkeypatch.setattr(MpsAccelerator, "probe", classmethod(lambda cls: Probe(True, "Metal in this test", 100)))
+    with pytest.raises(PluginConflict) as caught:
+        choose_accelerator()
+    assert "accelerator 'cuda' (package polyaccel 0." in str(caught.value)
+    assert "accelerator 'mps' (package polyaccel 0." in str(caught.value)
+    assert "cure: choose one: DS_ACCELERATOR=cuda or DS_ACCELERATOR=mps" in str(caught.value)
+    assert isinstance(choose_accelerator("cuda"), CudaAccelerator)
+
+
+@pytest.mark.parametrize("name", ["CUDA", "Cudda"])
+def test_a_name_in_other_letters_has_the_hint_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(PluginNotFound, match=r"did you mean 'cuda'\?"):
+        choose_accelerator()
 
 
 @pytest.mark.parametrize("variable", detect.VARIABLES)

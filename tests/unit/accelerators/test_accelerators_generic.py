@@ -68,9 +68,6 @@ class TestBare(AcceleratorContract):
     def make(self) -> GenericAccelerator:
         return BareAccelerator()
 
-    @pytest.mark.skip(reason="there are no numbers on memory, as the capabilities say")
-    def test_memory_is_counted(self) -> None: ...
-
 
 def test_what_a_device_lacks_is_reported_and_replaced(bare: BareAccelerator) -> None:
     capabilities = bare.capabilities()

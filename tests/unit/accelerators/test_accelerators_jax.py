@@ -19,9 +19,9 @@ pytest.importorskip("jax")
 
 import jax
 
-from polyaccel.accelerators import jax_generic
 from polyaccel.accelerators.detect import choose_accelerator
-from polyaccel.accelerators.jax_generic import JaxAccelerator, device_plugin
+from polyaccel.accelerators.jax_device import JaxAccelerator
+from polyaccel.accelerators.jax_generic import GenericJaxAccelerator, device_plugin
 from polyaccel.errors import PluginContractError, PluginNotFound
 from polyaccel.ops.base import CAST, QUANTIZE, UPDATE
 from polyaccel.ops.optimizers import OPTIMIZERS
@@ -49,11 +49,8 @@ class TestJaxDevice(AcceleratorContract):
     def make(self) -> JaxAccelerator:
         return make()
 
-    @pytest.mark.skip(reason="quantises nothing, as the capabilities say")
-    def test_every_op_has_a_kernel(self) -> None: ...
-
-    @pytest.mark.skip(reason="quantises nothing, as the capabilities say")
-    def test_quantisation_means_what_the_reference_says(self) -> None: ...
+    @pytest.mark.skip(reason="each size of each type is a program to compile")
+    def test_parts_at_odd_places_are_filled_and_copied(self) -> None: ...
 
     @pytest.mark.skip(reason="each size is a program to compile: one of each case below")
     def test_kernels_mean_what_the_reference_says(self) -> None: ...
@@ -61,14 +58,8 @@ class TestJaxDevice(AcceleratorContract):
     @pytest.mark.skip(reason="each size is a program to compile: one below")
     def test_square_sums_are_exact_and_see_overflow(self) -> None: ...
 
-    @pytest.mark.skip(reason="each size is a program of its own, whose bits XLA does not promise")
-    def test_kernels_do_not_depend_on_slices(self) -> None: ...
-
     @pytest.mark.skip(reason="each size is a program to compile: one of each case below")
     def test_stochastic_rounding_is_the_reference_s(self) -> None: ...
-
-    @pytest.mark.skip(reason="the host's client has no numbers on memory, as the capabilities say")
-    def test_memory_is_counted(self) -> None: ...
 
 
 @pytest.mark.parametrize("case", kernel_cases(frozenset({DType.FLOAT32, DType.BFLOAT16})), ids=str)
@@ -149,7 +140,7 @@ def test_a_platform_of_a_jax_plugin_is_chosen_by_name_and_trains(tmp_path: Path)
     }
     job = subprocess.run([sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stderr
-    assert job.stdout.split() == [jax_generic.JaxAccelerator.__name__, "paper", "2", "trained"], job
+    assert job.stdout.split() == [GenericJaxAccelerator.__name__, "paper", "2", "trained"], job
 
     doctor = [sys.executable, "-m", "polyaccel", "doctor", "--json"]
     report = subprocess.run(doctor, env=environment, capture_output=True, text=True, timeout=100)

@@ -13,6 +13,7 @@ from polyaccel.cli import run as verb
 from polyaccel.cli.main import main
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Launcher, LaunchPlan
+from polyaccel.registry import PluginInfo
 from polyaccel.types import Probe
 
 
@@ -48,6 +49,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(verb, "load_plugin", lambda group, name, *rest: LAUNCHERS[name])
+    monkeypatch.setattr(verb, "find_plugin", lambda group, name: PluginInfo(group, name, "acme:Run", "acme", "1.5"))
     DryLauncher.plans = []
     return DryLauncher.plans
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from polyaccel.comm import deadline
-from polyaccel.comm.backends.shm import host_notes
+from polyaccel import deadline
 from polyaccel.comm.backends.shm.backend import ShmBackend
-from polyaccel.comm.backends.shm.host_notes import exchange_on_host
-from polyaccel.comm.deadline import Deadline
+from polyaccel.comm.members import host_notes
+from polyaccel.comm.members.host_notes import exchange_on_host
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 pytestmark = [

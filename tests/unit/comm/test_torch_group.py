@@ -15,10 +15,10 @@ import pytest
 
 from polyaccel.comm import host_address, torch_group
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.host_address import listening_socket
 from polyaccel.comm.join.setup import init_distributed
 from polyaccel.comm.torch_group import join_default_group
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.port import free_port
 from polyaccel.seal import SECRET_VARIABLE, sealed

@@ -1,4 +1,6 @@
-"""Every key whose feature does not exist is refused when it asks for it, and accepted when it asks for nothing."""
+"""Every key whose feature does not exist is refused when it asks for it, and accepted when it asks for nothing.
+
+A tuning key is accepted with any value of its type, and a sentence about it is told."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyaccel.config import load_config
+from polyaccel.config import load_config, resolve_config
 from polyaccel.config.absent import ABSENT, BELOW, Absent
 from polyaccel.errors import ConfigError
 
@@ -34,9 +36,30 @@ CASES = [
     for pattern, harmless in entry.keys.items()
 ]
 EXISTING = [case for case in CASES if not case.values[0].is_removed]
+FEATURES = [case for case in CASES if not case.values[0].is_tuning]
+TUNING = [case for case in CASES if case.values[0].is_tuning]
 
 
-@pytest.mark.parametrize(("entry", "key", "harmless"), CASES)
+@pytest.mark.parametrize(("entry", "key", "harmless"), TUNING)
+def test_a_tuning_key_is_accepted_and_told(entry: Absent, key: str, harmless: Any) -> None:
+    value = 7 if harmless is None else _asking(harmless)
+    config = load_config(_tree(key, value))
+    assert config.model_dump() == load_config({}).model_dump()
+    assert config.without_effect == (f"{key} = {value!r} has no effect: {entry.feature}",)
+    assert resolve_config(load_config(_tree(key, value) | {"train_batch_size": 1}), world_size=1).without_effect
+    with pytest.raises(ConfigError) as caught:
+        load_config(_tree(key, "fast"))
+    (problem,) = caught.value.problems
+    expected = "true or false" if isinstance(harmless, bool) else "a number"
+    assert (problem.key, problem.expected) == (key, f"should be {expected}")
+
+
+def test_a_misspelt_tuning_key_stays_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'aio.queue_depth'"):
+        load_config({"aio": {"queue_deph": 8}})
+
+
+@pytest.mark.parametrize(("entry", "key", "harmless"), FEATURES)
 def test_a_value_that_asks_for_an_absent_feature_is_refused(entry: Absent, key: str, harmless: Any) -> None:
     if entry.switch not in (None, key):
         assert load_config(_tree(key, _asking(harmless))) == load_config({})  # an option of a feature that is off

@@ -85,7 +85,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (_params("adamw", betas=[0.9]), "optimizer.params.betas[1]", "is required and missing"),
     (_params("Lion", betas=[0.9, 1.0]), "optimizer.params.betas[1]", "should be less than 1"),
     (_params("Adam", amsgrad=True), "optimizer.params.amsgrad", "AMSGrad is not available"),
-    (_params("Adam", torch_adam=True), "optimizer.params.torch_adam", "should be false"),
     (_params("AdamW", adam_w_mode=False), "optimizer.params.adam_w_mode", "coupled decay is 'Adam'"),
     (_params("Lamb", max_grad_norm=1.5), "optimizer.params.max_grad_norm", '"gradient_clipping": 1.5'),
     (_params("RMSprop", max_grad_norm=1.5), "optimizer.params.max_grad_norm", '"gradient_clipping": 1.5'),
@@ -127,7 +126,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "zero_optimization.compute_grad_norm",
         "is needed for gradient_clipping = 1.0",
     ),
-    (_zero(allgather_bucket_size=7), "zero_optimization.allgather_bucket_size", "reduce_bucket_size = 500000000"),
     ({"data_parallel_size": 3}, "data_parallel_size", "should be the world size, 2"),
     # the batch triad
     ({"train_batch_size": 7}, "train_batch_size", "multiple of the world size = 2"),

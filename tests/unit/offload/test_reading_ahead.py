@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,11 @@ from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import Fetch, TierOptions
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.gathering import Gathering, ShardedBucket
+from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.parts import Communicators
 from polyaccel.zero.plan.bucket_plan import plan_step
+from polyaccel.zero.plan.course import End, Kind, event, merge_courses
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import GatherPolicy, StepPolicy, ZeroPolicy
 
@@ -100,28 +103,36 @@ def make(communicator: Any, count: int, **policy: int) -> tuple[Gathering, Disk]
     ), disk
 
 
+def pass_by(gathering: Gathering, kind: Kind, index: int) -> None:
+    """If that is what the course has next."""
+    if gathering.course.peek() == event(kind, index):
+        gathering.course.step()
+
+
+def expect(gathering: Gathering, units: Sequence[Sequence[int]]) -> None:
+    """A step begins that is known to use these units."""
+    gathering.end_step()
+    events = [event(kind, index) for unit in units for kind in (Kind.HOLD, Kind.DROP) for index in unit]
+    gathering.course.begin_step(merge_courses((), [[(End.FORWARD, tuple(events))]]))
+
+
 def use(gathering: Gathering, disk: Disk, *indices: int) -> None:
     """A unit computes with these buckets."""
     for index in indices:
-        gathering.hold(index)
+        pass_by(gathering, Kind.HOLD, index)
+        gathering.hold(index, ahead=True)
     disk.log.append("compute")
     for index in indices:
         assert set(gathering.full(index).raw.tolist()) == {float(index)}
+        pass_by(gathering, Kind.DROP, index)
         gathering.drop(index)
-
-
-def learnt(gathering: Gathering, disk: Disk, *units: tuple[int, ...]) -> None:
-    for unit in units:
-        use(gathering, disk, *unit)
-    gathering.end_step()
-    disk.take()
 
 
 def test_the_next_unit_is_read_while_one_computes_and_gathered_when_it_begins():
     def work(communicator):
         gathering, disk = make(communicator, 6, prefetch_numel=2 * NUMEL)
         units = ((0, 1), (2, 3), (4, 5))
-        learnt(gathering, disk, *units)
+        expect(gathering, units)
         told = []
         for unit in units:
             use(gathering, disk, *unit)
@@ -141,7 +152,7 @@ def test_the_next_unit_is_read_while_one_computes_and_gathered_when_it_begins():
 def test_with_room_for_more_units_gathers_are_ahead_too():
     def work(communicator):
         gathering, disk = make(communicator, 4, prefetch_numel=2 * NUMEL)
-        learnt(gathering, disk, (0,), (1,), (2,), (3,))
+        expect(gathering, ((0,), (1,), (2,), (3,)))
         use(gathering, disk, 0)
         disk.take()
         use(gathering, disk, 1)
@@ -153,7 +164,7 @@ def test_with_room_for_more_units_gathers_are_ahead_too():
 def test_what_was_read_for_nothing_is_let_go():
     def work(communicator):
         gathering, disk = make(communicator, 4, prefetch_numel=2 * NUMEL)
-        learnt(gathering, disk, (0,), (1,), (2,), (3,))
+        expect(gathering, ((0,), (1,), (2,), (3,)))
         use(gathering, disk, 0)
         assert disk.under_way == 2
         assert gathering.live_numel == 2 * NUMEL
@@ -170,7 +181,7 @@ def test_what_was_read_for_nothing_is_let_go():
 def test_a_shard_that_cannot_be_read_is_an_error_and_never_taken_for_whole():
     def work(communicator):
         gathering, disk = make(communicator, 3, prefetch_numel=NUMEL)
-        learnt(gathering, disk, (0,), (1,), (2,))
+        expect(gathering, ((0,), (1,), (2,)))
         use(gathering, disk, 0)
         disk.broken.add(1)
         for _ in range(2):
@@ -202,7 +213,7 @@ def test_ranks_gather_in_one_order_whatever_is_asked(data):
         for step in program:
             held: list[int] = []
             for index, drops in step:
-                gathering.hold(index)
+                gathering.hold(index, ahead=True)
                 held.append(index)
                 assert set(gathering.full(index).raw.tolist()) == {float(index)}
                 assert gathering.live_numel <= max(bound, len(set(held)) * NUMEL)
@@ -210,7 +221,7 @@ def test_ranks_gather_in_one_order_whatever_is_asked(data):
                     gathering.drop(held.pop(0))
             while held:
                 gathering.drop(held.pop())
-            gathering.end_step()
+            expect(gathering, [[index] for index, _ in step])
             assert (gathering.live_numel, disk.under_way) == (0, 0)
 
     run_threads(2, work)

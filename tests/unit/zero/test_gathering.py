@@ -1,4 +1,4 @@
-"""Sharded buckets made whole and freed, without a frontend: holds, learned order, prefetching, bounds, memory."""
+"""Sharded buckets made whole and freed by ranks that do the same: holds, known orders, prefetching, bounds, memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.gathering import Gathering, ShardedBucket
+from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.parts import Communicators
 from polyaccel.zero.plan.bucket_plan import plan_step
+from polyaccel.zero.plan.course import End, Kind, event, merge_courses
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import GatherPolicy, StepPolicy, ZeroPolicy
 
@@ -55,10 +57,26 @@ def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
     return gathering, recorder
 
 
+def hold(gathering: Gathering, index: int) -> None:
+    """As the course says, if it does."""
+    if gathering.course.peek() == event(Kind.HOLD, index):
+        gathering.course.step()
+    gathering.hold(index, ahead=True)
+
+
 def use(gathering: Gathering, *indices: int) -> None:
     for index in indices:
-        gathering.hold(index)
+        hold(gathering, index)
+        if gathering.course.peek() == event(Kind.DROP, index):
+            gathering.course.step()
         gathering.drop(index)
+
+
+def expect(gathering: Gathering, *indices: int) -> None:
+    """A step begins that is known to use these buckets."""
+    gathering.end_step()
+    events = tuple(event(kind, index) for index in indices for kind in (Kind.HOLD, Kind.DROP))
+    gathering.course.begin_step(merge_courses((), [[(End.FORWARD, events)]]))
 
 
 def on_two_ranks(work, *args):
@@ -90,8 +108,7 @@ def test_who_fails_to_get_a_bucket_does_not_hold_it(failing):
 
     def work(communicator):
         gathering, _ = make(communicator, 4, prefetch_numel=NUMEL)
-        use(gathering, 2, 3)
-        gathering.end_step()
+        expect(gathering, 2, 3)
         all_gather = communicator.all_gather
 
         def fail(out, source, **rest):
@@ -101,7 +118,7 @@ def test_who_fails_to_get_a_bucket_does_not_hold_it(failing):
 
         communicator.all_gather = fail
         with pytest.raises(KeyError):
-            gathering.hold(2)
+            hold(gathering, 2)
         gathering.require_idle()
         gathering.free_idle()
         assert gathering.live_numel == 0
@@ -116,8 +133,8 @@ def test_the_learned_order_is_gathered_ahead_as_far_as_the_bound_reaches():
         gathering, recorder = make(communicator, 5, prefetch_numel=ahead * NUMEL)
         use(gathering, 3, 1, 4)
         assert recorder.take() == "+3 -3 +1 -1 +4 -4"
-        gathering.end_step()
-        gathering.hold(3)
+        expect(gathering, 3, 1, 4)
+        hold(gathering, 3)
         return gathering.live_numel // NUMEL
 
     assert [on_two_ranks(work, ahead)[0] for ahead in (0, 1, 2, 3)] == [1, 2, 3, 3]
@@ -128,10 +145,9 @@ def test_gathers_ahead_count_until_they_are_used():
 
     def work(communicator):
         gathering, _ = make(communicator, 6, prefetch_numel=NUMEL)
-        use(gathering, 0, 1, 2, 3)
-        gathering.end_step()
-        gathering.hold(5)  # strange: nothing ahead of it is used up
-        gathering.hold(4)
+        expect(gathering, 0, 1, 2, 3)
+        hold(gathering, 5)  # strange: nothing ahead of it is used up
+        hold(gathering, 4)
         return gathering.live_numel // NUMEL
 
     assert on_two_ranks(work) == [3, 3]
@@ -140,9 +156,7 @@ def test_gathers_ahead_count_until_they_are_used():
 def test_an_idle_bucket_is_kept_while_its_next_use_is_near():
     def work(communicator, reuse):
         gathering, recorder = make(communicator, 3, max_reuse_numel=reuse)
-        use(gathering, 0, 1, 0, 2)
-        gathering.end_step()
-        recorder.take()
+        expect(gathering, 0, 1, 0, 2)
         use(gathering, 0, 1, 0, 2)
         return recorder.take()
 
@@ -154,9 +168,7 @@ def test_room_is_made_by_freeing_what_is_needed_last():
     def work(communicator):
         gathering, recorder = make(communicator, 3, max_live_numel=2 * NUMEL, max_reuse_numel=10**9)
         order = (0, 1, 2, 0, 1)
-        use(gathering, *order)
-        gathering.end_step()
-        recorder.take()
+        expect(gathering, *order)
         use(gathering, *order)
         return recorder.take(), gathering.peak_numel
 
@@ -166,10 +178,8 @@ def test_room_is_made_by_freeing_what_is_needed_last():
 def test_what_held_buckets_forced_above_the_bound_is_not_kept():
     def work(communicator):
         gathering, recorder = make(communicator, 2, max_live_numel=NUMEL, max_reuse_numel=10**9)
-        use(gathering, 0, 1, 1, 0)
-        gathering.end_step()
-        recorder.take()
-        gathering.hold(0)
+        expect(gathering, 0, 1, 1, 0)
+        hold(gathering, 0)
         use(gathering, 1, 1)
         return recorder.take()
 
@@ -190,19 +200,21 @@ def test_whatever_is_asked_in_whatever_order(data):
     )
     held: list[int] = []
     for _ in range(data.draw(st.integers(1, 3))):
+        used: list[int] = []
         for _ in range(data.draw(st.integers(0, 8))):
             if held and data.draw(st.booleans()):
                 gathering.drop(held.pop())
             else:
                 index = data.draw(st.integers(0, 4))
-                gathering.hold(index, learn=data.draw(st.booleans()))
+                gathering.hold(index, ahead=data.draw(st.booleans()))
+                used.append(index)
                 held.append(index)
             for index in held:
                 assert gathering.full(index).raw[0] == index
             assert gathering.live_numel <= max(bound, len(set(held)) * NUMEL)
         while held:
             gathering.drop(held.pop())
-        gathering.end_step()
+        expect(gathering, *used)
         assert gathering.live_numel == 0
 
 

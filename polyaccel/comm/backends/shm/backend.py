@@ -6,26 +6,23 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import count
 from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
 from polyaccel.comm.backends.shm.communicator import ShmCommunicator
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
-from polyaccel.comm.backends.shm.host_notes import exchange_on_host
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
 from polyaccel.comm.backends.shm.private import tells_private_pages
 from polyaccel.comm.base import Board, CommBackend, Communicator, Rendezvous, unusable_error
-from polyaccel.comm.deadline import Deadline
+from polyaccel.comm.members.ranks import JobMembers
 from polyaccel.comm.parts.single import SingleCommunicator
-from polyaccel.comm.torch_group import exchange_notes, has_torch, join_default_group
+from polyaccel.deadline import Deadline
 from polyaccel.errors import RanksApart
 
 SYMMETRIC_VARIABLE = "POLYACCEL_SHM_SYMMETRIC"
 """Environment variable: "0" keeps all buffers private, so that everything goes through stages (to compare)."""
-_connections = count()
 
 
 class ShmBackend(CommBackend):
@@ -41,21 +38,11 @@ class ShmBackend(CommBackend):
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         self._check(rendezvous, accelerator)
-        deadline = rendezvous.deadline(timeout_s)
-        if has_torch():
-            join_default_group("gloo", rendezvous, deadline, lambda: None)
-        if rendezvous.world_size == 1:
+        members = JobMembers(rendezvous, timeout_s=timeout_s)
+        if members.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
-        rank, world = rendezvous.rank, rendezvous.world_size
-        topic = f"shm/{next(_connections)}"
-
-        def exchange(note: str) -> list[str]:
-            if has_torch():
-                return exchange_notes(topic, rank, world, note, deadline)
-            where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
-            return exchange_on_host(where, rank, world, note, deadline)
-
-        return share_memory(tuple(range(world)), rank, accelerator, timeout_s, exchange, deadline=deadline)
+        ranks, deadline = tuple(range(members.world_size)), members.deadline
+        return share_memory(ranks, members.rank, accelerator, timeout_s, members.exchange, deadline=deadline)
 
     def connect_within(self, group: Communicator, board: Board | None) -> Communicator:
         return share_memory(group.ranks, group.rank, group.accelerator, group.timeout_s, group.all_gather_object, board)

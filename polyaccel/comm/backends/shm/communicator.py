@@ -30,10 +30,10 @@ from polyaccel.comm.backends.shm.memory import map_file, new_file, open_peer, ro
 from polyaccel.comm.backends.shm.private import PrivateMapping, TwiceMapped
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
-from polyaccel.comm.deadline import Deadline
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.types import DType
 

@@ -3,9 +3,8 @@
 [Note: Private pages]
 The system maps one file twice: shared, for the engine, and copy-on-write, for users ([Note: One memory, private
 writes]). A page that nobody here has written to is that of the file, in both. The first write through the second
-mapping makes a copy of the page, for this process alone, and `/proc/self/pagemap` tells such pages from the others,
-whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at the next look. Reading the
-page map takes about 0.05 ns a byte of parameters.
+mapping makes a copy of the page, for this process alone, and the system tells such pages from the others ([Note: Three
+answers]), whatever wrote to them: torch, numpy or a library. Given back, they are the file's again at the next look.
 """
 
 from __future__ import annotations
@@ -21,14 +20,11 @@ from typing import Any
 import numpy as np
 
 from polyaccel.buffer import Buffer
+from polyaccel.comm.backends.shm import page_map
 from polyaccel.comm.backends.shm.memory import Bytes, new_file, rounded_up
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.errors import CommError
 
-_PAGEMAP = "/proc/self/pagemap"
-_ENTRY_NBYTES = 8
-# In the last byte of an entry: in memory, in the swap, and of a file.
-_FLAGS, _OF_A_FILE = np.uint8(0xE0), np.uint8(0x20)
 _MAP_NORESERVE = 0x4000  # few pages will ever be written
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 
@@ -53,6 +49,7 @@ class PrivateMapping:
         self.address: int = address
         self.nbytes = nbytes
         library.madvise(address, self._length, _MADV_HUGEPAGE)  # where the system has them for shared memory
+        self.is_protected = page_map.protect(address, self._length)
         weakref.finalize(self, library.munmap, address, self._length).atexit = False
 
     @property
@@ -63,25 +60,20 @@ class PrivateMapping:
         """The bytes; the array holds the mapping."""
         return np.asarray(self)
 
-    def written(self) -> Sequence[tuple[int, int]]:
+    def written(self) -> page_map.Ranges:
         """The ranges of bytes, whole pages, that hold everything that was written through this mapping."""
-        page = mmap.PAGESIZE
-        nbytes = self._length // page * _ENTRY_NBYTES
-        entries = os.pread(_pagemap(os.getpid()), nbytes, self.address // page * _ENTRY_NBYTES)
-        if len(entries) != nbytes:
-            raise CommError(f"{_PAGEMAP} tells {len(entries)} of {nbytes} bytes", cure="set POLYACCEL_SHM_SYMMETRIC=0")
-        flags = np.frombuffer(entries, np.uint8)[_ENTRY_NBYTES - 1 :: _ENTRY_NBYTES] & _FLAGS
-        (pages,) = np.nonzero((flags != 0) & (flags & _OF_A_FILE == 0))
-        if not pages.size:
-            return ()
-        ends = np.flatnonzero(np.diff(pages) > 1)
-        firsts, lasts = pages[[0, *(ends + 1)]], pages[[*ends, -1]]
-        return [(int(first) * page, (int(last) + 1) * page) for first, last in zip(firsts, lasts, strict=True)]
+        if self.is_protected:
+            return page_map.unprotected(self.address, self._length)
+        if _are_searched():
+            return page_map.searched(self.address, self._length)
+        return page_map.read(self.address, self._length)
 
     def forget(self) -> None:
         """Show the file's contents everywhere."""
         for start, end in self.written():
             _system().madvise(self.address + start, end - start, _MADV_DONTNEED)
+            if self.is_protected:
+                page_map.protect_again(self.address + start, end - start)
 
 
 class TwiceMapped(SharedMemory):
@@ -103,6 +95,19 @@ class TwiceMapped(SharedMemory):
 
 
 @cache
+def _are_searched() -> bool:
+    """Whether this system searches its page map itself: Linux since 6.7, where nothing in between forbids it."""
+    file = new_file("polyaccel-probe", rounded_up(1))
+    try:
+        mapping = PrivateMapping(file, rounded_up(1))
+        return page_map.searched(mapping.address, mapping.nbytes) == []
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+@cache
 def tells_private_pages() -> bool:
     """Whether this system says which pages of a private mapping were written to."""
     try:
@@ -117,13 +122,7 @@ def tells_private_pages() -> bool:
         found = mapping.written()
     except (OSError, CommError):
         return False
-    return before == (0, ()) and len(found) == 1 and found[0][0] == rounded_up(1)
-
-
-@cache
-def _pagemap(process: int) -> int:
-    """A descriptor of the page map of this process, whose id is `process`; that of a forked one's parent is another."""
-    return os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+    return before[0] == 0 and not before[1] and len(found) == 1 and found[0][0] == rounded_up(1)
 
 
 @cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from weakref import WeakSet
 
@@ -18,16 +18,21 @@ from polyaccel.comm.base import Board
 _LIMIT_S = 1.0
 _END_S = 5.0
 _PREFIX = "polyaccel/board"
+_KEEPER = 0
 
 
 class StoreBoard(Board):
     """Notes in a c10d store, on a connection of its own where the store can have one.
 
-    The store may live in a rank that hangs, so every access runs in a thread that is left behind after a second.
+    The store may live in a rank that hangs, so every access runs in a thread that is left behind after a second. It
+    ends with the rank in which it lives, which without a launcher is rank 0: the last note of rank 0 is remembered, so
+    that one more thing can be said then.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, may_wait: bool) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        self._may_wait = may_wait  # for a note, on a connection that nobody else uses
+        self._remembered: dict[int, str] = {}
 
     @classmethod
     def of_default_group(cls) -> StoreBoard | None:
@@ -41,25 +46,33 @@ class StoreBoard(Board):
             store = store.clone()  # type: ignore[attr-defined]  # younger than its stub
             store.set_timeout(timedelta(seconds=_LIMIT_S))
         except (AttributeError, NotImplementedError, RuntimeError):
-            return cls(store)  # one connection for everybody is worse than one of its own, but better than none
-        return cls(store)
+            # One connection for everybody is worse than one of its own, but better than none.
+            return cls(store, may_wait=False)
+        return cls(store, may_wait=True)
 
     def post(self, rank: int, text: str) -> None:
-        _within_limit(lambda: self._store.set(str(rank), text))
+        def post() -> None:
+            self._store.set(str(rank), text)
+            if rank != _KEEPER:
+                if not self._remembered and self._may_wait:
+                    self._store.get(str(_KEEPER))
+                self._remembered.update(self._read([_KEEPER]))
+
+        _within_limit(post)
 
     def read(self, world_size: int) -> Mapping[int, str]:
         notes: dict[int, str] = {}
+        _within_limit(lambda: notes.update(self._read(range(world_size))))
+        return notes.copy() or self._remembered.copy()
 
-        def read() -> None:
-            for rank in range(world_size):
-                if self._store.check([str(rank)]):
-                    notes[rank] = self._store.get(str(rank)).decode()
-
-        _within_limit(read)
-        return notes.copy()
+    def _read(self, ranks: Iterable[int]) -> dict[int, str]:
+        return {rank: self._store.get(str(rank)).decode() for rank in ranks if self._store.check([str(rank)])}
 
 
 def _within_limit(access: Callable[[], Any]) -> None:
+    if _is_over.is_set():
+        return
+
     def attempt() -> None:
         try:
             access()
@@ -73,11 +86,13 @@ def _within_limit(access: Callable[[], Any]) -> None:
 
 
 _attempts: WeakSet[Thread] = WeakSet()
+_is_over = Event()
 
 
 @atexit.register
 def _end_attempts() -> None:
-    """Wait for calls that are under way: Python ends a thread that comes back from torch's store when the interpreter
-    is gone, and torch aborts the process for it."""
+    """Begin no more calls, and wait for those that are under way: Python ends a thread that comes back from torch's
+    store when the interpreter is gone, and torch aborts the process for it."""
+    _is_over.set()
     for thread in list(_attempts):
         thread.join(_END_S)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
@@ -38,6 +39,8 @@ _TORCH_OPS = {
 def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The flat tensor over a buffer's memory, without a copy, whatever framework made it."""
     raw = buffer.raw
+    if isinstance(raw, np.ndarray) and buffer.dtype is DType.BFLOAT16:  # which numpy exports to nobody
+        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
     return raw if isinstance(raw, torch.Tensor) else from_dlpack(buffer)
 
 

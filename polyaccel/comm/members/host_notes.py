@@ -18,7 +18,7 @@ from time import sleep
 from typing import Any
 
 from polyaccel import plain
-from polyaccel.comm.deadline import Deadline
+from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 _MOST_NBYTES = 1 << 20

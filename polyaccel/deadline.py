@@ -1,7 +1,10 @@
-"""The one time limit of a job's start: whatever a rank waits for until all ranks have met ends with it."""
+"""Time limits: that of a job's start, which ends all waiting that a rank does until all ranks have met, and that of a
+call into code that heeds no limit of ours."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Thread
@@ -34,26 +37,43 @@ class Deadline:
         return timedelta(seconds=self.remaining_s())
 
     def run(self, waits_for: str, action: Callable[[], T]) -> T:
-        """`action()`, in a thread that is left behind when time is over: calls into libraries do not heed our limits,
-        and some heed none where a peer accepts a connection and says nothing.
+        """`action()`, as `run_within` the time that is left: some libraries heed no limit where a peer accepts a
+        connection and says nothing.
 
         Raises what `action` raises, and CommTimeout, which says that this rank waited for `waits_for`.
         """
-        attempt = _Attempt(action)
-        attempt.start()
-        attempt.join(self.remaining_s())
-        if attempt.is_alive():
+        try:
+            return run_within(self.remaining_s(), action)
+        except Overdue:
             raise CommTimeout(
                 f"nothing came of waiting for {waits_for} within {self.timeout_s:g} s",
                 cure="look for the first error among the ranks, and for what listens at that place",
                 value=waits_for,
-            )
-        return attempt.result()
+            ) from None
+
+
+class Overdue(Exception):
+    """An action had not ended at its limit, and goes on in a thread that was left behind. `stack` is where it was."""
+
+    def __init__(self, stack: traceback.StackSummary) -> None:
+        super().__init__()
+        self.stack = stack
+
+
+def run_within(limit_s: float, action: Callable[[], T]) -> T:
+    """`action()`, in a thread that is left behind after `limit_s` seconds. Raises what `action` raises, and Overdue."""
+    attempt = _Attempt(action)
+    attempt.start()
+    attempt.join(limit_s)
+    if attempt.is_alive():
+        frame = sys._current_frames().get(attempt.ident or 0)
+        raise Overdue(traceback.extract_stack(frame) if frame is not None else traceback.StackSummary())
+    return attempt.result()
 
 
 class _Attempt(Thread, Generic[T]):
     def __init__(self, action: Callable[[], T]) -> None:
-        super().__init__(daemon=True, name="polyaccel start")
+        super().__init__(daemon=True, name="polyaccel attempt")
         self._action = action
         self._outcome: list[T] = []
         self._error: BaseException | None = None

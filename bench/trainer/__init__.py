@@ -1,0 +1,1 @@
+"""A step of transformers' Trainer, with our `deepspeed` and with DeepSpeed's."""

@@ -1,0 +1,33 @@
+"""The rows of `polyaccel plugins check`, from the contracts whose tests they are: what each wants, and why.
+
+`python docs/generate/check_rows.py` prints them.
+"""
+
+from __future__ import annotations
+
+from polyaccel.testkit.contract import list_tests, wanted_by
+from polyaccel.testkit.suites import ALL_CONTRACTS
+
+_INTRODUCTION = """\
+# Rows of the check
+
+`polyaccel plugins check NAME` prints a row for each of these tests, by contract, and with `-v` the sentence beside it.
+They are the tests of the classes in `polyaccel.testkit`. [The author's guide](../plugins.md#the-check) says how to run
+them.
+"""
+
+
+def check_rows() -> str:
+    """The page, as Markdown."""
+    lines = [_INTRODUCTION]
+    for title, contract in ALL_CONTRACTS.items():
+        lines += [f"## {title}", "", "| row | what it wants, and why |", "|---|---|"]
+        for test in list_tests(contract):
+            row = test.removeprefix("test_").replace("_", " ")
+            lines.append(f"| {row} | {wanted_by(contract, test).replace('|', chr(92) + '|')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(check_rows())

@@ -1,0 +1,329 @@
+"""The public names of DeepSpeed and their arguments, read from an installed one.
+
+`python docs/generate/deepspeed_facts.py`, in an environment that has DeepSpeed and not the drop-in, prints what
+`tests/unit/dropin/deepspeed_facts.json` holds: names, parameters, defaults and config keys, and no code. A name is
+public in a package that collects names for users (`FACADES`), and in the module that defines it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+FACADES = (
+    "deepspeed",
+    "deepspeed.accelerator",
+    "deepspeed.checkpointing",
+    "deepspeed.comm",
+    "deepspeed.linear",
+    "deepspeed.ops.adagrad",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.aio",
+    "deepspeed.ops.lamb",
+    "deepspeed.ops.lion",
+    "deepspeed.ops.op_builder",
+    "deepspeed.ops.transformer",
+    "deepspeed.pipe",
+    "deepspeed.profiling.flops_profiler",
+    "deepspeed.runtime.zero",
+    "deepspeed.sequence",
+    "deepspeed.utils",
+    "deepspeed.zero",
+)
+HOMES = (
+    "deepspeed.accelerator.abstract_accelerator",
+    "deepspeed.accelerator.real_accelerator",
+    "deepspeed.checkpoint.utils",
+    "deepspeed.comm.comm",
+    "deepspeed.launcher.runner",
+    "deepspeed.moe.layer",
+    "deepspeed.moe.utils",
+    "deepspeed.monitor.monitor",
+    "deepspeed.ops.adagrad.cpu_adagrad",
+    "deepspeed.ops.adam.cpu_adam",
+    "deepspeed.ops.adam.fused_adam",
+    "deepspeed.ops.lamb.fused_lamb",
+    "deepspeed.ops.lion.cpu_lion",
+    "deepspeed.ops.lion.fused_lion",
+    "deepspeed.profiling.flops_profiler.profiler",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.base_optimizer",
+    "deepspeed.runtime.config",
+    "deepspeed.runtime.dataloader",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.hybrid_engine",
+    "deepspeed.runtime.lr_schedules",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.pipe.module",
+    "deepspeed.runtime.pipe.topology",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.utils",
+    "deepspeed.runtime.zero.config",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.tiling",
+    "deepspeed.sequence.layer",
+    "deepspeed.utils.groups",
+    "deepspeed.utils.init_on_device",
+    "deepspeed.utils.logging",
+    "deepspeed.utils.nvtx",
+    "deepspeed.utils.tensor_fragment",
+    "deepspeed.utils.z3_leaf_module",
+    "deepspeed.utils.zero_to_fp32",
+)
+CLASSES = (
+    "deepspeed.DeepSpeedEngine",
+    "deepspeed.accelerator.DeepSpeedAccelerator",
+)
+ALSO = {
+    "deepspeed": ("dist", "get_accelerator", "logger"),
+    "deepspeed.comm": ("P2POp", "ProcessGroup", "ReduceOp"),
+    "deepspeed.comm.comm": ("P2POp", "ProcessGroup", "ReduceOp"),
+    "deepspeed.launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME",),
+    "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
+    "deepspeed.utils": ("logger",),
+    "deepspeed.utils.logging": ("logger",),
+    "deepspeed.DeepSpeedEngine": ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict"),
+    "deepspeed.runtime.zero.partition_parameters": ("_orig_torch_arange", "get_accelerator"),
+    "deepspeed.utils.groups": (
+        "_get_data_parallel_group",
+        "_get_data_parallel_rank",
+        "_get_data_parallel_world_size",
+        "_get_expert_parallel_group",
+        "_get_model_parallel_world_size",
+        "_get_sequence_parallel_group",
+        "_get_sequence_parallel_rank",
+        "_get_sequence_parallel_world_size",
+    ),
+}
+"""Names that clients use although they begin with an underscore, are constants or come from another package."""
+SECTIONS = {
+    "runtime.zero.config:DeepSpeedZeroConfig": "zero_optimization",
+    "runtime.precision_config:DeepSpeedFP16Config": "fp16",
+    "runtime.precision_config:DeepSpeedBF16Config": "bf16",
+    "runtime.tensor_parallel.config:TPTrainingConfig": "tensor_parallel",
+    "runtime.config:HybridEngineConfig": "hybrid_engine",
+    "comm.config:CommsLoggerConfig": "comms_logger",
+    "monitor.config:TensorBoardConfig": "tensorboard",
+    "monitor.config:WandbConfig": "wandb",
+    "monitor.config:CSVConfig": "csv_monitor",
+    "monitor.config:CometConfig": "comet",
+    "compile.config:CompileConfig": "compile",
+    "utils.config:DeepSpeedThroughputTimerConfig": "timers.throughput",
+}
+"""Config models, and the sections that they read."""
+READ_BY_NAME = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "optimizer.type",
+    "optimizer.params",
+    "optimizer.legacy_fusion",
+    "scheduler.type",
+    "scheduler.params",
+    "gradient_clipping",
+    "steps_per_print",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "communication_data_type",
+    "disable_allgather",
+    "dump_state",
+    "seq_parallel_communication_data_type",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dataloader_drop_last",
+    "disable_python_gc",
+    "log_level",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "use_data_before_expert_parallelism",
+    "sequence_parallel_size",
+    "data_parallel_size",
+    "vocabulary_size",
+    "data_types.grad_accum_dtype",
+    "data_types.param_dtype",
+    "data_types.buffer_dtype",
+    "data_types.keep_in_fp32_modules",
+    "torch_autocast.enabled",
+    "torch_autocast.dtype",
+    "torch_autocast.lower_precision_safe_modules",
+    "pipeline.stages",
+    "pipeline.partition",
+    "pipeline.seed_layers",
+    "pipeline.activation_checkpoint_interval",
+    "pipeline.pipe_partitioned",
+    "pipeline.grad_partitioned",
+    "pipeline.use_reentrant",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.number_checkpoints",
+    "activation_checkpointing.contiguous_memory_optimization",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.synchronize_checkpoint_boundary",
+    "activation_checkpointing.profile",
+    "flops_profiler.enabled",
+    "flops_profiler.recompute_fwd_factor",
+    "flops_profiler.profile_step",
+    "flops_profiler.module_depth",
+    "flops_profiler.top_modules",
+    "flops_profiler.detailed",
+    "flops_profiler.output_file",
+    "autotuning.enabled",
+    "data_efficiency.enabled",
+    "data_efficiency.seed",
+    "data_efficiency.data_sampling",
+    "data_efficiency.data_routing",
+    "checkpoint.tag_validation",
+    "checkpoint.load_universal",
+    "checkpoint.use_node_local_storage",
+    "checkpoint.parallel_write",
+    "checkpoint.checkpoint_serialization",
+    "checkpoint.writer",
+    "datastates_ckpt",
+    "aio.block_size",
+    "aio.queue_depth",
+    "aio.intra_op_parallelism",
+    "aio.single_submit",
+    "aio.overlap_events",
+    "aio.use_gds",
+    "expert_parallel.enabled",
+    "expert_parallel.autoep_size",
+    "expert_parallel.expert_tensor_parallel_size",
+    "expert_parallel.preset_model",
+    "expert_parallel.use_grouped_mm",
+    "expert_parallel.comm_backend",
+    "expert_parallel.patterns",
+    "weight_quantization.quantized_initialization",
+    "weight_quantization.post_init_quant",
+    "amp",
+    "nebula",
+    "compression_training",
+    "quantize_training",
+    "sparse_gradients",
+    "eigenvalue",
+    "sparse_attention",
+    "elasticity",
+    "graph_harvesting",
+    "curriculum_learning",
+    "progressive_layer_drop",
+)
+"""Keys and tables that DeepSpeed reads one by one, without a model. From "amp" on: those that it has removed."""
+
+
+def facts() -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    version = importlib.import_module("deepspeed").__version__
+    return {
+        "version": version,
+        "modules": {name: _names(name) for name in sorted({*FACADES, *HOMES})},
+        "members": {name: _members(name) for name in CLASSES},
+        "keys": sorted(_keys()),
+    }
+
+
+def _found(path: str) -> Any:
+    """The module or class at `path`: a module that is one for `import`, or what stands under that name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        pass
+    value: Any = importlib.import_module("deepspeed")
+    for part in path.split(".")[1:]:
+        value = getattr(value, part)
+    return value
+
+
+def _names(path: str) -> dict[str, str]:
+    module = _found(path)
+    return {
+        name: arguments(value)
+        for name in sorted(dir(module))
+        if _is_public(name, value := getattr(module, name, None), module, path)
+    }
+
+
+def _is_public(name: str, value: Any, module: ModuleType, path: str) -> bool:
+    if name in ALSO.get(path, ()):
+        return True
+    if name.startswith("_") or not isinstance(value, (type, FunctionType)):
+        return False
+    home = getattr(value, "__module__", "") or ""
+    return home.partition(".")[0] in ("deepspeed", "op_builder") if path in FACADES else home == module.__name__
+
+
+def _members(path: str) -> dict[str, str]:
+    return {
+        name: arguments(value)
+        for name, value in sorted(vars(_found(path)).items())
+        if not name.startswith("_") or name in ALSO.get(path, ())
+    }
+
+
+def arguments(value: Any) -> str:
+    """`a b=1 *rest named=None`; empty for what cannot be called. Defaults that are no plain values are `...`."""
+    value = getattr(value, "__func__", value)
+    if not callable(value) or (
+        isinstance(value, type) and (getattr(value, "__init__", None) is object.__init__ or issubclass(value, Enum))
+    ):
+        return ""
+    if not isinstance(value, (type, FunctionType, MethodType)):
+        return ""
+    return _arguments_of(_unwrapped(value))
+
+
+def _arguments_of(value: Any) -> str:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    return " ".join(map(_argument, signature.parameters.values()))
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function in a wrapper that does not tell: one that takes anything and closes over a function."""
+    closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    named = [one for one in closed if isinstance(one, FunctionType)]
+    takes_anything = isinstance(value, FunctionType) and _arguments_of(value) == "*args **kwargs"
+    return named[0] if takes_anything and named else value
+
+
+def _argument(one: inspect.Parameter) -> str:
+    stars = "*" * (one.kind is one.VAR_POSITIONAL) + "**" * (one.kind is one.VAR_KEYWORD)
+    if one.default is one.empty:
+        return f"{stars}{one.name}"
+    plain = one.default is None or type(one.default) in (bool, int, float, str)
+    return f"{one.name}={one.default!r}".replace(" ", "") if plain else f"{one.name}=..."
+
+
+def _keys() -> set[str]:
+    found: set[str] = set(READ_BY_NAME)
+    for place, section in SECTIONS.items():
+        module, _, name = place.partition(":")
+        found |= _keys_of(getattr(importlib.import_module(f"deepspeed.{module}"), name), section)
+    return found
+
+
+def _keys_of(model: Any, section: str) -> set[str]:
+    found = set()
+    for name, field in model.model_fields.items():
+        below = _model_in(field.annotation)
+        for key in {name, field.alias or name}:
+            found |= _keys_of(below, f"{section}.{key}") if below is not None else {f"{section}.{key}"}
+    return found
+
+
+def _model_in(annotation: Any) -> Any:
+    kinds = [annotation, *getattr(annotation, "__args__", ())]
+    return next((one for one in kinds if isinstance(one, type) and hasattr(one, "model_fields")), None)
+
+
+if __name__ == "__main__":
+    json.dump(facts(), sys.stdout, indent=1)
+    print()

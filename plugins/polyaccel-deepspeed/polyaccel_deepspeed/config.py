@@ -1,0 +1,223 @@
+"""Configs that other projects wrote for DeepSpeed, made into configs of polyaccel.
+
+polyaccel reads DeepSpeed's JSON strictly. What trainers write beside it (`Infinity`, `null` for "leave it out", keys
+that DeepSpeed never reads) is altered here, one `Change` for each, and nowhere in polyaccel itself. Anything
+else that would change results stays, for polyaccel to refuse by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from logging import getLogger
+from typing import Any
+
+from polyaccel import comm
+from polyaccel.config import Config
+from polyaccel.config.absent import absent_keys
+from polyaccel.config.keys import walk_keys
+from polyaccel.config.load import read_tree
+from polyaccel.config.resolve import load_resolved
+from polyaccel.engine.lr_schedules import SCHEDULES
+from polyaccel.errors import ConfigError
+
+log = getLogger("polyaccel.deepspeed")
+
+Tree = dict[str, Any]
+_PARAMS = ("optimizer.params", "scheduler.params")
+"""Tables of arguments, whose values mean what the optimizer says."""
+_AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
+"""Sections in which DeepSpeed itself reads "auto" as the key's default."""
+WATCHERS = {
+    "tensorboard": "figures go to polyaccel's monitors",
+    "csv_monitor": "figures go to polyaccel's monitors",
+    "wandb": "figures go to polyaccel's monitors",
+    "comet": "figures go to polyaccel's monitors",
+    "flops_profiler": "polyaccel has no operation profiler; use torch.utils.flop_counter",
+    "memory_breakdown": "engine.metrics has the peak of each step",
+}
+"""What people watch a run with: training is the same without."""
+_CLIPPING = 1.0
+"""DeepSpeed 0.19's `gradient_clipping` where the config has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that was dropped or altered; `what` ends the sentence. `is_warning` where a reader may not expect it."""
+
+    key: str
+    what: str
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        return f"config: {self.key} {self.what}"
+
+
+def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
+    """The config that `source` (a path, a mapping, base64) means to DeepSpeed 0.19.8, and what had to be altered.
+
+    Raises ConfigError where there is no JSON object. The source itself is left alone.
+    """
+    tree, problems, name = read_tree(source)
+    if problems:
+        raise ConfigError(problems, source=name)
+    if not isinstance(tree, dict):
+        return tree, ()
+    return tree, tuple(change for rule in _RULES for change in rule(tree))
+
+
+def log_changes(changes: tuple[Change, ...]) -> None:
+    """One line for each."""
+    for change in changes:
+        log.log(30 if change.is_warning else 20, "%s", change)
+
+
+def _known_keys() -> frozenset[str]:
+    return frozenset({*(key.dotted for key in walk_keys(Config)), *absent_keys()})
+
+
+def _dotted(tree: Tree) -> Iterator[Change]:
+    known = _known_keys()
+    for key in [key for key in tree if "." in key and key in known]:
+        yield Change(key, f"= {tree.pop(key)!r} was dropped: DeepSpeed does not read a dotted key at the top level")
+
+
+def _empty(tree: Tree) -> Iterator[Change]:
+    if "gradient_clipping" in tree and tree["gradient_clipping"] is None:
+        tree["gradient_clipping"] = 0.0
+        yield Change("gradient_clipping", "= null was read as 0.0, which clips nothing")
+    means_null = {key.dotted for key in walk_keys(Config) if not key.is_section and key.field.default is None}
+    yield from _drop(
+        tree,
+        lambda key, value: value is None and not key.startswith(_PARAMS),
+        lambda key: None if key in means_null else "= null was dropped, and stands at its default",
+    )
+
+
+def _auto(tree: Tree) -> Iterator[Change]:
+    yield from _drop(
+        tree,
+        lambda key, value: value == "auto" and key.partition(".")[0] in _AUTO_IS_DEFAULT,
+        lambda key: '= "auto" was dropped: nobody has filled it in, and DeepSpeed then takes the default',
+    )
+
+
+def _endless(tree: Tree) -> Iterator[Change]:
+    value = tree.get("steps_per_print")
+    if isinstance(value, float) and math.isinf(value):
+        del tree["steps_per_print"]
+        yield Change("steps_per_print", "= Infinity was dropped: no progress lines are printed")
+
+
+def _switched_off(tree: Tree) -> Iterator[Change]:
+    """Sections of what DeepSpeed has removed, which are off."""
+    for key in (
+        "amp",
+        "elasticity",
+        "curriculum_learning",
+        "eigenvalue",
+        "progressive_layer_drop",
+        "quantize_training",
+    ):
+        section = tree.get(key)
+        if isinstance(section, Mapping) and section.get("enabled", False) is False:
+            del tree[key]
+            yield Change(key, "was dropped: it is off, and DeepSpeed has removed the feature")
+    for key in ("compression_training", "sparse_attention", "nebula"):
+        if key in tree and not tree[key]:
+            del tree[key]
+            yield Change(key, "was dropped: it is empty, and DeepSpeed has removed the feature")
+
+
+def _watching(tree: Tree) -> Iterator[Change]:
+    for key, why in WATCHERS.items():
+        asks = tree[key].get("enabled") is True if isinstance(tree.get(key), Mapping) else tree.get(key) is True
+        if asks:
+            del tree[key]
+            yield Change(key, f"was dropped: {why}", is_warning=True)
+
+
+def _clipping(tree: Tree) -> Iterator[Change]:
+    if "gradient_clipping" not in tree:
+        norm = tree.get("zero_optimization", {})
+        if isinstance(norm, Mapping) and norm.get("compute_grad_norm", True) is False:
+            return
+        tree["gradient_clipping"] = _CLIPPING
+        yield Change(
+            "gradient_clipping",
+            f"is left out, which means {_CLIPPING} to DeepSpeed 0.19: gradients are clipped at that norm; write 0.0 to "
+            "clip nothing",
+            is_warning=True,
+        )
+
+
+def _parameters_at_rest(tree: Tree) -> Iterator[Change]:
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage", 0) != 3 and isinstance(zero.get("offload_param"), Mapping):
+        if zero["offload_param"].get("device", "none") != "none":
+            yield Change("zero_optimization.offload_param", "was dropped: parameters are sharded at stage 3 only")
+        del zero["offload_param"]
+
+
+_RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
+    _dotted,
+    _empty,
+    _auto,
+    _endless,
+    _switched_off,
+    _watching,
+    _clipping,
+    _parameters_at_rest,
+)
+
+
+def _drop(
+    tree: Tree, is_wanted: Callable[[str, Any], bool], says: Callable[[str], str | None], above: str = ""
+) -> Iterator[Change]:
+    """Remove the keys for which `is_wanted(dotted key, value)`; `says` gives the change's words, None for no line."""
+    for name in list(tree):
+        key = f"{above}{name}"
+        if is_wanted(key, tree[name]):
+            del tree[name]
+            what = says(key)
+            if what is not None:
+                yield Change(key, what)
+        elif isinstance(tree[name], dict):
+            yield from _drop(tree[name], is_wanted, says, f"{key}.")
+
+
+VALID_LR_SCHEDULES = tuple(SCHEDULES)
+"""The schedules that a config can name."""
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages, by DeepSpeed's names."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class DeepSpeedConfig:
+    """A config that was read as DeepSpeed reads it: the batch sizes solved for `world_size` ranks, or for those there
+    are. Other keys are asked by `get`."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
+        tree, changes = normalise(config)
+        resolved = load_resolved(tree, world_size=world_size or comm.get_world_size())
+        self._param_dict = tree
+        self.changes = changes
+        self.train_batch_size = resolved.train_batch_size
+        self.train_micro_batch_size_per_gpu = resolved.train_micro_batch_size_per_gpu
+        self.gradient_accumulation_steps = resolved.gradient_accumulation_steps
+        self.gradient_clipping = resolved.gradient_clipping
+        self.zero_optimization_stage = resolved.zero_optimization.stage
+        self.zero_enabled = resolved.zero_optimization.stage > 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A top-level key, as the config has it."""
+        return self._param_dict.get(key, default)

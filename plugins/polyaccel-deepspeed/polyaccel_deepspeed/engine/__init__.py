@@ -1,0 +1,1 @@
+"""The engine, its optimizer and its parameters as clients of DeepSpeed see them."""

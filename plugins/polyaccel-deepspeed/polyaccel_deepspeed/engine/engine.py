@@ -1,0 +1,242 @@
+"""The engine under DeepSpeed's names: `TorchEngine`, and what trainers and scripts ask of DeepSpeed's engine beside."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from logging import getLogger
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from polyaccel.engine.base import Engine
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.states.whole_model import entries_of_writer
+from polyaccel.zero.update.walk import StepResult
+from polyaccel_deepspeed.engine.client_state import packed, unpacked
+from polyaccel_deepspeed.engine.parameters import ParameterOffload
+from polyaccel_deepspeed.engine.settings import Settings
+
+log = getLogger("polyaccel.deepspeed")
+
+
+class DeepSpeedEngine(Settings, TorchEngine):
+    """An engine that `deepspeed.initialize` made. `config` is the raw config, as a dict."""
+
+    def adopt(self, raw_config: Mapping[str, Any]) -> None:
+        """Take over the config as its user wrote it, and show parameters and optimizer as DeepSpeed does."""
+        self.raw_config = raw_config
+        self.config = dict(raw_config)  # type: ignore[assignment]  # clients read the raw dict here
+        if self.optimizer is not None:
+            self.optimizer.overflow = False
+            self.optimizer.parameter_offload = ParameterOffload(self._own_module)
+
+    def _take_result(self, result: StepResult) -> None:
+        Engine._take_result(self, result)
+        self.optimizer.overflow = not result.applied
+
+    # The whole model.
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: polyaccel gathers them whatever the config says."""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Rank 0's whole state dict, on the host; None elsewhere. Collective."""
+        entries = entries_of_writer(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
+        return entries if self.communicator.rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model` by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(  # type: ignore[override]  # DeepSpeed's first arguments are `nn.Module.state_dict`'s
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As `TorchEngine.module_state_dict`, added to `destination` under names that begin with `prefix`."""
+        whole = super().module_state_dict(exclude_frozen_parameters)
+        found = {} if destination is None else destination
+        found.update({f"{prefix}{name}": value for name, value in whole.items()})
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """As `TorchEngine.load_module_state_dict`, for a state dict or a dict that has one as `module`."""
+        _refuse_custom_loading(custom_load_fn, "load_module_state_dict")
+        state = checkpoint.get("module")
+        super().load_module_state_dict(state if isinstance(state, Mapping) else checkpoint, strict)
+
+    # Data.
+
+    def deepspeed_io(  # type: ignore[override]  # with DeepSpeed's arguments
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's micro-batches of `dataset`; `data_sampler` chooses them where there is one."""
+        size = batch_size or self.train_micro_batch_size_per_gpu()
+        workers = num_local_io_workers or 0
+        if data_sampler is not None:
+            return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
+        return ShardedDataLoader(
+            dataset,
+            micro_batch_size=size,
+            rank=self.communicator.rank,
+            world_size=self.communicator.world_size,
+            drop_last=self.dataloader_drop_last(),
+            collate_fn=collate_fn,
+            num_workers=workers,
+        )
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As `TorchEngine.save_checkpoint`; `client_state` may hold tensors and what `torch.load` reads safely."""
+        return super().save_checkpoint(
+            str(save_dir),
+            None if tag is None else str(tag),
+            packed(client_state or {}),
+            save_latest,
+            exclude_frozen_parameters,
+        )
+
+    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's last argument is another one
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As `TorchEngine.load_checkpoint`; but where there is no such checkpoint, a warning and (None, None)."""
+        _refuse_custom_loading(custom_load_fn, "load_checkpoint")
+        if not self._is_there(str(load_dir), tag):
+            if self.communicator.rank == 0:
+                log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
+            return None, None
+        path, state = super().load_checkpoint(
+            str(load_dir),
+            None if tag is None else str(tag),
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
+        return path, unpacked(state)
+
+    def _is_there(self, load_dir: str, tag: str | None) -> bool:
+        """Whether rank 0 sees anything of the checkpoint, whole or not. Collective."""
+        names = self.runtime.storage(load_dir).names() if self.communicator.rank == 0 else ()
+        return bool(self.communicator.broadcast_object(str(tag) in names if tag is not None else len(names) > 0))
+
+    # Gradients and steps.
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Does nothing: each backward pass reduces its own gradients."""
+
+    def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """Does nothing, like `allreduce_gradients`."""
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backward passes inside accumulate on this rank; what they left is reduced once, when the block ends.
+
+        Call `step` after it.
+        """
+        with self.no_sync():
+            yield
+        self.zero.begin_pass(reduce=True)
+        self.zero.end_pass()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of samples of an optimizer step, by other accumulation steps. Between optimizer steps."""
+        each = self.train_micro_batch_size_per_gpu() * self.communicator.world_size
+        if train_batch_size < 1 or train_batch_size % each:
+            expected = f"should be a multiple of micro-batch size * ranks = {each}"
+            raise ConfigError([Problem("train_batch_size", train_batch_size, expected, f"use {each}, for example")])
+        self.counters.set_batch(gradient_accumulation_steps=train_batch_size // each, train_batch_size=train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another micro-batch; the accumulation steps stay, and so the batch changes with it."""
+        steps = self.gradient_accumulation_steps()
+        batch = micro_batch_size * steps * self.communicator.world_size
+        self.counters.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
+        self._settings = replace(self._settings, micro_batch_size=micro_batch_size, train_batch_size=batch)
+
+    # The module.
+
+    def collect_python_gc(self) -> int:
+        """Let Python collect what nobody refers to; the number of objects."""
+        return gc.collect()
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, IterableDataset)
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module by `torch.compile`. DeepCompile's `schedule` and compiled autograd are not available."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise ConfigError(
+                [Problem("schedule", schedule, "belongs to DeepCompile, which does not exist here", "leave it out")],
+                source="compile",
+            )
+        self._own_module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    def get_compile_time(self) -> dict[str, float]:
+        """Nothing: torch.compile compiles when the module is first run."""
+        return {}
+
+    _is_compiled = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
+
+
+def _refuse_custom_loading(custom_load_fn: Any, where: str) -> None:
+    if custom_load_fn is not None:
+        cure = "leave it out; pass name_map to polyaccel"
+        raise ConfigError([Problem("custom_load_fn", custom_load_fn, "cannot be called", cure)], source=where)

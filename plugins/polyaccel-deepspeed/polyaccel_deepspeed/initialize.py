@@ -1,0 +1,141 @@
+"""`deepspeed.initialize` and `deepspeed.init_distributed`: DeepSpeed's arguments in, polyaccel's engine out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from polyaccel import comm
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.initialize import initialize as initialize_torch
+from polyaccel_deepspeed.config import log_changes, normalise
+from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
+from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
+from polyaccel_deepspeed.engine.parameters import describe
+from polyaccel_deepspeed.origin import refuse_another, tell_whose
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Build an engine around `model`, and return (engine, optimizer, training_dataloader, lr_scheduler).
+
+    Arguments and errors are `polyaccel.initialize`'s; the config may be one that was written for DeepSpeed, and what is
+    altered in it is logged. `mpu` may say that there is no model parallelism, and `mesh_param` that all ranks are
+    data-parallel.
+    """
+    refuse_another()
+    if model is None:
+        raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
+    _require_data_parallel(mpu, mesh_param)
+    written = _the_config(args, config, config_params)
+    tree, changes = normalise(written)
+    if isinstance(optimizer, NamedOptimizer):
+        tree["optimizer"] = optimizer.section()
+        model_parameters = optimizer.param_groups
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port, config=tree)
+    engine, own_optimizer, loader, schedule = initialize_torch(
+        model,
+        optimizer=None if isinstance(optimizer, NamedOptimizer) else optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        distributed_port=None,
+        dist_init_required=dist_init_required,
+        config=tree,
+        engine_class=DeepSpeedEngine,
+    )
+    assert isinstance(engine, DeepSpeedEngine)  # asked for
+    if engine.global_rank == 0:
+        tell_whose()
+        log_changes(changes)
+    if isinstance(optimizer, NamedOptimizer):
+        optimizer.follow(own_optimizer)
+    engine.adopt(written if isinstance(written, Mapping) else tree)
+    if engine.zero_optimization_partition_weights():
+        describe(model, engine.world_size)
+    return engine, own_optimizer, loader, schedule
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join all ranks, as `polyaccel.init_distributed`. torch's default group exists afterwards, of a single rank too.
+
+    `dist_backend="gloo"` asks for ranks on CPUs, whose collectives polyaccel carries by what is fastest there.
+    """
+    comm.init_distributed(
+        None if dist_backend == "gloo" else dist_backend,
+        auto_mpi_discovery,
+        None if distributed_port == _USUAL_PORT else distributed_port,
+        verbose,
+        timeout,
+        init_method,
+        dist_init_required,
+        config,
+        rank,
+        world_size,
+    )
+    if not dist.is_initialized() and comm.get_world_size() == 1:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+_USUAL_PORT = 29500
+"""DeepSpeed's default, which every script passes on: it asks for no port in particular."""
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one config among the places where callers put it. `config_params` is DeepSpeed's older name of `config`."""
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if (given is None) == (from_args is None):
+        what = "no config was given" if given is None else "both a config and args.deepspeed_config were given"
+        cure = "pass exactly one of config and args.deepspeed_config"
+        raise ConfigError([Problem("config", from_args, what, cure)], source="initialize")
+    return from_args if given is None else given
+
+
+def _require_data_parallel(mpu: Any, mesh_param: Any) -> None:
+    """Raise PolyaccelError where ranks would have to be more than data-parallel."""
+    sizes = {
+        name: getattr(mpu, name)()
+        for name in ("get_model_parallel_world_size", "get_sequence_parallel_world_size")
+        if mpu is not None and hasattr(mpu, name)
+    }
+    if mesh_param is not None and mesh_param[1] > 1:
+        sizes["mesh_param"] = mesh_param[1]
+    for name, size in sizes.items():
+        if size > 1:
+            raise PolyaccelError(
+                f"{name} says {size}: tensor, pipeline and sequence parallelism do not exist yet",
+                cure="leave mpu and mesh_param out: all ranks are data-parallel",
+                value=size,
+            )

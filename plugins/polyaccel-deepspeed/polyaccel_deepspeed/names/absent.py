@@ -1,0 +1,47 @@
+"""What DeepSpeed has and polyaccel has not: names that can be imported, and say so when they are used.
+
+A script may import `PipelineModule` only to ask `isinstance(model, PipelineModule)`, whose answer is False here. So an
+absent class is a class that has no instances, and an absent function is one that always raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polyaccel import PolyaccelError
+
+
+class NotAvailable(PolyaccelError, NotImplementedError):
+    """A name of DeepSpeed's that polyaccel has nothing for, or not yet."""
+
+
+def refusal(name: str, why: str, *, never: bool) -> NotAvailable:
+    """The error of using the absent `name`; `why` is a clause that says what there is or is not."""
+    when = "does not exist in polyaccel" if never else "does not exist in polyaccel yet"
+    return NotAvailable(f"{name} {when}: {why}", cure="see docs/compatibility.md for what there is", value=name)
+
+
+def absent_class(name: str, why: str, *, never: bool) -> type:
+    """A class called as the last part of `name`, of which nobody can make an instance or a subclass."""
+
+    def make(cls: type, *args: Any, **named: Any) -> Any:
+        raise refusal(name, why, never=never)
+
+    def inherit(cls: type, /, **named: Any) -> None:
+        raise refusal(name, why, never=never)
+
+    module, _, last = name.rpartition(".")
+    body = {"__new__": make, "__init_subclass__": classmethod(inherit), "__module__": module, "__doc__": why}
+    return type(last, (), body)
+
+
+def absent_function(name: str, why: str, *, never: bool) -> Callable[..., Any]:
+    """A function called as the last part of `name`, which raises."""
+
+    def function(*args: Any, **named: Any) -> Any:
+        raise refusal(name, why, never=never)
+
+    function.__module__, _, function.__name__ = name.rpartition(".")
+    function.__qualname__, function.__doc__ = function.__name__, why
+    return function

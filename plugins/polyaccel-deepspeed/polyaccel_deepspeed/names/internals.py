@@ -1,0 +1,299 @@
+"""The names of DeepSpeed 0.19.8 that are its own affair, or belong to a feature that does not exist here: reason by
+reason, then module by module. They can be imported, for scripts that only ask `isinstance`.
+"""
+
+from __future__ import annotations
+
+from polyaccel_deepspeed.names.entry import Name, Status
+
+_TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
+    (
+        Status.LATER,
+        "pipeline parallelism; stage 3 shards the parameters of models that one device cannot hold",
+        {
+            "deepspeed": "DualPipeVEngine DualPipeVModule",
+            "deepspeed.pipe": "DualPipeVModule",
+            "deepspeed.runtime.pipe.engine": "is_even",
+            "deepspeed.runtime.pipe.module": "PipelineError",
+            "deepspeed.runtime.pipe.topology": "PipelineParallelGrid",
+            "deepspeed.utils": "bwc_pipeline_parallel_world_size",
+        },
+    ),
+    (
+        Status.LATER,
+        "expert parallelism; stage 3 shards experts",
+        {
+            "deepspeed.moe.utils": "configure_moe_param_groups has_moe_layers is_moe_param_group "
+            "split_params_grads_into_shared_and_expert_params split_params_into_shared_and_expert_params",
+        },
+    ),
+    (
+        Status.LATER,
+        "sequence parallelism",
+        {
+            "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP sequence_tiled_compute",
+            "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
+            "Qwen2VLFusionAdapter SPModelInfo UlyssesSPViTAttention VocabParallelCausalLMLoss "
+            "VocabParallelCrossEntropyLoss auto_wrap_model_for_sp configure_vocab_parallel_loss "
+            "detect_model_sp_info vocab_parallel_cross_entropy",
+            "deepspeed.sequence.layer": "apply_rotary_pos_emb post_all2all pre_all2all_fun "
+            "register_all_to_all_group single_all_to_all uneven_heads_all2all",
+        },
+    ),
+    (
+        Status.LATER,
+        "tensor parallelism; stage 3 shards the parameters",
+        {
+            "deepspeed": "merge_tp_model_init_into_config record_tp_model_init_args",
+            "deepspeed.checkpointing": "bwc_tensor_model_parallel_rank model_parallel_reconfigure_tp_seed",
+            "deepspeed.runtime.activation_checkpointing.checkpointing": "model_parallel_reconfigure_tp_seed",
+            "deepspeed.runtime.utils": "is_model_parallel_parameter",
+            "deepspeed.utils": "bwc_tensor_model_parallel_world_size get_model_parallel_group "
+            "get_tensor_model_parallel_group get_tensor_model_parallel_src_rank "
+            "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size",
+            "deepspeed.utils.groups": "get_model_parallel_group get_tensor_model_parallel_group "
+            "get_tensor_model_parallel_src_rank set_tensor_model_parallel_rank "
+            "set_tensor_model_parallel_world_size",
+        },
+    ),
+    (
+        Status.LATER,
+        "estimates from Python; `polyaccel plan` prints them for every stage",
+        {
+            "deepspeed.runtime.zero.stage3": "estimate_zero3_model_states_mem_needs",
+            "deepspeed.runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs",
+        },
+    ),
+    (
+        Status.NEVER,
+        "polyaccel trains; serve models with an engine for inference",
+        {
+            "deepspeed": "DeepSpeedInferenceConfig replace_transformer_layer",
+            "deepspeed.ops.transformer": "DeepSpeedInferenceConfig DeepSpeedMoEInference "
+            "DeepSpeedMoEInferenceConfig DeepSpeedTransformerInference",
+        },
+    ),
+    (
+        Status.NEVER,
+        "ZenFlow; offload_optimizer updates on the host",
+        {
+            "deepspeed.ops.adam": "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
+        },
+    ),
+    (
+        Status.NEVER,
+        "PEFT's layers, which polyaccel shards",
+        {
+            "deepspeed.linear": "Init init_lora",
+        },
+    ),
+    (
+        Status.NEVER,
+        "Muon's flags on parameters; torch.optim.Muon is an optimizer like any other",
+        {
+            "deepspeed": "resolve_per_head_muon_after_sharding set_optimizer_flags",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a native part that polyaccel has no use for",
+        {
+            "deepspeed.ops.op_builder": "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder "
+            "FlashAttentionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder "
+            "NotImplementedBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder "
+            "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder builder_closure "
+            "get_default_compute_capabilities",
+        },
+    ),
+    (
+        Status.LATER,
+        "torch.utils.flop_counter counts them",
+        {
+            "deepspeed.profiling.flops_profiler": "MoE bytes_to_string duration_to_string flops_to_string "
+            "get_accelerator get_module_duration get_module_flops get_module_macs macs_to_string "
+            "number_to_string params_to_string required_torch_version wrapFunc",
+            "deepspeed.profiling.flops_profiler.profiler": "bytes_to_string duration_to_string flops_to_string "
+            "get_module_duration get_module_flops get_module_macs macs_to_string number_to_string "
+            "params_to_string wrapFunc",
+        },
+    ),
+    (
+        Status.NEVER,
+        "DeepSpeed's reading of its config; DeepSpeedConfig reads one",
+        {
+            "deepspeed": "load_ds_config",
+            "deepspeed.runtime.config": "DeepSpeedConfigWriter DtypeEnum HybridEngineConfig "
+            "get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode "
+            "get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather "
+            "get_disable_python_gc get_dump_state get_expert_data_topo_config get_expert_parallel_config "
+            "get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping "
+            "get_gradient_predivide_factor get_hybrid_engine_config get_log_level "
+            "get_lower_precision_safe_modules get_managed_gradient_accumulation get_memory_breakdown "
+            "get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name "
+            "get_optimizer_params get_pipeline_config get_prescale_gradients get_scheduler_name "
+            "get_scheduler_params get_steps_per_print get_torch_autocast_dtype get_torch_autocast_enabled "
+            "get_train_batch_size get_train_micro_batch_size_per_gpu get_wall_clock_breakdown "
+            "get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer",
+            "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig get_zero_config read_zero_config_deprecated",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a part of DeepSpeed's launcher; the command `deepspeed` starts ranks",
+        {
+            "deepspeed.launcher.runner": "apply_num_nodes_and_gpus encode_world_info fetch_hostfile parse_args "
+            "parse_inclusion_exclusion parse_node_config parse_node_config_list parse_resource_filter "
+            "run_autotuning",
+            "deepspeed.utils": "get_numactl_cmd",
+        },
+    ),
+    (
+        Status.LATER,
+        "the log of collectives by call; `comms_logger` in the config records the engine's",
+        {
+            "deepspeed.comm": "CommsLogger get_caller_func get_comm_operation_count get_debug_log_name "
+            "get_default_args get_logged_comm_ops get_msg_size_from_args get_tensor_kwarg get_tensor_position "
+            "has_comm_data reset_log timed_op",
+            "deepspeed.comm.comm": "get_comm_operation_count get_logged_comm_ops has_comm_data reset_log timed_op",
+        },
+    ),
+    (
+        Status.LATER,
+        "schedules by command-line arguments",
+        {
+            "deepspeed.runtime.lr_schedules": "get_lr_from_config get_torch_optimizer override_1cycle_params "
+            "override_lr_range_test_params override_params override_warmupCosineLR_params "
+            "override_warmupLR_params parse_arguments update_lr",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a part of DeepSpeed's communication; init_distributed reads every launcher's variables",
+        {
+            "deepspeed.comm": "CCLBackend TorchBackend enable_symm_mem_for_group in_aml in_aws_sm in_dlts "
+            "init_deepspeed_backend mpi_discovery patch_aml_env_for_torch_nccl_backend "
+            "patch_aws_sm_env_for_torch_nccl_backend set_backend",
+            "deepspeed.comm.comm": "enable_symm_mem_for_group in_aml in_aws_sm in_dlts init_deepspeed_backend "
+            "mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend "
+            "set_backend",
+        },
+    ),
+    (
+        Status.NEVER,
+        "polyaccel's checkpoints have no such files; get_fp32_state_dict_from_zero_checkpoint reads them",
+        {
+            "deepspeed.checkpoint.utils": "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
+            "get_zero_ckpt_name_for_rank",
+            "deepspeed.utils.zero_to_fp32": "GatheredTensor atoi get_checkpoint_files get_model_state_files "
+            "natural_keys parse_model_states parse_optim_states to_torch_tensor zero3_partitioned_param_info "
+            "zero_model_state",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a part of DeepSpeed's activation checkpointing; `checkpoint` is one function here",
+        {
+            "deepspeed.checkpointing": "CheckpointFunction CudaRNGStatesTracker Timers copy_to_device "
+            "detach_variable extract_tensors gather_partitioned_activations get_cpu_activations_for_backward "
+            "get_offloaded_activations_for_backward get_partition_size get_partition_start "
+            "get_partitioned_activations_for_backward is_activation_to_checkpoint merge_tensors "
+            "partition_activations partition_activations_in_checkpoint restore_offloaded_activations "
+            "set_num_layers",
+            "deepspeed.runtime.activation_checkpointing.checkpointing": "CheckpointFunction CudaRNGStatesTracker "
+            "detach_variable extract_tensors gather_partitioned_activations get_cpu_activations_for_backward "
+            "get_offloaded_activations_for_backward get_partition_size get_partition_start "
+            "get_partitioned_activations_for_backward is_activation_to_checkpoint merge_tensors "
+            "partition_activations partition_activations_in_checkpoint restore_offloaded_activations "
+            "set_num_layers",
+        },
+    ),
+    (
+        Status.NEVER,
+        "pieces of DeepSpeed's flat buffers; the functions safe_get_* and safe_set_* read and write parameters",
+        {
+            "deepspeed.utils": "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping "
+            "lazy_init_hp_params_optimizer_state link_hp_params map_to_flat_opt_states set_full_hp_grad "
+            "set_full_hp_param tensor_fragment",
+            "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_grad get_full_hp_param "
+            "get_hp_fragment_mapping map_to_flat_opt_states set_full_hp_grad set_full_hp_param "
+            "tensor_fragment",
+        },
+    ),
+    (
+        Status.NEVER,
+        "a part of DeepSpeed's engine without a counterpart",
+        {
+            "deepspeed.monitor.monitor": "Monitor",
+            "deepspeed.runtime.base_optimizer": "BackwardHookStateManager",
+            "deepspeed.runtime.engine": "EngineTimers split_half_float_double_sparse",
+            "deepspeed.runtime.utils": "CheckOverflow DummyOptim OutputBackwardHookManager PartitionedTensor "
+            "TLinear align_dense_tensors all_gather_dp_groups all_gather_into_tensor_dp_groups "
+            "check_internal_apis_for_count_used_parameters clip_grad_norm_ clip_tensors_by_global_norm "
+            "combine_grad_norm_groups compare_tensors_in_structures copy_to_device "
+            "count_used_parameters_in_backward empty_cache filter_empty_parameters get_checkpoint_folder_size "
+            "get_flattened_grad_norm get_global_norm get_global_norm_of_tensors get_grad_zeros "
+            "get_inactive_params get_ma_status get_norm_with_moe_layers get_norm_with_moe_layers_fast "
+            "get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm "
+            "is_optimized_parameter is_transformers_cache mask_nan_or_inf_with_val_inplace "
+            "maybe_loss_for_backward memory_status noop_context noop_decorator offload_adam_states "
+            "partition_balanced partition_uniform prefix_sum_inc register_output_backward_hooks "
+            "reload_adam_states",
+            "deepspeed.runtime.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
+            "deepspeed.runtime.zero.partition_parameters": "AllGatherCoalescedHandle AllGatherHandle "
+            "AllReduceCoalescedHandle CUDAQuantizer DeepSpeedTensorOverride "
+            "InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles NoGatherCoalescedHandle "
+            "NoGatherHandle QuantizationInfo debug_rank0 get_all_subclasses get_allgather_dtype "
+            "get_new_tensor_fn_for_dtype print_rank_0 restore_init_context shutdown_init_context",
+            "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3 IPGBucketZ3 input isclose lcm "
+            "model_to_params move_to_cpu print_rank_0",
+            "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer GradPartitionBufferGroup IPGBucket "
+            "get_alignment_padding input isclose lcm model_to_params print_rank_msg split_half_float_double",
+            "deepspeed.runtime.zero.tiling": "split_tensor_along_last_dim",
+            "deepspeed.utils": "DeprecatedException get_caller_func recursive_getattr recursive_setattr "
+            "z3_leaf_parameter",
+            "deepspeed.utils.logging": "LoggerFactory get_dist_msg print_configuration",
+            "deepspeed.utils.z3_leaf_module": "apply_zero_leaf_module_config z3_leaf_parameter",
+            "deepspeed.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",
+        },
+    ),
+    (
+        Status.LATER,
+        "replacing the device in a process; DS_ACCELERATOR names a plugin",
+        {
+            "deepspeed.accelerator.real_accelerator": "set_accelerator",
+        },
+    ),
+)
+
+INTERNALS: dict[str, dict[str, Name]] = {}
+for _status, _why, _modules in _TABLE:
+    for _module, _names in _modules.items():
+        INTERNALS.setdefault(_module, {}).update({name: Name(_status, why=_why) for name in _names.split()})
+
+_SPARSE = "sparse gradients, which DeepSpeed has removed from its config; layers have sparse=False"
+_DATA = "the data efficiency library; a sampler of torch's"
+_COMPILE = "DeepCompile; engine.compile is torch.compile"
+_MEMBERS: dict[str, dict[str, str]] = {
+    "deepspeed.DeepSpeedEngine": {
+        "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain clip_fp32_gradients "
+        "get_optimizer_configuration swap_tensor_config": "a step inside DeepSpeed's engine",
+        "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
+        "autotuning_profile_model_info autotuning_start_profile_step": "autotuning; `polyaccel plan` compares settings",
+        "curriculum_learning_config data_sampling_config random_ltd_config random_ltd_initialize "
+        "set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
+        "compile_zero_optimization_stage get_autosp_backend get_autotp_backend get_deepcompile_backend "
+        "get_deepspeed_compile_backend register_compile_pass": _COMPILE,
+        "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain": _SPARSE,
+        "get_wall_clock_timers print_forward_breakdown": "timers of DeepSpeed's own; engine.metrics has the phases",
+        "load_moe_state_dict": "expert parallelism",
+        "torch_autocast_lower_precision_safe_modules": "communication_data_type chooses the type for all",
+    },
+    "deepspeed.accelerator.DeepSpeedAccelerator": {
+        "build_extension register_host_memory unregister_host_memory": "native parts of DeepSpeed's own",
+    },
+}
+MEMBERS_ABSENT: dict[str, dict[str, Name]] = {
+    owner: {name: Name(Status.NEVER, why=why) for names, why in table.items() for name in names.split()}
+    for owner, table in _MEMBERS.items()
+}
+"""Members of DeepSpeed's classes that ours have not: asking for one is an AttributeError."""

@@ -1,0 +1,54 @@
+"""Whose `deepspeed` this is: another package of the name is an error with a cure, not a mixture."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from logging import getLogger
+
+from polyaccel_deepspeed.version import __version__
+
+log = getLogger("polyaccel.deepspeed")
+_OURS = {"__init__.py", "__pycache__"}
+_CURE = "pip uninstall --yes deepspeed, until nothing of it is left; then install the one that you want"
+
+
+def refuse_mixture(folder: str) -> None:
+    """Raise PolyaccelError if files of another package lie in `folder`, the one of our `deepspeed/__init__.py`: Python
+    would import some names from there and some from here."""
+    others = sorted(name for name in os.listdir(folder) if name not in _OURS)
+    if others:
+        from polyaccel.errors import PolyaccelError
+
+        raise PolyaccelError(
+            f"two packages named deepspeed are installed into {folder}: {others[0]} is not of polyaccel's",
+            cure=_CURE,
+            value=folder,
+        )
+
+
+@cache
+def refuse_another() -> None:
+    """Raise PolyaccelError if Python finds the metadata of another distribution `deepspeed` before ours: trainers would
+    decide by its version. Without any metadata, as in a checkout, there is nothing to decide by."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from polyaccel.errors import PolyaccelError
+
+    try:
+        found = distribution("deepspeed")
+    except PackageNotFoundError:
+        return
+    if found.version != __version__:
+        raise PolyaccelError(
+            f"two packages named deepspeed are installed: polyaccel's {__version__} is what was imported, and "
+            f"{found.version} in {found.locate_file('')} is what its version is asked of",
+            cure=_CURE,
+            value=found.version,
+        )
+
+
+@cache
+def tell_whose() -> None:
+    """Say once, in the log, whose package this is."""
+    log.info("deepspeed %s: DeepSpeed's names over polyaccel, by the polyaccel project", __version__)

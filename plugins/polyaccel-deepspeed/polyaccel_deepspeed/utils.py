@@ -1,0 +1,231 @@
+"""`deepspeed.utils`, as far as it is not `polyaccel.utils`: the logger, groups of ranks, whole trees of tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.params import leaf_modules
+from polyaccel.utils import safe_get_full_grad, safe_set_full_grad
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger("DeepSpeed")
+"""DeepSpeed's logger, whose level clients set. polyaccel's own lines come from the logger `polyaccel`."""
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given ranks; on all with None or -1 among them."""
+    wanted = list(ranks or [-1])
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if -1 in wanted or rank in wanted:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """`log_dist`, once for each message."""
+    if message not in _told:
+        _told.add(message)
+        log_dist(message, ranks, level)
+
+
+_told: set[str] = set()
+
+
+def print_json_dist(message: Mapping[str, Any], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
+    """Write `message` to the file `path` as JSON, on the given ranks."""
+    wanted = list(ranks or [-1])
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if path is not None and (-1 in wanted or rank in wanted):
+        Path(path).write_text(json.dumps({**message, "rank": rank}), encoding="utf-8")
+
+
+def print_dist(message: str, ranks: Iterable[int] | None = None) -> None:
+    """Print `message` on the given ranks, like `log_dist`."""
+    wanted = list(ranks or [-1])
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if -1 in wanted or rank in wanted:
+        print(f"[Rank {rank}] {message}", flush=True)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set a logger's level by its name, such as "warning"."""
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level's name. Raises PolyaccelError for another word."""
+    level = getattr(logging, log_level_str.upper(), None)
+    if not isinstance(level, int):
+        raise PolyaccelError(f"{log_level_str!r} is no level", cure='use "debug", "info", "warning" or "error"')
+    return level
+
+
+def get_current_level() -> int:
+    """The level of DeepSpeed's logger."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether DeepSpeed's logger shows as much as the named level, or more."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """`func` in a range of the device's profiler, where there is one."""
+
+    @wraps(func)
+    def ranged(*args: Any, **named: Any) -> Any:
+        from polyaccel_deepspeed.accelerator import get_accelerator
+
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **named)
+        finally:
+            get_accelerator().range_pop()
+
+    return ranged  # type: ignore[return-value]
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008 - DeepSpeed's default
+    """`item` with copies of its tensors on `device`, without the rest of the memory that they are part of.
+
+    Tied tensors stay tied.
+    """
+    copies: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else id(tensor)
+        if place not in copies:
+            copies[place] = tensor.detach().clone().to(device)
+        return copies[place]
+
+    return tree_map_only(Tensor, copy, item)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` with its tensors on `device`: all, or those that `criterion_func` wants."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return tree_map_only(Tensor, move, item)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With `force`, log what is allocated on rank 0's device and used on its host, after `message`."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    from polyaccel_deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    used, most = device.memory_allocated(), device.max_memory_allocated()
+    logger.info("%s | allocated %.2f GB, at most %.2f GB", message, used / 2**30, most / 2**30)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as one writes it: `base(1, two=2)`."""
+    return f"{base}({', '.join([*map(str, args), *(f'{name}={value}' for name, value in kwargs.items())])})"
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor], Any]) -> None:
+    """Replace the whole gradient of each parameter that has one by what `update_func` makes of it. Collective."""
+    for parameter in param_list:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update_func(gradient))
+
+
+class OnDevice:
+    """A context in which modules are built on `device`, their floating-point tensors as `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, device, enabled
+        self._context: Any = None
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._context = _building(self._dtype, self._device)
+            self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+
+@contextmanager
+def _building(dtype: torch.dtype, device: Any) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Gather the named modules as one each; without `flag`, no longer."""
+    change = leaf_modules.set_leaf_modules if flag else leaf_modules.unset_leaf_modules
+    return change(model, list(module_names), raise_if_not_found=raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """`set_z3_leaf_modules_by_name` for the ends of full names."""
+    return set_z3_leaf_modules_by_name(model, module_name_suffixes, flag, raise_if_not_found)
+
+
+# Groups of ranks: all are data-parallel.
+
+
+def get_data_parallel_group() -> Any:
+    """torch's group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_data_parallel_world_size() -> int:
+    return dist.get_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    return dist.get_rank()
+
+
+def one() -> int:
+    """The size of a group that every rank is alone in."""
+    return 1
+
+
+def zero() -> int:
+    """The rank in a group that every rank is alone in."""
+    return 0

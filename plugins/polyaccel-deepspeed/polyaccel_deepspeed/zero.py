@@ -1,0 +1,137 @@
+"""`deepspeed.zero`: `Init` with DeepSpeed's positions; `GatheredParameters` that keeps what all ranks wrote alike.
+
+[Note: Before there is an engine] A model that was built in `Init` may be loaded by rank 0 alone: `from_pretrained` does
+so. The engine will take rank 0's values, but until then other ranks have what the constructors left. So parameters of
+`Init` get a `ds_id`, a context with `modifier_rank` notes that rank on them, and the next context, whoever opens it,
+has all ranks take over its values. A model that nobody looks at meanwhile is copied nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.torch.api import gathered
+from polyaccel.torch.deferred.init import Init as DeferredInit
+from polyaccel.torch.deferred.init import is_constructing
+from polyaccel.torch.params.ownership import home_of
+from polyaccel_deepspeed.engine.parameters import number
+
+
+class Init(DeferredInit):
+    """`polyaccel.zero.Init` by DeepSpeed's arguments, in DeepSpeed's order.
+
+    Where parameters live and in which type is what the config of `deepspeed.initialize` says: `remote_device`,
+    `pin_memory`, `mpu` and the groups are accepted and mean nothing, and so does a config.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        for name, value in (
+            ("zero_quantized_weights", zero_quantized_weights),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+        ):
+            if value:
+                cure = f'write "zero_optimization": {{"{name}": true}}'
+                raise ConfigError([Problem(name, value, "is read in the config only", cure)], source="zero.Init")
+        super().__init__(module, enabled=enabled, dtype=dtype, mem_efficient_linear=mem_efficient_linear)
+
+    def __enter__(self) -> Init:
+        super().__enter__()
+        if self._enabled:
+            self.callback(register_module_parameter_registration_hook(_number_new).remove)
+        return self
+
+
+def _number_new(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        number(parameter)
+
+
+class GatheredParameters(gathered.GatheredParameters):
+    """`polyaccel.zero.GatheredParameters`, that also takes over what was written without a `modifier_rank`.
+
+    Trainers do that, the same on every rank. What every rank wrote to is taken from rank 0; a parameter that only some
+    ranks wrote to stays the error that it is in polyaccel. Parameters of `Init` that no engine has yet are whole
+    already, and inside they are the same on all ranks: [Note: Before there is an engine].
+    """
+
+    def __enter__(self) -> None:
+        if not is_constructing():
+            for parameter in self._without_engine():
+                writer = vars(parameter).pop(_WRITER, None)
+                if writer is not None and dist.is_initialized() and dist.get_world_size() > 1:
+                    _take_over(parameter, writer)
+        super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self._modifier_rank is not None:
+            for parameter in self._without_engine():
+                vars(parameter)[_WRITER] = self._modifier_rank
+
+    def _without_engine(self) -> list[nn.Parameter]:
+        """The parameters of `Init` that no engine has yet, in the order of their making, which is all ranks'."""
+        found = {parameter for parameter in self._params if hasattr(parameter, "ds_id") and home_of(parameter) is None}
+        return sorted(found, key=lambda parameter: parameter.ds_id)
+
+    def _write_back(self, opening: Any) -> None:
+        if self._modifier_rank is not None:
+            super()._write_back(opening)
+            return
+        told = opening.owner.step.communicator.all_gather_object(sorted(set(opening.changed()) & set(opening.fqns)))
+        if not told[0] or any(names != told[0] for names in told):
+            super()._write_back(opening)
+            return
+        self._modifier_rank = 0
+        try:
+            super()._write_back(opening)
+        finally:
+            self._modifier_rank = None
+
+
+_WRITER = "_polyaccel_writer"
+"""The attribute of a parameter whose values are right on that rank only."""
+
+
+def _take_over(parameter: nn.Parameter, writer: int) -> None:
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    value.copy_(parameter.detach())  # a clone of what is not computed yet would be computed later, too
+    dist.broadcast(value, writer)
+    if dist.get_rank() != writer:
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+# transformers replaces this function around every `from_pretrained` under stage 3, to keep the types of `arange`.
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], target_fp_dtype: torch.dtype, target_device: Any = None
+) -> Callable[..., Any]:
+    """`fn` itself: polyaccel's `Init` replaces no constructor of tensors."""
+    return fn

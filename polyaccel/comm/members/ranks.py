@@ -1,0 +1,87 @@
+"""`JobMembers`: the ranks of a job before a communicator joins them, under whatever launcher.
+
+A comm backend meets here, and nowhere else: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun
+and srun rank 0 may bind it, and a script may have made torch's default group before. All of that is torch's store where
+there is torch; where there is none, the ranks of one host find each other by its kernel.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+from polyaccel import plain, seal
+from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.launchers.request import LOOPBACK
+from polyaccel.comm.members.host_notes import exchange_on_host
+from polyaccel.comm.secret import shared_secret
+from polyaccel.comm.torch_group import exchange_notes, has_torch, join_default_group
+from polyaccel.errors import CommError
+
+_meetings = count()
+
+
+class JobMembers:
+    """All ranks of `rendezvous`, which have met when this is made. Every rank makes one, and makes the same calls.
+
+    With torch its default group, over gloo, exists afterwards: samplers and scripts ask it for the rank. `timeout_s`
+    limits everything until the ranks are joined. Raises CommTimeout naming the ranks that did not come.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
+        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
+        self.deadline = rendezvous.deadline(timeout_s)
+        self.meeting_host = urlsplit(rendezvous.init_method or "").hostname or rendezvous.address or LOOPBACK
+        """The name or address of the host where they met."""
+        self._where = rendezvous.init_method or f"{rendezvous.address}:{rendezvous.port}"
+        self._topic = f"members/{next(_meetings)}"
+        self._exchanges = count()
+        if has_torch():
+            join_default_group("gloo", rendezvous, self.deadline, lambda: None)
+        elif rendezvous.local_world_size != rendezvous.world_size:
+            raise CommError(
+                f"{rendezvous.world_size} ranks on several hosts cannot meet without torch ({rendezvous.source})",
+                cure="install torch, whose store they would meet in, or use the comm backend mpi",
+                value=rendezvous.local_world_size,
+            )
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. Collective; the values are plain, as for `all_gather_object`.
+
+        Raises CommTimeout naming the ranks that did not come, CommError for what is no value of a rank.
+        """
+        text = plain.to_bytes(value, "the note").decode()
+        if self.world_size == 1:
+            texts = [text]
+        elif has_torch():
+            topic = f"{self._topic}/{next(self._exchanges)}"
+            texts = exchange_notes(topic, self.rank, self.world_size, text, self.deadline)
+        else:
+            texts = exchange_on_host(self._where, self.rank, self.world_size, text, self.deadline)
+        return [self._read(text, rank) for rank, text in enumerate(texts)]
+
+    def agree_on_token(self) -> bytes:
+        """32 bytes that the members have in common, new at each call. Collective.
+
+        A stranger cannot know them where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of this user's on
+        one host (see [Note: A secret among one user's ranks]). Elsewhere who reads the store can.
+        """
+        own = seal.secret_in(os.environ)
+        said = self.exchange([own is not None, secrets.token_hex(seal.SEAL_NBYTES) if self.rank == 0 else ""])
+        common = own if any(has for has, _ in said) else shared_secret(self.rank, self.exchange)
+        return hmac.digest(common or b"none", f"token {said[0][1]}".encode(), "sha256")
+
+    def _read(self, text: str, rank: int) -> Any:
+        try:
+            return plain.from_bytes(text.encode())
+        except plain.PlainError as error:
+            raise CommError(
+                f"what stands in the place of rank {rank}'s note at {self._where} is none: {error.message}",
+                cure="give each job a MASTER_PORT of its own; a stranger may have written this",
+                missing_ranks=[rank],
+                value=error.value,
+            ) from error

@@ -1,0 +1,58 @@
+"""Memory that something keeps: measured round by round, because what is allocated once is no leak."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+
+from polyaccel.accelerators.memory.host import memory_stats
+from polyaccel.testkit.progress import doing
+
+_ROUNDS = 8  # a leak leaks in each; what threads set aside comes to an end
+_MIB = 1 << 20
+
+
+def keeps_nothing(
+    act: Callable[[], object],
+    moved_nbytes: int,
+    what: str,
+    *,
+    held: Callable[[], int] | None = None,
+    agree: Callable[[int], int] = int,
+) -> None:
+    """Check that `act`, which moves `moved_nbytes`, leaves no more than half of them behind in some round.
+
+    `held` tells the bytes in use, by default those of this process. `agree` gives the ranks of a group one answer where
+    they take the rounds together. Raises AssertionError with the growth of each round.
+    """
+    held = held or _resident
+    act()  # what is allocated once
+    growths: list[int] = []
+    for number in range(_ROUNDS):
+        doing(f"{what}, round {number + 1}")
+        gc.collect()
+        before = held()
+        act()
+        gc.collect()
+        growths.append(agree(held() - before))
+        if growths[-1] <= moved_nbytes // 2:
+            return
+    more = ", ".join(f"{growth / _MIB:.0f}" for growth in growths)
+    raise AssertionError(
+        f"{what}: expected less than {moved_nbytes / 2 / _MIB:.0f} MiB more after rounds that move "
+        f"{moved_nbytes / _MIB:.0f} MiB, got {more} MiB more after each"
+    )
+
+
+def release_unused() -> None:
+    """Give what malloc keeps for later back to the system: else it would make room for what a plugin keeps, unseen, or
+    be taken for it."""
+    with suppress(AttributeError, OSError):  # other systems' malloc has no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident() -> int:
+    release_unused()
+    return memory_stats().allocated_nbytes

@@ -1,0 +1,356 @@
+"""The uses that a rank makes of sharded buckets, and how the other ranks come to gather them too.
+
+[Note: Ways]
+Ranks may take different ways through a model: layers that are dropped, experts that no token reached, images on some
+ranks only. A gather needs all ranks all the same. So in each step the ranks follow a course (`zero.plan.course`), made
+of what they used in the steps before. Who uses a bucket does first whatever comes before its hold in the course: what
+it does not need itself is gathered in passing, for those who do. Ranks on the same way do nothing but what each of them
+does anyway.
+
+At the end of an outermost forward pass and of a backward pass the ranks *meet*: each does what is left of the course up
+to there, so that whatever follows (a loss that users average, parameters that they gather) finds all at one place. A
+bucket that the rest of the course up to the meeting does not have, and which this rank does not happen to have, is
+got by *voting*.
+
+[Note: Votes]
+Each rank says what it waits for: a bucket, a reduction to be launched, or the end of the meeting. In each round all
+ranks gather every bucket that some rank waits for, in rank order, and let go of it together; who waited keeps it. If
+nobody waits for a bucket, the reduction that the lowest rank waits for is launched. If nobody waits for one either, the
+meeting is over. A rank votes only when it has nothing of the course left to do before the meeting, so all of them have
+gathered and freed the same. Where no course is known (the first step, evaluation, passes in another order than before),
+all is got by voting.
+
+The price is one vote a meeting, the size of two numbers, which waits for the slowest rank.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from logging import INFO, WARNING, getLogger
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CommError
+from polyaccel.types import DType
+from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.plan.course import (
+    Course,
+    End,
+    Kind,
+    Record,
+    Segment,
+    event,
+    holds_of,
+    merge_courses,
+    without_early_releases,
+)
+
+log = getLogger(__name__)
+
+_MOST_EVENTS = 1 << 20
+"""A step without an update for so long is not learned."""
+
+
+class Votes:
+    """The exchange of what each rank waits for. See [Note: Votes]."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._buffers: tuple[Buffer, Buffer] | None = None
+
+    def exchange(self, wanted: int, apart_numel: int) -> tuple[list[int], int]:
+        """What the ranks wait for, in rank order, and the most elements that any of them keeps for itself."""
+        mine = array("q", (wanted, apart_numel))
+        if self._communicator.world_size == 1:
+            return [wanted], apart_numel
+        if self._buffers is None:
+            nbytes = len(mine) * mine.itemsize
+            whole = self._communicator.allocate(nbytes * self._communicator.world_size, DType.UINT8)
+            self._buffers = whole, whole.view(nbytes * self._communicator.rank, nbytes)
+        whole, own = self._buffers
+        own.from_bytes(mine.tobytes())
+        self._communicator.all_gather(whole, own, label="what ranks need next")
+        told = array("q")
+        told.frombytes(whole.to_bytes())
+        return list(told[::2]), max(told[1::2])
+
+
+class UseOrder:
+    """Tells the log when this rank uses buckets in another order than in its last step."""
+
+    def __init__(self, *, warn: bool) -> None:
+        self._warn = warn
+        self._learned: list[int] = []
+        self._present: list[int] = []
+        self._has_deviated = False
+        self._is_changing = self._may_deviate = False
+
+    def note(self, index: int) -> None:
+        """Bucket `index` is used now."""
+        place = len(self._present)
+        self._present.append(index)
+        if not self._learned or self._has_deviated or self._may_deviate or self._learned[place : place + 1] == [index]:
+            return
+        self._has_deviated = True
+        level = WARNING if self._warn else INFO
+        log.log(level, "buckets are used in another order than in the last step; what is new is gathered on demand")
+
+    def end_step(self) -> None:
+        """The step is over: expect its order from now on."""
+        if self._present:
+            self._learned, self._present = self._present, []
+        self._has_deviated &= not self._warn
+        self._may_deviate, self._is_changing = self._is_changing, False
+
+    def will_change(self) -> None:
+        """A use was found out in this step, and will come earlier in the next one: no reason to tell anybody."""
+        self._is_changing = True
+
+
+class Uses:
+    """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Ways].
+
+    `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` says, alike on all ranks,
+    whether it would. With `warn`, every step in another order than the last one is told, instead of the first.
+    """
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        communicator: Communicator,
+        can_launch: Callable[[int], bool],
+        launch: Callable[[int], None],
+        *,
+        is_active: bool,
+        warn: bool,
+    ) -> None:
+        self._gathering = gathering
+        self._communicator = communicator
+        self._can_launch = can_launch
+        self._launch = launch
+        self._is_active = is_active
+        self._votes = Votes(communicator)
+        self._order = UseOrder(warn=warn)
+        self._record: list[Record] | None = []
+        """What this rank did up to each meeting of the present step; None where that is too much to be kept."""
+        self._events: list[int] = []
+        """What it did since the last one."""
+        self._count = 0
+        self._held: dict[int, int] = {}
+        """How often the ranks hold each bucket because the course says so."""
+        self._released: set[int] = set()
+
+    @property
+    def _course(self) -> Course:
+        return self._gathering.course
+
+    # What frontends report. `learn`: it is part of a training step.
+
+    def begin(self, index: int, *, learn: bool) -> None:
+        """This rank needs bucket `index` whole until a matching `end`."""
+        is_nested = self._gathering[index].uses > 0
+        has_it = self._gathering.begin_use(index)
+        try:
+            if learn:
+                if not is_nested:
+                    self._order.note(index)
+                has_it = self._follow(index, is_nested=is_nested) or has_it
+            if not has_it:
+                self._replay_rest(learn=learn)
+                if not self._gathering.is_whole(index):
+                    self._vote(event(Kind.HOLD, index))
+        except BaseException:
+            self._gathering.end_use(index)  # whoever failed to get it will not end it
+            raise
+        self._note(Kind.HOLD, index, learn=learn)
+
+    def end(self, index: int, *, learn: bool) -> None:
+        """Undo one `begin`."""
+        self._note(Kind.DROP, index, learn=learn)
+        self._gathering.end_use(index)
+        if learn:
+            self._catch_up()
+
+    def release(self, index: int) -> None:
+        """No more gradients come for a bucket on this rank in this pass."""
+        if not self._is_active or self._communicator.world_size == 1:
+            self._launch(index)
+            return
+        self._note(Kind.RELEASE, index, learn=True)
+        self._released.add(index)
+        if self._course.is_known:
+            self._catch_up()
+        elif self._can_launch(index):
+            self._vote(event(Kind.RELEASE, index))
+
+    def meet(self, end: End, *, learn: bool) -> None:
+        """This rank has come to an end that all ranks come to. Returns when all have."""
+        if not self._is_active:
+            return
+        self._replay_rest(learn=learn)
+        self._vote(-1 - end)
+        if not learn:
+            return
+        if self._record is not None:
+            self._record.append((end, without_early_releases(self._events)))
+            self._count += len(self._events) + 1
+            if self._count > _MOST_EVENTS:
+                self._record = None
+        self.abandon()
+        self._course.end_segment(end)
+
+    def abandon(self) -> None:
+        """What was used since the last meeting says nothing about later steps: it failed."""
+        self._events.clear()
+        self._released.clear()
+
+    def are_open(self, indices: Iterable[int]) -> bool:
+        """Whether the ranks have gathered all these buckets for their users, whatever any of them uses."""
+        return all(self._gathering[index].holds > self._held.get(index, 0) for index in indices)
+
+    def will_change_order(self) -> None:
+        """The next step uses buckets in another order than this one, and rightly so."""
+        self._order.will_change()
+
+    @property
+    def has_deviated(self) -> bool:
+        """Whether this rank did anything else in this step than its course says."""
+        course = self._course.segments
+        if self._record is None or len(self._record) > len(course):
+            return True
+        return any(
+            (segment.end, segment.events) != record for segment, record in zip(course, self._record, strict=False)
+        )
+
+    def require_idle(self) -> None:
+        """No pass is under way on any rank: nothing is held any more because of the course. Raises ShardingError if a
+        bucket is still in use."""
+        for index, count in self._held.items():
+            for _ in range(count):
+                self._gathering.drop(index, keep=False)
+        self._held.clear()
+        self._gathering.require_idle()
+
+    def end_step(self, *, learn: bool) -> None:
+        """The optimizer step is over. `learn`, which all ranks must say alike: make a course of what they did in it;
+        collective then. Raises ShardingError if a bucket is still in use."""
+        segments = self._learned() if learn else self._course.segments
+        self.require_idle()
+        self._gathering.end_step()
+        self._course.begin_step(segments)
+        self._order.end_step()
+        self._record, self._count = [], 0
+        self.abandon()
+
+    def _learned(self) -> tuple[Segment, ...]:
+        mine = self._record
+        if self._communicator.world_size == 1:
+            return () if mine is None else merge_courses(self._course.segments, [mine])
+        records = [_unpacked(told) for told in self._communicator.all_gather_object(_packed(mine))]
+        known = [record for record in records if record is not None]
+        return merge_courses(self._course.segments, known) if len(known) == len(records) else ()
+
+    # The course.
+
+    def _note(self, kind: Kind, index: int, *, learn: bool) -> None:
+        if learn and len(self._events) < _MOST_EVENTS:
+            self._events.append(event(kind, index))
+
+    def _follow(self, index: int, *, is_nested: bool) -> bool:
+        """Do what the course has up to the next hold of a bucket; False if it has none before the next meeting. What
+        this rank has already is not looked for behind other holds."""
+        count = self._course.find(event(Kind.HOLD, index))
+        if count < 0 or (is_nested and holds_of(self._course.ahead(count))):
+            return False
+        for _ in range(count + 1):
+            self._do_next()
+        return True
+
+    def _catch_up(self) -> None:
+        """Do what comes next in the course as long as it is the end of something with which this rank is done."""
+        while (following := self._course.peek()) is not None:
+            index, kind = divmod(following, 3)
+            is_due = index in self._released if kind == Kind.RELEASE else kind == Kind.DROP
+            if kind == Kind.DROP and self._gathering[index].uses >= self._held.get(index, 0) > 0:
+                is_due = False
+            if not is_due:
+                return
+            self._do_next()
+
+    def _replay_rest(self, *, learn: bool) -> None:
+        """Do what the course has up to the next meeting."""
+        while learn and self._course.peek() is not None:
+            self._do_next()
+
+    def _do_next(self) -> None:
+        index, kind = divmod(self._course.step(), 3)
+        if kind == Kind.HOLD:
+            self._gathering.hold(index, ahead=True)
+            self._held[index] = self._held.get(index, 0) + 1
+        elif kind == Kind.RELEASE:
+            self._launch(index)
+        elif self._held.get(index):
+            self._held[index] -= 1
+            self._gathering.drop(index)
+
+    # Votes.
+
+    def _vote(self, wanted: int) -> None:
+        """Vote until `wanted`, an event or -1 - an end, has come about. See [Note: Votes]."""
+        gathering = self._gathering
+        while True:
+            votes, gathering.apart_numel = self._votes.exchange(wanted, gathering.kept_numel)
+            try:
+                buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == Kind.HOLD)
+                for index in buckets:
+                    gathering.hold(index)
+                    gathering.drop(index)
+            finally:
+                gathering.apart_numel = 0
+            done = {event(Kind.HOLD, index) for index in buckets}
+            releases = [vote for vote in votes if vote >= 0 and vote % 3 == Kind.RELEASE]
+            if not buckets and releases:
+                self._launch(releases[0] // 3)
+                done = {releases[0]}
+            elif not buckets:
+                done = set(votes)
+                self._require_one_end(votes)
+            if wanted in done:
+                return
+
+    def _require_one_end(self, votes: list[int]) -> None:
+        """Raise CommError, on all ranks, if they do not meet at the end of the same."""
+        if len(set(votes)) == 1:
+            return
+        ranks: dict[int, list[int]] = {}
+        for rank, vote in zip(self._communicator.ranks, votes, strict=True):
+            ranks.setdefault(vote, []).append(rank)
+        ends = "; ".join(f"ranks {them} have come to the end of {End(-1 - vote)}" for vote, them in ranks.items())
+        raise CommError(
+            f"the ranks run different passes: {ends}",
+            cure="let every rank call the engine, and backward, equally often and in the same order; a rank whose data "
+            "has ended can run its last batch once more, with its loss multiplied by 0",
+            value=votes,
+        )
+
+
+def _packed(record: list[Record] | None) -> bytes | None:
+    """Each segment as its end, its number of events, and the events."""
+    if record is None:
+        return None
+    return array("q", [value for end, events in record for value in (end, len(events), *events)]).tobytes()
+
+
+def _unpacked(told: bytes | None) -> list[Record] | None:
+    if told is None:
+        return None
+    values = array("q")
+    values.frombytes(told)
+    record: list[Record] = []
+    at = 0
+    while at < len(values):
+        end, count = values[at : at + 2]
+        record.append((end, tuple(values[at + 2 : at + 2 + count])))
+        at += 2 + count
+    return record

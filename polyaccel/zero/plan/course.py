@@ -1,0 +1,304 @@
+"""The course of a step: which sharded buckets the ranks hold, drop and release together, and in which order.
+
+Each rank records what it used itself. A course is made of the records of all ranks and of the last course, by a pure
+function of integers, so that every rank makes the same one.
+
+[Note: Making a course]
+Holds are merged into a sequence in which every rank finds its own ones in order: what is not there is inserted. A hold
+that no rank has used in the last `MOST_AGE` exchanges is left out, and so are older ones where there would be more
+than twice as many holds as somebody needed now. A drop comes where the last rank that had the hold is done with it, and
+a release where the last rank reported it, since gradients that come after it travel once more. Where all ranks have the
+same record and the course has the same holds, the record is the course, event by event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from enum import IntEnum
+from math import inf
+
+MOST_AGE = 16
+
+
+class Kind(IntEnum):
+    """What happens to a bucket. An event is `3 * bucket + kind`."""
+
+    HOLD = 0
+    DROP = 1
+    RELEASE = 2
+    """No more gradients come for it in this pass: its reduction may be launched."""
+
+
+class End(IntEnum):
+    """What the ranks have come to the end of when they meet."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    EVALUATION = 2
+    PROGRAM = 3
+    """A forward and a backward pass in one, as JAX runs them."""
+
+    def __str__(self) -> str:
+        return ("a forward pass", "a backward pass", "an evaluation", "a program with gradients")[self]
+
+
+Record = tuple[int, tuple[int, ...]]
+"""What one rank did between two meetings: the `End`, and the events before it."""
+
+
+def event(kind: Kind, bucket: int) -> int:
+    return 3 * bucket + kind
+
+
+def holds_of(events: Iterable[int]) -> list[int]:
+    """The buckets that are held, in order."""
+    return [each // 3 for each in events if each % 3 == Kind.HOLD]
+
+
+def without_early_releases(events: Sequence[int]) -> tuple[int, ...]:
+    """`events` with the last release of each bucket alone."""
+    last = {each: place for place, each in enumerate(events)}
+    return tuple(each for place, each in enumerate(events) if each % 3 != Kind.RELEASE or last[each] == place)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a course, from one meeting to the next. `ages` says of each hold how many exchanges ago a rank last
+    used it."""
+
+    end: int
+    events: tuple[int, ...]
+    ages: tuple[int, ...]
+
+
+def merge_courses(last: Sequence[Segment], records: Sequence[Sequence[Record]]) -> tuple[Segment, ...]:
+    """The course of the next step, after one in which rank r did `records[r]`; see [Note: Making a course].
+
+    There is none, and it is empty, if ranks met differently often. Where passes came in another order than in the last
+    course, that is forgotten.
+    """
+    ends = [[end for end, _ in record] for record in records]
+    if any(each != ends[0] for each in ends):
+        return ()
+    if any(old.end != new for old, new in zip(last, ends[0], strict=False)):
+        last = ()
+    merged = [
+        _merge_segment(last[at] if at < len(last) else Segment(end, (), ()), [record[at][1] for record in records])
+        for at, end in enumerate(ends[0])
+    ]
+    return (*merged, *last[len(merged) :])
+
+
+@dataclass(eq=False, slots=True)
+class _Use:
+    """A hold of the course that is being made."""
+
+    bucket: int
+    age: int
+
+
+def _merge_segment(last: Segment, records: Sequence[tuple[int, ...]]) -> Segment:
+    distinct = list(dict.fromkeys(records))
+    sought = [holds_of(record) for record in distinct]
+    old = holds_of(last.events)
+    if len(distinct) == 1 and (not old or old == sought[0]):
+        return Segment(last.end, distinct[0], (0,) * len(sought[0]))
+    known = [_Use(bucket, age + 1) for bucket, age in zip(old, last.ages, strict=True)]
+    uses = list(known)
+    for holds in sought:
+        uses = _supersequence(uses, holds)
+    places = _Places(uses)
+    places.read(last.events, known, is_old=True)
+    for record, holds in zip(distinct, sought, strict=True):
+        found = _matched(uses, holds)
+        for use in found:
+            use.age = 0
+        places.read(record, found, is_old=False)
+    needed = sum(use.age == 0 for use in uses)
+    limit = MOST_AGE
+    while sum(use.age <= limit for use in uses) > 2 * needed:
+        limit -= 1
+    kept = {use for use in uses if use.age <= limit}
+    return Segment(last.end, tuple(places.events(kept)), tuple(use.age for use in uses if use in kept))
+
+
+class _Places:
+    """Where drops and releases stand among `uses`: each after so many of them."""
+
+    def __init__(self, uses: Sequence[_Use]) -> None:
+        self._uses = uses
+        self._after = {use: place for place, use in enumerate(uses, 1)}
+        self._drops: dict[_Use, float] = {}
+        self._old_drops: dict[_Use, float] = {}
+        self._strays: dict[tuple[int, int], int] = {}
+        """Drops of what was held before the segment began: bucket and count, and the place."""
+        self._releases: dict[int, int] = {}
+        self._old_releases: dict[int, int] = {}
+
+    def read(self, events: Sequence[int], found: Sequence[_Use], *, is_old: bool) -> None:
+        """Look at the drops and releases of `events`, whose holds are `found`. Those of the last course count where no
+        record knows better."""
+        drops, releases = (self._old_drops, self._old_releases) if is_old else (self._drops, self._releases)
+        remaining, place = iter(found), 0
+        is_open: dict[int, list[_Use]] = {}
+        strays: dict[int, int] = {}
+        for each in events:
+            bucket, kind = divmod(each, 3)
+            if kind == Kind.HOLD:
+                use = next(remaining)
+                place = self._after[use]
+                is_open.setdefault(bucket, []).append(use)
+            elif kind == Kind.RELEASE:
+                releases[bucket] = max(place, releases.get(bucket, 0))
+            elif is_open.get(bucket):
+                use = is_open[bucket].pop()
+                drops[use] = max(place, drops.get(use, 0))
+            elif not is_old:
+                strays[bucket] = strays.get(bucket, 0) + 1
+                key = bucket, strays[bucket]
+                self._strays[key] = max(place, self._strays.get(key, 0))
+        for rest in is_open.values():
+            drops |= dict.fromkeys(rest, inf)
+
+    def events(self, kept: set[_Use]) -> Iterator[int]:
+        """The events of a course that has the uses `kept`."""
+        buckets = {use.bucket for use in kept}
+        after: dict[float, list[int]] = {}
+        for use in reversed(self._uses):
+            if use in kept:
+                place = self._drops.get(use, self._old_drops.get(use, inf))
+                after.setdefault(place, []).append(event(Kind.DROP, use.bucket))
+        for (bucket, _), place in sorted(self._strays.items()):
+            after.setdefault(place, []).append(event(Kind.DROP, bucket))
+        old = {bucket: place for bucket, place in self._old_releases.items() if bucket in buckets}
+        for bucket, place in sorted((old | self._releases).items()):
+            after.setdefault(place, []).append(event(Kind.RELEASE, bucket))
+        yield from after.get(0, ())
+        for place, use in enumerate(self._uses, 1):
+            if use in kept:
+                yield event(Kind.HOLD, use.bucket)
+            yield from after.get(place, ())
+
+
+def _supersequence(uses: list[_Use], holds: Sequence[int]) -> list[_Use]:
+    """`uses`, and new ones where `holds` is not found among them in order."""
+    if len(_matched(uses, holds)) == len(holds):
+        return uses
+    matcher = SequenceMatcher(None, [use.bucket for use in uses], holds, autojunk=False)
+    merged: list[_Use] = []
+    for kind, low, high, new_low, new_high in matcher.get_opcodes():
+        merged += uses[low:high]
+        if kind in ("insert", "replace"):
+            merged += [_Use(bucket, 0) for bucket in holds[new_low:new_high]]
+    return merged
+
+
+def _matched(uses: Iterable[_Use], holds: Sequence[int]) -> list[_Use]:
+    """The first uses that `holds` are found at in order, as far as they are."""
+    found: list[_Use] = []
+    for use in uses:
+        if len(found) < len(holds) and use.bucket == holds[len(found)]:
+            found.append(use)
+    return found
+
+
+class Course:
+    """The course that the present step follows, and where it stands. `numels` are the buckets' lengths.
+
+    What comes next tells what to gather ahead, and how many elements will be held before a bucket is needed again.
+    """
+
+    def __init__(self, numels: Mapping[int, int]) -> None:
+        self._numels = numels
+        self.segments: tuple[Segment, ...] = ()
+        self._events: list[int] = []
+        self._uses: list[tuple[int, int]] = []
+        """(place among `_events`, bucket) of each hold of a bucket that was not held."""
+        self._next_use = 0
+        self._at = 0
+        self._segment = 0
+        self._low = self._high = 0
+        self._is_left = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it says what the ranks do until they meet next."""
+        return not self._is_left and self._segment < len(self.segments)
+
+    def begin_step(self, segments: Sequence[Segment]) -> None:
+        """A step begins, and follows `segments`."""
+        if segments is not self.segments:
+            self.segments = tuple(segments)
+            self._events = [each for segment in segments for each in segment.events]
+            self._uses = list(_first_holds(self._events))
+        self._segment = self._next_use = self._at = self._low = 0
+        self._high = len(self.segments[0].events) if self.segments else 0
+        self._is_left = False
+
+    def end_segment(self, end: int) -> None:
+        """The ranks meet. Should they have come to another end than was expected, nothing is known of what follows."""
+        if self._segment < len(self.segments):
+            self._is_left |= self.segments[self._segment].end != end
+        self._move(self._high)
+        self._segment += 1
+        self._low = self._high
+        if self._segment < len(self.segments):
+            self._high += len(self.segments[self._segment].events)
+
+    def peek(self) -> int | None:
+        """The next event before the ranks meet."""
+        return self._events[self._at] if self.is_known and self._at < self._high else None
+
+    def find(self, sought: int) -> int:
+        """How many events come before `sought` does, in what is left before the ranks meet; -1 if it does not."""
+        if not self.is_known:
+            return -1
+        try:
+            return self._events.index(sought, self._at, self._high) - self._at
+        except ValueError:
+            return -1
+
+    def ahead(self, count: int) -> Sequence[int]:
+        """The next `count` events."""
+        return self._events[self._at : self._at + count]
+
+    def step(self) -> int:
+        """Pass the next event."""
+        passed = self._events[self._at]
+        self._move(self._at + 1)
+        return passed
+
+    def _move(self, at: int) -> None:
+        self._at = at
+        while self._next_use < len(self._uses) and self._uses[self._next_use][0] < at:
+            self._next_use += 1
+
+    def upcoming(self) -> Iterator[int]:
+        """The buckets that are needed next, nearest first."""
+        if not self._is_left:
+            for at in range(self._next_use, len(self._uses)):
+                yield self._uses[at][1]
+
+    def distance(self, bucket: int) -> float:
+        """Elements that will be used before `bucket` is; infinite if it is not expected again."""
+        passed = 0
+        for upcoming in self.upcoming():
+            if upcoming == bucket:
+                return passed
+            passed += self._numels[upcoming]
+        return inf
+
+
+def _first_holds(events: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(place, bucket) of the holds of buckets that were not held."""
+    held: dict[int, int] = {}
+    for place, each in enumerate(events):
+        bucket, kind = divmod(each, 3)
+        if kind == Kind.HOLD:
+            if not held.get(bucket):
+                yield place, bucket
+            held[bucket] = held.get(bucket, 0) + 1
+        elif kind == Kind.DROP and held.get(bucket):
+            held[bucket] -= 1

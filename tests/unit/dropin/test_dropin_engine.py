@@ -1,0 +1,86 @@
+"""The drop-in's engine on one rank: what scripts call beside forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.25}},
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "gradient_clipping": 0.0,
+    }
+    torch.manual_seed(0)
+    made, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    yield made
+    made.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+def test_a_block_of_backwards_is_reduced_once(engine: Any) -> None:
+    before = engine.module.weight.detach().clone()
+    inputs = torch.ones(4, 3)
+    passes = engine.zero.passes
+    with engine.coalesce_grad_reduction():
+        for factor in (1.0, 2.0, 3.0):
+            engine.backward(engine(inputs).sum() * factor)
+    assert engine.zero.passes == passes + 4
+    engine.step()
+    assert torch.equal(engine.module.weight, before - 0.5 * 6 * 4)
+
+
+def test_batch_sizes_are_set_between_steps(engine: Any) -> None:
+    engine.set_train_batch_size(12)
+    assert engine.get_batch_info() == (12, 4, 3)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="should be a multiple of micro-batch size"):
+        engine.set_train_batch_size(13)
+    engine.set_train_micro_batch_size(2)
+    assert engine.get_batch_info() == (6, 2, 3)
+
+
+def test_questions_about_the_config_have_answers(engine: Any) -> None:
+    assert engine.get_mom() == [0.25]
+    assert engine.zero_round_robin_gradients() is True
+    assert engine.zero_sub_group_size() == 1_000_000_000
+    assert engine.zero_hpz_partition_size() == 1
+    assert engine.communication_data_type is torch.float32
+    assert engine.dynamic_loss_scale_args() == {
+        "init_scale": 65536, "scale_window": 1000, "delayed_shift": 2, "consecutive_hysteresis": False, "min_scale": 1,
+    }  # fmt: skip
+    assert not engine.checkpoint_tag_validation_fail()
+    assert engine.managed_gradient_accumulation() is True
+
+
+def test_whole_states_go_out_and_in_by_deepspeeds_arguments(engine: Any) -> None:
+    found = engine.module_state_dict(destination={"a": 1}, prefix="model.")
+    assert sorted(found) == ["a", "model.bias", "model.weight"]
+    engine.load_module_state_dict({"module": {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}})
+    assert torch.equal(engine.module.weight, torch.ones(2, 3))
+
+
+def test_loaders_take_a_sampler_or_cut_the_data_themselves(engine: Any) -> None:
+    data = list(torch.arange(8.0))
+    assert sum(batch.numel() for batch in engine.deepspeed_io(data)) == 8
+    (batch,) = engine.deepspeed_io(data, batch_size=2, data_sampler=[5, 3])
+    assert batch.tolist() == [5.0, 3.0]
+
+
+def test_modules_are_built_on_a_device_and_leaves_are_named() -> None:
+    with deepspeed.OnDevice(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert model[0].weight.is_meta
+    assert model[0].weight.dtype is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+    deepspeed.utils.set_z3_leaf_modules_by_name(model, ["1"])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model[1]]
+    deepspeed.utils.set_z3_leaf_modules_by_name(model, ["1"], flag=False)
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []

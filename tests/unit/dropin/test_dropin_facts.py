@@ -1,0 +1,139 @@
+"""The drop-in's tables against DeepSpeed 0.19.8 itself: its names, arguments and config keys stand in
+`deepspeed_facts.json`, which `docs/generate/deepspeed_facts.py` makes in an environment that has it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed.accelerator import DeepSpeedAccelerator
+from polyaccel_deepspeed.names.entry import Status
+from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
+from polyaccel_deepspeed.names.surface import MODULES
+from polyaccel_deepspeed.version import __version__
+
+from polyaccel.config import Config, load_resolved
+from polyaccel.config.absent import ABSENT, BELOW
+from polyaccel.config.keys import walk_keys
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "generate"))
+from deepspeed_facts import arguments
+
+FACTS = json.loads(Path(__file__).with_name("deepspeed_facts.json").read_text(encoding="utf-8"))
+OURS = {
+    "deepspeed.DeepSpeedEngine": deepspeed.DeepSpeedEngine,
+    "deepspeed.accelerator.DeepSpeedAccelerator": DeepSpeedAccelerator,
+}
+MADE_ELSEWHERE = {
+    "DeepSpeedEngine": "initialize makes it",
+    "DeepSpeedAccelerator": "get_accelerator makes it",
+    "DeepSpeedConfigError": "polyaccel raises it",
+    "ProcessGroup": "torch's; new_group makes it",
+    "P2POp": "torch's",
+    "OpBuilder": "makes nothing",
+}
+"""Classes whose constructors are nobody's to call with DeepSpeed's arguments."""
+OTHER_DEFAULTS = {
+    "debug": "names the caller",
+    "timeout": "the config's",
+    "tensor_overrides": "a value of DeepSpeed's own",
+}
+OTHER_NAMES = {
+    "cpu_offload": True,
+    "cpu_offload_param": True,
+    "cpu_offload_use_pin_memory": True,
+    "gather_16bit_weights_on_model_save": True,
+    "max_live_parameters": 5,
+    "max_reuse_distance": 5,
+    "model_persistence_threshold": 5,
+    "module_granularity_threshold": 0,
+    "param_persistence_threshold": 5,
+    "prefetch_bucket_size": 5,
+    "stage3_gather_fp16_weights_on_model_save": True,
+}
+"""Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
+THERE = [
+    (module, name)
+    for module, entry in MODULES.items()
+    for name, one in entry.names.items()
+    if one.status is Status.YES and FACTS["modules"].get(module, {}).get(name) and name not in MADE_ELSEWHERE
+]
+
+
+def accepts(ours: str, theirs: str) -> bool:
+    """Whether a call that means something to `theirs` means the same to `ours`: its parameters, in their order, with
+    their names and defaults, then others that may be left out."""
+    mine, wanted = ours.split(), theirs.split()
+    rest = mine[len(wanted) :]
+    return (
+        len(mine) >= len(wanted) and all(map(_is_same, mine, wanted)) and all("=" in one or "*" in one for one in rest)
+    )
+
+
+def _is_same(ours: str, theirs: str) -> bool:
+    (name, equals, default), (other, _, asked) = ours.partition("="), theirs.partition("=")
+    if ours.startswith("*") or theirs.startswith("*"):
+        return ours.count("*") == theirs.count("*")
+    free = name in OTHER_DEFAULTS or "..." in (default, asked)
+    return name == other and (default == asked or not asked or (free and bool(equals)))
+
+
+def test_they_are_the_facts_of_the_version_that_we_name() -> None:
+    assert __version__.partition("+")[0] == FACTS["version"]
+
+
+def test_every_public_name_has_its_row() -> None:
+    for module, names in FACTS["modules"].items():
+        assert sorted(names.keys() - MODULES[module].names.keys()) == []
+
+
+def test_every_row_is_a_name_of_deepspeeds() -> None:
+    shared = {name for names in FACTS["modules"].values() for name in names}
+    assert [name for entry in MODULES.values() for name in entry.names if name not in shared] == []
+
+
+def test_what_is_there_takes_deepspeeds_arguments() -> None:
+    pairs = {
+        f"{module}.{name}": (arguments(getattr(import_module(module), name)), FACTS["modules"][module][name])
+        for module, name in THERE
+    }
+    assert len(pairs) > 100
+    assert {path: pair for path, pair in pairs.items() if not accepts(*pair)} == {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("a", "a b=1"), ("b a", "a b"), ("a=2", "a=1"), ("a b", "a"), ("a", "a *args"), ("a", "a=1")]
+)
+def test_other_arguments_are_seen(ours: str, theirs: str) -> None:
+    assert not accepts(ours, theirs)
+
+
+@pytest.mark.parametrize("owner", sorted(OURS))
+def test_members_take_deepspeeds_arguments_or_say_why_they_are_not_there(owner: str) -> None:
+    absent, ours = MEMBERS_ABSENT[owner], OURS[owner]
+    members = FACTS["members"][owner]
+    assert sorted(name for name in members if name not in absent and not hasattr(ours, name)) == []
+    assert sorted(name for name in absent if name not in members or hasattr(ours, name)) == []
+    found = {name: arguments(inspect.getattr_static(ours, name)) for name in members if name not in absent}
+    assert {name: (mine, members[name]) for name, mine in found.items() if not accepts(mine, members[name])} == {}
+
+
+def test_every_config_key_is_known() -> None:
+    known = {key.dotted for key in walk_keys(Config)} | {key for entry in ABSENT for key in entry.keys}
+    tables = {key.removesuffix(BELOW) for key in known if key.endswith(BELOW)}
+    above = {".".join(key.split(".")[:length]) for key in known for length in range(1, key.count(".") + 1)}
+
+    def is_known(key: str) -> bool:
+        return key in known | tables | above or key.startswith(tuple(f"{table}." for table in tables))
+
+    assert [key for key in FACTS["keys"] if not is_known(key)] == [f"zero_optimization.{name}" for name in OTHER_NAMES]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_key_by_its_other_name_is_read(name: str) -> None:
+    load_resolved({"train_batch_size": 1, "zero_optimization": {"stage": 3, name: OTHER_NAMES[name]}}, world_size=1)

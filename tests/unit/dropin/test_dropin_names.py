@@ -1,0 +1,77 @@
+"""The names of the drop-in `deepspeed`: each of its table can be imported, and what is absent says so when used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polyaccel_deepspeed.names.entry import Status
+from polyaccel_deepspeed.names.surface import MODULES
+from polyaccel_deepspeed.version import __version__
+
+import polyaccel
+
+PLUGIN = Path(__file__).parents[3] / "plugins" / "polyaccel-deepspeed"
+
+
+def found(path: str) -> Any:
+    module = max((name for name in MODULES if path.startswith(f"{name}.")), key=len)
+    value: Any = import_module(module)
+    for part in path.removeprefix(f"{module}.").split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_that_are_there_can_be_imported(module: str) -> None:
+    for name, one in MODULES[module].names.items():
+        if one.status in (Status.YES, Status.ACCEPTED):
+            assert found(f"{module}.{name}") is not None
+            assert (one.status is Status.ACCEPTED) == bool(one.why)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_that_are_absent_say_so_when_they_are_used(module: str) -> None:
+    for name, one in MODULES[module].names.items():
+        if one.status in (Status.LATER, Status.NEVER):
+            value = found(f"{module}.{name}")
+            assert one.why
+            with pytest.raises(
+                polyaccel.PolyaccelError, match=f"{module}.{name} does not exist in polyaccel"
+            ) as caught:
+                value(1, 2, three=3)
+            assert one.why in str(caught.value)
+            if isinstance(value, type):
+                assert not isinstance(3, value)
+                with pytest.raises(NotImplementedError):
+                    type("Derived", (value,), {})
+
+
+def test_importing_it_loads_no_framework_and_no_module_of_the_engine() -> None:
+    code = (
+        "import sys, deepspeed; print(sorted(name for name in sys.modules if name in ('torch', 'polyaccel', 'numpy')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_name_stays_a_function_beside_the_module_of_its_name() -> None:
+    below = import_module("deepspeed.utils.z3_leaf_module")
+    assert import_module("deepspeed.utils").z3_leaf_module is below.z3_leaf_module
+
+
+def test_a_module_that_is_not_in_the_table_does_not_exist() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        import_module("deepspeed.elasticity")
+
+
+def test_its_version_names_both() -> None:
+    deepspeeds, _, ours = __version__.partition("+polyaccel.")
+    assert deepspeeds == "0.19.8"
+    assert ours == polyaccel.__version__

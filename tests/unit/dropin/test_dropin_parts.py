@@ -1,0 +1,123 @@
+"""Parts of the drop-in that need no ranks: optimizers as objects, client states, the device's names, native parts."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import init_distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.ops import op_builder
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from polyaccel_deepspeed.engine.client_state import packed, unpacked
+from polyaccel_deepspeed.engine.parameters import describe
+
+from polyaccel import PolyaccelError
+from polyaccel.config import load_resolved
+from polyaccel.errors import CheckpointError
+from polyaccel.torch.api.optimizer import ZeroOptimizer
+
+
+def test_an_optimizer_shows_the_engines_groups_in_the_dicts_that_schedules_hold() -> None:
+    """Accelerate makes a DeepSpeedCPUAdam of a torch optimizer's groups, which the user's schedule goes on moving."""
+    model = torch.nn.Linear(3, 2)
+    users = torch.optim.AdamW(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(users, lambda step: 1.0 / (1 + step))
+    ours = DeepSpeedCPUAdam(users.param_groups, lr=0.5, weight_decay=0.1)
+    engines = ZeroOptimizer([dict(group) for group in ours.param_groups], lambda closure: None, lambda: None)
+    ours.follow(engines)
+    users.step()
+    schedule.step()
+    assert engines.param_groups[0]["lr"] == 0.25
+    assert engines.param_groups[0] is ours.param_groups[0] is users.param_groups[0]
+    assert isinstance(engines, DeepSpeedOptimizer)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, DeepSpeedCPUAdam, FusedLamb])
+def test_an_optimizer_is_one_of_the_configs(make: Any) -> None:
+    optimizer = make([torch.nn.Parameter(torch.zeros(2))], lr=0.25)
+    resolved = load_resolved({"train_batch_size": 1, "optimizer": optimizer.section()}, world_size=1)
+    assert resolved.optimizer is not None
+    assert resolved.optimizer.params["lr"] == 0.25
+    with pytest.raises(PolyaccelError, match=r"pass .* to deepspeed\.initialize"):
+        optimizer.step()
+    with pytest.raises(PolyaccelError, match="amsgrad is not available"):
+        make([torch.nn.Parameter(torch.zeros(2))], amsgrad=True)
+
+
+def test_a_client_state_may_hold_tensors() -> None:
+    plain = {"epoch": 3, "names": ["a", None], "more": {"x": 1.5}}
+    assert packed(plain) == plain == unpacked(plain)
+    state = {"best": torch.tensor([1.0, 2.0]), 5: ("a", torch.float16)}
+    back = unpacked(packed(state))
+    assert torch.equal(back["best"], state["best"])
+    assert back[5] == ("a", torch.float16)
+
+
+def test_a_client_state_that_could_not_be_read_safely_is_refused_when_it_is_saved() -> None:
+    with pytest.raises(CheckpointError, match="client_state cannot be saved") as caught:
+        packed({"stream": pytest.raises})
+    assert caught.value.cure
+
+
+def test_parameters_say_what_deepspeeds_say_and_still_pickle() -> None:
+    model = torch.nn.Linear(7, 33)
+    describe(model, world_size=2)
+    weight: Any = model.weight
+    assert (weight.ds_numel, tuple(weight.ds_shape), weight.partition_numel()) == (231, (33, 7), 116)
+    assert weight.ds_tensor.ds_numel == 116
+    assert weight.ds_status == ZeroParamStatus.AVAILABLE
+    assert pickle.loads(pickle.dumps(weight.ds_status)) is ZeroParamStatus.AVAILABLE
+    torch.save(model, io.BytesIO())
+
+
+def test_the_device_has_deepspeeds_names() -> None:
+    device = get_accelerator()
+    assert device is get_accelerator()
+    assert device.current_device_name().startswith(device.device_name())
+    assert device.FloatTensor([1, 2]).dtype is torch.float32
+    assert torch.float32 in device.supported_dtypes()
+    state = device.get_rng_state()
+    first = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    with device.stream(device.current_stream()):
+        device.range_push("nothing")
+        device.range_pop()
+
+
+def test_what_is_copied_to_be_saved_stays_tied_and_leaves_the_rest_behind() -> None:
+    whole = torch.arange(1000.0)
+    copied = clone_tensors_for_torch_save({"a": whole[:10], "tied": [whole[:10]], "b": whole[10:20], "step": 3})
+    assert copied["a"] is copied["tied"][0]
+    assert copied["a"].untyped_storage().nbytes() == 40
+    assert torch.equal(copied["b"], whole[10:20])
+    assert copied["step"] == 3
+    copied["a"].zero_()
+    assert whole[1] == 1.0
+
+
+def test_there_is_nothing_to_build() -> None:
+    builder = op_builder.CPUAdamBuilder()
+    assert builder.is_compatible()
+    with pytest.raises(PolyaccelError, match="nothing to build or load for CPUAdam"):
+        builder.load()
+    assert get_accelerator().get_op_builder("CPUAdamBuilder") is op_builder.CPUAdamBuilder
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_backend_of_gpus_is_refused_on_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        PolyaccelError, match="comm backend 'nccl' cannot be used: this torch is built without nccl"
+    ) as caught:
+        init_distributed("nccl")
+    assert "dist_backend" in str(caught.value.cure)
