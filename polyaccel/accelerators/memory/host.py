@@ -76,6 +76,17 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def own_nbytes() -> int:
+    """Bytes of this process that no file backs, in memory or swapped out: what it has allocated, shared memory included.
+
+    The pages of its libraries are left out, which the system takes away and brings back as it likes.
+    """
+    try:
+        return sum(_fields(_STATUS, "RssAnon", "RssShmem", "VmSwap"))
+    except (OSError, ValueError):
+        return memory_stats().allocated_nbytes
+
+
 def reset_peak() -> None:
     """Let the peak start again from what is resident now; does nothing where the system has no such switch."""
     try:
