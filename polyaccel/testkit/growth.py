@@ -25,7 +25,7 @@ def keeps_nothing(
 ) -> None:
     """Check that `act`, which moves `moved_nbytes`, leaves no more than half of them behind, two rounds in a row.
 
-    `held` tells the bytes in use, by default those of `host_nbytes`. `agree` gives the ranks of a group one answer where
+    `held` tells the bytes in use, by default those of `host_nbytes`. `agree` gives the ranks of a group one answer if
     they take the rounds together. Raises AssertionError with the growth of each round.
     """
     held = held or host_nbytes
@@ -50,7 +50,7 @@ def keeps_nothing(
 def host_nbytes() -> int:
     """Bytes of host memory that this process has in use.
 
-    What malloc keeps for later is given back to the system first: it would make room for what a plugin keeps, unseen, or
+    What malloc keeps for later is given back to the system first: it would make room for what a plugin keeps, or
     be taken for it.
     """
     with suppress(AttributeError, OSError):  # other systems' malloc has no such call

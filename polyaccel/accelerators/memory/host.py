@@ -77,7 +77,7 @@ def memory_stats() -> MemoryStats:
 
 
 def own_nbytes() -> int:
-    """Bytes of this process that no file backs, in memory or swapped out: what it has allocated, shared memory included.
+    """Bytes of this process that no file backs, in memory or swapped out: what it has allocated, shared memory too.
 
     The pages of its libraries are left out, which the system takes away and brings back as it likes.
     """
