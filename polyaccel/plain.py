@@ -37,6 +37,15 @@ def to_tree(value: Any, where: str) -> Any:
     return _encode(value, where, 0)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `to_tree` takes `value`."""
+    try:
+        to_tree(value, "")
+    except PlainError:
+        return False
+    return True
+
+
 def from_tree(tree: Any) -> Any:
     """The inverse of `to_tree`. Raises PlainError for a tree that `to_tree` does not make."""
     return _decode(tree, 0)

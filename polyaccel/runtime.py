@@ -25,6 +25,7 @@ from polyaccel.comm.watch.summary import start_log
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.engine.about import about_run
 from polyaccel.engine.base import EngineParts, ModelAdapter
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
@@ -87,6 +88,9 @@ class Runtime:
             communicator=self.communicator,
             loss_scaler=self.loss_scaler(),
             monitors=self.open_monitors(),
+            about=about_run(
+                self.config.public_tree(), self.config.checkpoint.storage_plugin[0], self.accelerator, self.communicator
+            ),
         )
 
     def apply_to_process(self) -> None:

@@ -7,6 +7,7 @@ from enum import Enum
 from math import prod
 
 from polyaccel.errors import ShardingError
+from polyaccel.mesh.block import Block
 
 
 class DType(Enum):
@@ -112,7 +113,10 @@ class ParamSpec:
     """A parameter without its values.
 
     `fqn` is its fully qualified name (tied parameters: the first one), `dtype` the type it has on the device,
-    `group` the index of its optimizer group, `trainable` whether it receives gradients.
+    `group` the index of its optimizer group, `trainable` whether it receives gradients. `block` is the part of the
+    global tensor that this rank holds, in the local `shape`; None where that is all of it.
+
+    Raises ShardingError for a block of another local shape.
     """
 
     fqn: str
@@ -120,6 +124,18 @@ class ParamSpec:
     dtype: DType
     group: int = 0
     trainable: bool = True
+    block: Block | None = None
+
+    def __post_init__(self) -> None:
+        if self.block is not None and self.block.local_shape != self.shape:
+            raise ShardingError(
+                f"{self.fqn!r} has the shape {self.shape}, its block {self.block.local_shape}", value=self.fqn
+            )
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that this rank holds a block of."""
+        return self.shape if self.block is None else self.block.shape
 
     @property
     def numel(self) -> int:

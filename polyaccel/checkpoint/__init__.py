@@ -1,10 +1,11 @@
 """Checkpoints in global coordinates: saved by any number of ranks, read by any other number."""
 
 from polyaccel.checkpoint.commit import Commit
-from polyaccel.checkpoint.manifest import BlobEntry, Manifest, Piece, TensorEntry
+from polyaccel.checkpoint.manifest import BlobEntry, Manifest
 from polyaccel.checkpoint.pieces import TensorPiece
 from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.storage import FileStorage, Storage
+from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.checkpoint.writer import TagValidation, save_checkpoint
 
 __all__ = [

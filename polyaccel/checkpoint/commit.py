@@ -3,7 +3,7 @@
     latest                        the tag to resume from, as text
     <tag>/commit.json             the commit marker: names the save that counts
     <tag>/save-0001-5f0a77c2/owner.json
-    <tag>/save-0001-5f0a77c2/rank00000.bin
+    <tag>/save-0001-5f0a77c2/rank00000.safetensors
     <tag>/save-0001-5f0a77c2/manifest.json
 
 [Note: Commit]

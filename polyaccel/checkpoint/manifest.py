@@ -1,104 +1,28 @@
-"""The manifest: the contents of a checkpoint, in coordinates that no world size, bucket size or framework has a part
-in.
-
-A tensor is named by its parameter's `fqn` and a `kind` ("param", "master", or the name of an optimizer state). It is
-stored as *pieces*: runs of its flattened elements, each somewhere in some rank's file with a checksum. The pieces of a
-tensor tile it: every element is in exactly one. Starts and lengths count elements, offsets count bytes.
-"""
+"""The manifest: the contents of a checkpoint, in coordinates that no world size, mesh, bucket size or framework has a
+part in."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
-from math import prod
 from typing import Any
 
-from polyaccel.checkpoint.parsing import ManifestTree, TensorTree, json_object, not_understood, parsed
+from polyaccel.checkpoint.parsing import ManifestTree, json_object, not_understood, parsed
 from polyaccel.checkpoint.scalars import decode_plain, encode_plain
+from polyaccel.checkpoint.tensors import TensorEntry
 from polyaccel.errors import CheckpointError
-from polyaccel.types import DType
 
-FORMAT = (1, 1)
-"""Version of the format on disk. Another major cannot be read; a newer minor only adds fields, which are ignored.
+FORMAT = (2, 0)
+"""Version of the format on disk. A newer major cannot be read; a newer minor only adds fields, which are ignored.
 
-1.1 added the manifest's `digest`: the SHA-256 of its JSON without it, as `_digest` writes that.
+1.1 added the manifest's `digest`: the SHA-256 of its JSON without it, as `_digest` writes that. With 2.0 rank files are
+safetensors files, tensors may have `blocks`, and `about` tells of the run that saved.
 """
-
-
-PARAM = "param"
-"""The kind of the tensors that are parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, start + length) of a tensor, at byte `offset` of `file`. `crc32` is zlib's, over those bytes."""
-
-    start: int
-    length: int
-    file: str
-    offset: int
-    crc32: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor and where its pieces are, sorted by `start`. A tensor without elements has no pieces."""
-
-    fqn: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: DType
-    pieces: tuple[Piece, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def to_tree(self) -> dict[str, Any]:
-        """The entry as a manifest has it: JSON's values only."""
-        return {
-            "fqn": self.fqn,
-            "kind": self.kind,
-            "shape": list(self.shape),
-            "dtype": self.dtype.value,
-            "pieces": [[piece.start, piece.length, piece.file, piece.offset, piece.crc32] for piece in self.pieces],
-        }
-
-    @classmethod
-    def from_tree(cls, tree: TensorTree) -> TensorEntry:
-        """The inverse of `to_tree`, once that has been parsed."""
-        pieces = tuple(Piece(*piece) for piece in tree.pieces)
-        return cls(tree.fqn, tree.kind, tree.shape, tree.dtype, pieces)
-
-    def check_tiling(self) -> None:
-        """Raise CheckpointError, naming the tensor and the elements, unless every element is in exactly one piece."""
-        reached = 0
-        for piece in self.pieces:
-            if piece.length < 1 or piece.start > reached:
-                raise self._tiling_error(f"misses elements [{reached}, {piece.start})")
-            if piece.start < reached:
-                raise self._tiling_error(f"holds elements [{piece.start}, {min(reached, piece.end)}) twice")
-            reached = piece.end
-        if reached < self.numel:
-            raise self._tiling_error(f"misses elements [{reached}, {self.numel})")
-        if reached > self.numel:
-            raise self._tiling_error(f"holds elements [{self.numel}, {reached}), which its shape {self.shape} has not")
-
-    def _tiling_error(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {what} of {self.fqn!r} ({self.kind})",
-            cure="when saving: every element belongs to one rank's pieces; when loading: use another tag",
-            value=(self.fqn, self.kind),
-        )
+_READABLE = (1, FORMAT[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +52,8 @@ class Manifest:
     blobs: tuple[tuple[BlobEntry, ...], ...] = ()
     not_finite: str = ""
     """The first parameter with a value that is not finite; empty where there is none."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """The run that saved, for people and for later versions: plain values."""
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], TensorEntry]:
@@ -203,6 +129,8 @@ class Manifest:
         }
         if self.not_finite:
             tree["not_finite"] = self.not_finite
+        if self.about:
+            tree["about"] = encode_plain(self.about, "about")
         return _json({**tree, "digest": _digest(tree)})
 
     @classmethod
@@ -210,10 +138,10 @@ class Manifest:
         """The inverse of `to_json`. Raises CheckpointError, naming `what`, for bytes that are no manifest this version
         can read, and for one that was changed after it was written."""
         tree = json_object(data, what)
-        minor = check_format(tree.get("format"), what)
+        version = check_format(tree.get("format"), what)
         digest = tree.pop("digest", None)
         try:
-            is_original = digest == _digest(tree) if digest is not None else minor == 0
+            is_original = digest == _digest(tree) if digest is not None else version == (1, 0)
         except (ValueError, RecursionError) as error:  # of what `json` reads and would not write
             raise not_understood(what, f"{type(error).__name__}: {error}") from error
         if not is_original:
@@ -221,7 +149,7 @@ class Manifest:
                 f"{what} was changed after it was written: its digest is another", cure="load another tag", value=what
             )
         checked = parsed(ManifestTree, tree, what)
-        scalars = decode_plain(checked.scalars)
+        scalars, about = decode_plain(checked.scalars), decode_plain(checked.about)
         if not isinstance(scalars, dict):
             raise not_understood(what, f"its scalars are a {type(scalars).__name__}")
         return cls(
@@ -232,30 +160,20 @@ class Manifest:
             scalars=scalars,
             blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
             not_finite=checked.not_finite,
+            about=about if isinstance(about, dict) else {},
         )
 
 
-def build_tensors(found: Iterable[tuple[int, TensorEntry]]) -> tuple[TensorEntry, ...]:
-    """Join the parts of each tensor that different ranks wrote, given as (rank, entry), sorted by name.
-
-    Raises CheckpointError when ranks disagree about a tensor's shape or element type.
-    """
-    parts: dict[tuple[str, str], list[tuple[int, TensorEntry]]] = {}
-    for rank, entry in found:
-        parts.setdefault((entry.fqn, entry.kind), []).append((rank, entry))
-    return tuple(_join(parts[name]) for name in sorted(parts))
-
-
-def check_format(version: Any, what: str) -> int:
-    """The minor version of `version`, the [major, minor] that `what` states. Raises CheckpointError when it cannot be
-    read here."""
+def check_format(version: Any, what: str) -> tuple[int, int]:
+    """`version`, the [major, minor] that `what` states. Raises CheckpointError when it cannot be read here."""
     match version:
-        case [int(major), int(minor)] if major == FORMAT[0] and minor >= 0:
-            return minor
+        case [int(major), int(minor)] if major in _READABLE and minor >= 0:
+            return major, minor
         case None:
             raise not_understood(what, "it states no format")
+    majors = " and ".join(f"{major}.x" for major in _READABLE)
     raise CheckpointError(
-        f"{what} has format {version!r:.100}, this version of polyaccel reads {FORMAT[0]}.x",
+        f"{what} has format {version!r:.100}, this version of polyaccel reads {majors}",
         cure="load it with a version of polyaccel that knows this format",
         value=version,
     )
@@ -267,17 +185,3 @@ def _json(tree: dict[str, Any]) -> bytes:
 
 def _digest(tree: dict[str, Any]) -> str:
     return sha256(_json(tree)).hexdigest()
-
-
-def _join(parts: list[tuple[int, TensorEntry]]) -> TensorEntry:
-    first_rank, first = parts[0]
-    for rank, other in parts[1:]:
-        if (other.shape, other.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"{first.fqn!r} ({first.kind}) is {first.dtype.value}{list(first.shape)} on rank {first_rank} "
-                f"but {other.dtype.value}{list(other.shape)} on rank {rank}",
-                cure="build the same model on every rank",
-                value=first.fqn,
-            )
-    pieces = sorted((piece for _, entry in parts for piece in entry.pieces), key=lambda piece: piece.start)
-    return TensorEntry(first.fqn, first.kind, first.shape, first.dtype, tuple(pieces))

@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.manifest import TensorEntry
 from polyaccel.checkpoint.reader import CheckpointReader
+from polyaccel.checkpoint.tensors import TensorEntry
 from polyaccel.errors import CheckpointError
+from polyaccel.mesh.block import Block
 from polyaccel.types import DType
 
 Axes = tuple[int, ...]
@@ -101,11 +102,11 @@ class RenamedReader:
         """One saved tensor, as it was saved. Raises CheckpointError if it was not."""
         return self._reader.tensor(self._source_of(fqn).name, kind)
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None:
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
         """Like `CheckpointReader.verify`, for what `read_into` would read."""
         source = self._source_of(fqn)
         if source.axes is None:
-            self._reader.verify(source.name, kind, source.start + start, length, dtype)
+            self._reader.verify(source.name, kind, source.start + start, length, dtype, block=block)
         else:
             self._reader.verify(source.name, kind, 0, self._reader.tensor(source.name, kind).numel, dtype)
 
@@ -117,20 +118,25 @@ class RenamedReader:
         length: int,
         buffer: Buffer,
         *,
+        block: Block | None = None,
         cast_through: Callable[[int, DType], Buffer],
     ) -> None:
-        """Like `CheckpointReader.read_into`; `start` and `length` count elements in the parameter's order of axes."""
+        """Like `CheckpointReader.read_into`; `start`, `length` and `block` count elements in the parameter's order of
+        axes."""
         source = self._source_of(fqn)
         start += source.start
         if source.axes is None:
-            self._reader.read_into(source.name, kind, start, length, buffer, cast_through=cast_through)
+            self._reader.read_into(source.name, kind, start, length, buffer, block=block, cast_through=cast_through)
             return
         saved = self._reader.tensor(source.name, kind)
         whole = cast_through(prod(saved.shape), saved.dtype)
         self._reader.read_into(source.name, kind, 0, whole.numel, whole, cast_through=cast_through)
         elements = np.frombuffer(whole.to_bytes(), dtype=f"V{saved.dtype.itemsize}").reshape(saved.shape)
+        elements = elements.transpose(source.axes)
+        for dim, runs in enumerate(() if block is None else block.runs):
+            elements = elements.take([at for first, count in runs for at in range(first, first + count)], axis=dim)
         part = cast_through(length, saved.dtype)
-        part.from_bytes(elements.transpose(source.axes).reshape(-1)[start : start + length].tobytes())
+        part.from_bytes(elements.reshape(-1)[start : start + length].tobytes())
         buffer.copy_from(part)
 
     def _source_of(self, fqn: str) -> _Source:

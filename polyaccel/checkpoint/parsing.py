@@ -19,6 +19,10 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Crc32 = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 FileName = Annotated[str, Field(strict=True, pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.-]*\z", max_length=255)]
 """A name in the folder of a save, which cannot lead out of it."""
+PieceTree = tuple[Count, Annotated[Count, Field(gt=0)], FileName, Count, Crc32]
+"""(start, length, file, offset, crc32)."""
+RunsTree = tuple[tuple[tuple[Count, Count], ...], ...]
+"""The runs of a block: along each dimension some (start, length)."""
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -37,13 +41,14 @@ class CommitTree(_Tree):
 
 
 class TensorTree(_Tree):
-    """A tensor in a manifest. A piece is (start, length, file, offset, crc32)."""
+    """A tensor in a manifest: the pieces of the whole tensor, and those of blocks of it."""
 
     fqn: StrictStr
     kind: Annotated[str, Field(strict=True, min_length=1)]
     shape: tuple[Count, ...]
     dtype: DType
-    pieces: tuple[tuple[Count, Annotated[Count, Field(gt=0)], FileName, Count, Crc32], ...]
+    pieces: tuple[PieceTree, ...]
+    blocks: tuple[tuple[RunsTree, tuple[PieceTree, ...]], ...] = ()
 
 
 class ManifestTree(_Tree):
@@ -56,6 +61,7 @@ class ManifestTree(_Tree):
     scalars: dict[str, Any]
     blobs: tuple[dict[str, tuple[FileName, Count, Count, Crc32]], ...]
     not_finite: StrictStr = ""
+    about: dict[str, Any] = {}
 
 
 class RankFileTree(_Tree):

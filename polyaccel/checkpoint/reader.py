@@ -6,21 +6,28 @@ import difflib
 import logging
 import os
 import zlib
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, read_latest, tag_names
-from polyaccel.checkpoint.manifest import Manifest, Piece, TensorEntry
+from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
+from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.mesh.block import Block
 from polyaccel.types import DType
 
 _log = logging.getLogger(__name__)
+_Elements = npt.NDArray[np.void]
+"""Elements that are moved and not computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,11 @@ class CheckpointReader:
         return self._manifest.scalars
 
     @property
+    def about(self) -> dict[str, Any]:
+        """What was told of the run that saved."""
+        return self._manifest.about
+
+    @property
     def not_finite(self) -> str:
         """The first parameter with a value that is not finite; empty where there is none."""
         return self._manifest.not_finite
@@ -86,16 +98,17 @@ class CheckpointReader:
                 f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", cure=self._suggest(fqn), value=(fqn, kind)
             ) from None
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None:
-        """Read and verify every piece that elements [start, start + length) of a flattened tensor touch, each once in
-        the life of this reader; they will be read as `dtype`. Memory is that of a piece.
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
+        """Read and verify every piece that elements [start, start + length) of the flattened `block` of a tensor touch
+        (None: of the whole tensor), each once in the life of this reader; they will be read as `dtype`. Memory is that
+        of a piece.
 
         Raises CheckpointError naming file, tensor and elements.
         """
         tensor = self.tensor(fqn, kind)
-        self._check_range(tensor, start, length)
+        self._check_range(tensor, block, start, length)
         self._check_dtype(tensor, dtype, may_cast=True)
-        for piece in _touched(tensor, start, length):
+        for piece, _ in tensor.touched(block, start, length):
             if piece not in self._verified:
                 self._read_piece(tensor, piece)
                 self._verified.add(piece)
@@ -108,9 +121,11 @@ class CheckpointReader:
         length: int,
         buffer: Buffer,
         *,
+        block: Block | None = None,
         cast_through: Callable[[int, DType], Buffer] | None = None,
     ) -> None:
-        """Overwrite `buffer`, of `length` elements, with elements [start, start + length) of a flattened tensor.
+        """Overwrite `buffer`, of `length` elements, with elements [start, start + length) of the flattened `block` of a
+        tensor (None: of the whole tensor).
 
         Every piece that the range touches is read whole and verified before any of it reaches `buffer`. A buffer of
         another element type than the stored one is refused, unless `cast_through` allocates (numel, dtype) buffers
@@ -118,19 +133,22 @@ class CheckpointReader:
         filled in part.
         """
         tensor = self.tensor(fqn, kind)
-        self._check_request(tensor, start, length, buffer, may_cast=cast_through is not None)
-        for piece in _touched(tensor, start, length):
-            low, high = max(start, piece.start), min(start + length, piece.end)
-            data = memoryview(self._read_piece(tensor, piece))
-            itemsize = tensor.dtype.itemsize
-            wanted = data[(low - piece.start) * itemsize : (high - piece.start) * itemsize]
-            target = buffer.view(low - start, high - low)
-            if buffer.dtype is tensor.dtype or cast_through is None:
-                target.from_bytes(wanted)
-            else:
-                stored = cast_through(high - low, tensor.dtype)
-                stored.from_bytes(wanted)
-                target.copy_from(stored)
+        self._check_request(tensor, block, start, length, buffer, may_cast=cast_through is not None)
+        through = None if buffer.dtype is tensor.dtype else cast_through
+        if block is None and not tensor.is_cut:
+            for piece, (copy,) in tensor.touched(None, start, length):
+                data = memoryview(self._read_piece(tensor, piece))
+                size = tensor.dtype.itemsize
+                wanted = data[copy.source_offset * size : (copy.source_offset + copy.lengths[0]) * size]
+                _fill(buffer.view(copy.target_offset, copy.lengths[0]), wanted, tensor.dtype, through)
+            return
+        run: _Elements = np.empty(length, f"V{tensor.dtype.itemsize}")
+        for piece, copies in tensor.touched(block, start, length):
+            stored = np.frombuffer(self._read_piece(tensor, piece), run.dtype)
+            for copy in copies:
+                source = _strided(stored, copy.source_offset, copy.lengths, copy.source_strides)
+                _strided(run, copy.target_offset, copy.lengths, copy.target_strides)[...] = source
+        _fill(buffer, run.view(np.uint8).data, tensor.dtype, through)
 
     def rank_blobs(self, rank: int) -> dict[str, bytes]:
         """The bytes that rank `rank` of the saving ranks saved for itself, by name, verified."""
@@ -148,7 +166,7 @@ class CheckpointReader:
         }
 
     def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes:
-        name = f"elements [{piece.start}, {piece.end}) of {tensor.fqn!r} ({tensor.kind})"
+        name = f"elements {piece.elements} of {tensor.fqn!r} ({tensor.kind})"
         return self._read_verified(piece.file, piece.offset, piece.length * tensor.dtype.itemsize, piece.crc32, name)
 
     def _read_verified(self, file: str, offset: int, nbytes: int, crc32: int, name: str) -> bytes:
@@ -163,8 +181,15 @@ class CheckpointReader:
             )
         return data
 
-    def _check_range(self, tensor: TensorEntry, start: int, length: int) -> None:
-        if not 0 <= start <= start + length <= tensor.numel:
+    def _check_range(self, tensor: TensorEntry, block: Block | None, start: int, length: int) -> None:
+        if block is not None and block.shape != tensor.shape:
+            raise CheckpointError(
+                f"a block of a tensor of {block.shape} is no part of {tensor.fqn!r} ({tensor.kind}), saved with shape "
+                f"{tensor.shape}",
+                cure="load into a model of the same shapes",
+                value=block.shape,
+            )
+        if not 0 <= start <= start + length <= (tensor.numel if block is None else block.numel):
             raise CheckpointError(
                 f"elements [{start}, {start + length}) are not inside {tensor.fqn!r} ({tensor.kind}), "
                 f"saved with shape {tensor.shape}",
@@ -172,9 +197,11 @@ class CheckpointReader:
                 value=(start, length),
             )
 
-    def _check_request(self, tensor: TensorEntry, start: int, length: int, buffer: Buffer, *, may_cast: bool) -> None:
+    def _check_request(
+        self, tensor: TensorEntry, block: Block | None, start: int, length: int, buffer: Buffer, *, may_cast: bool
+    ) -> None:
         name = f"{tensor.fqn!r} ({tensor.kind})"
-        self._check_range(tensor, start, length)
+        self._check_range(tensor, block, start, length)
         if buffer.numel != length:
             raise CheckpointError(f"{length} elements of {name} do not fit a buffer of {buffer.numel}", value=length)
         self._check_dtype(tensor, buffer.dtype, may_cast=may_cast)
@@ -245,13 +272,20 @@ def list_checkpoints(source: Storage | str | os.PathLike[str]) -> tuple[TagStatu
     return tuple(sorted(found, key=lambda status: (status.saved_at_s, status.tag), reverse=True))
 
 
-def _touched(tensor: TensorEntry, start: int, length: int) -> Iterator[Piece]:
-    """The pieces that hold elements [start, start + length) of a tensor, in order."""
-    first = max(0, bisect_right(tensor.pieces, start, key=lambda piece: piece.start) - 1)
-    for piece in tensor.pieces[first:]:
-        if max(start, piece.start) >= min(start + length, piece.end):
-            break
-        yield piece
+def _strided(memory: _Elements, offset: int, lengths: Sequence[int], strides: Sequence[int]) -> _Elements:
+    """The array of `lengths` at `offset` in `memory`, which its corner and its strides, in elements, do not leave."""
+    return as_strided(memory[offset:], lengths, [stride * memory.itemsize for stride in strides])
+
+
+def _fill(target: Buffer, data: memoryview, dtype: DType, cast_through: Callable[[int, DType], Buffer] | None) -> None:
+    """Overwrite `target` with `data`, elements of `dtype`, converted by a buffer of `cast_through` unless that is
+    None."""
+    if cast_through is None:
+        target.from_bytes(data)
+        return
+    stored = cast_through(target.numel, dtype)
+    stored.from_bytes(data)
+    target.copy_from(stored)
 
 
 def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointReader:

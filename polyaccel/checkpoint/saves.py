@@ -27,10 +27,15 @@ from polyaccel.errors import CheckpointError
 
 OWNER = "owner.json"
 _SAVE = re.compile(r"save-(\d{4,12})(-[0-9a-f]{8})?")
-_OURS = re.compile(r"owner\.json|manifest\.json|rank\d{5,}\.bin")
+_OURS = re.compile(r"owner\.json|manifest\.json|rank\d{5,}\.(safetensors|bin)")
 _log = logging.getLogger(__name__)
 _saving: set[tuple[str, str]] = set()
 """The (location, folder) of every save that this process is in the middle of."""
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file in the folder of a save."""
+    return f"rank{rank:05d}.safetensors"
 
 
 def save_folders(storage: Storage, tag: str) -> tuple[str, ...]:

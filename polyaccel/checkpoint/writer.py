@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from polyaccel.checkpoint.commit import (
@@ -22,12 +23,13 @@ from polyaccel.checkpoint.commit import (
     write_commit,
     write_latest,
 )
-from polyaccel.checkpoint.manifest import Manifest, build_tensors
-from polyaccel.checkpoint.pieces import PIECE_ALIGNMENT_NBYTES, RankFile, TensorPiece
-from polyaccel.checkpoint.saves import clear_leftovers, discard, new_save
+from polyaccel.checkpoint.manifest import Manifest
+from polyaccel.checkpoint.pieces import FileLayout, RankFile, TensorPiece, read_piece
+from polyaccel.checkpoint.saves import clear_leftovers, discard, new_save, rank_file
 from polyaccel.checkpoint.scalars import encode_plain
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
+from polyaccel.checkpoint.tensors import build_tensors
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
@@ -47,10 +49,12 @@ def save_checkpoint(
     rank_blobs: Mapping[str, bytes],
     tag_validation: TagValidation = "Warn",
     save_latest: bool = True,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Commit:
     """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
 
-    `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.scalars`), checked on every rank. When the call
+    `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.scalars`), checked on every rank; so is `about`,
+    which tells of the run. When the call
     returns, on any rank, the checkpoint is complete and durable, and `latest` names it if `save_latest`; but `latest`
     never moves to parameters that are not finite, of which the log warns.
 
@@ -65,7 +69,7 @@ def save_checkpoint(
     intents = agreed(
         communicator,
         f"save_checkpoint({tag!r})",
-        lambda: (check_tag(tag), _checked_part(parts, pieces, scalars, rank_blobs)),
+        lambda: (check_tag(tag), _checked_part(parts, communicator.rank, pieces, scalars, rank_blobs, about)),
     )
     tag = _one_tag([rank_tag for rank_tag, _ in intents], tag_validation)
     nbytes = sum(rank_nbytes for _, rank_nbytes in intents)
@@ -73,9 +77,9 @@ def save_checkpoint(
         folder = on_rank_0(
             communicator, f"preparing to save {tag!r}", lambda: owned.enter_context(_prepare(storage, tag, nbytes))
         )
-        file = RankFile(f"rank{communicator.rank:05d}.bin")
+        file = RankFile(parts[0].layout.name)
         path = f"{tag}/{folder}/{file.name}"
-        chunks = file.chunks(parts[0].pieces, parts[0].rank_blobs)
+        chunks = file.chunks(parts[0].layout, read_piece)
         try:
             agreed(communicator, f"writing {tag!r}", lambda: storage.write(path, chunks))
             told = communicator.gather_object(file.to_tree()) or ()
@@ -83,7 +87,7 @@ def save_checkpoint(
             marker = on_rank_0(
                 communicator,
                 f"committing {tag!r}",
-                lambda: _commit(storage, tag, folder, files, parts[0].scalars).to_bytes(),
+                lambda: _commit(storage, tag, folder, files, parts[0]).to_bytes(),
             )
             commit = Commit.from_bytes(marker, "the commit marker that rank 0 wrote")
         except CheckpointError:
@@ -103,27 +107,29 @@ def save_checkpoint(
 class _Part:
     """One rank's part of a save."""
 
-    pieces: tuple[TensorPiece, ...]
+    layout: FileLayout
     scalars: dict[str, Any]
-    rank_blobs: dict[str, bytes]
+    about: dict[str, Any]
 
 
 def _checked_part(
     parts: list[_Part],
+    rank: int,
     pieces: Iterable[TensorPiece],
     scalars: Mapping[str, Any],
     rank_blobs: Mapping[str, bytes],
+    about: Mapping[str, Any],
 ) -> int:
-    """Put this rank's part into `parts`, refusing what cannot be saved. Returns about how many bytes it will write."""
-    part = _Part(tuple(pieces), dict(scalars), dict(rank_blobs))
-    encode_plain(part.scalars, "scalars")
-    for piece in part.pieces:
+    """Put this rank's part into `parts`, refusing what cannot be saved. Returns how many bytes it will write."""
+    pieces, rank_blobs, scalars, about = tuple(pieces), dict(rank_blobs), dict(scalars), dict(about)
+    encode_plain(scalars, "scalars")
+    encode_plain(about, "about")
+    for piece in pieces:
         piece.check()
-    for name, blob in part.rank_blobs.items():
+    for name, blob in rank_blobs.items():
         _check_blob(name, blob)
-    parts.append(part)
-    sizes = [piece.buffer.nbytes for piece in part.pieces] + [len(blob) for blob in part.rank_blobs.values()]
-    return sum(sizes) + PIECE_ALIGNMENT_NBYTES * len(sizes)
+    parts.append(_Part(FileLayout.plan(rank_file(rank), pieces, rank_blobs), scalars, about))
+    return parts[0].layout.nbytes
 
 
 def _check_blob(name: str, blob: object) -> None:
@@ -154,16 +160,17 @@ def _prepare(storage: Storage, tag: str, nbytes: int) -> Iterator[str]:
         yield folder
 
 
-def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], scalars: dict[str, Any]) -> Commit:
+def _commit(storage: Storage, tag: str, folder: str, files: Sequence[RankFile], part: _Part) -> Commit:
     """Verify that all is there, then write the manifest, then the marker."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
         files={file.name: file.nbytes for file in files},
         tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
-        scalars=scalars,
+        scalars=part.scalars,
         blobs=tuple(tuple(file.blobs) for file in files),
         not_finite=next((file.not_finite for file in files if file.not_finite), ""),
+        about=part.about,
     )
     manifest.check()
     for name, nbytes in manifest.files.items():

@@ -161,6 +161,14 @@ class ResolvedConfig(Config):
         """The complete config, defaults included. Loading and resolving it for the same world size gives it back."""
         return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
+    def public_tree(self) -> dict[str, Any]:
+        """The complete config as a tree of JSON, for others to read: without the options of plugins, which may be keys
+        to a place."""
+        tree = self.model_dump(mode="json", by_alias=True)
+        tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
+        tree["monitors"] = sorted(self.monitors)
+        return tree
+
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of `Config`, with every docstring, and `"auto"` where it is allowed."""

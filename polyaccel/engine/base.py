@@ -58,6 +58,8 @@ class EngineParts:
     communicator: Communicator
     loss_scaler: LossScaler
     monitors: Sequence[Monitor]
+    about: Mapping[str, Any]
+    """What checkpoints tell of the run: plain values."""
 
 
 class ModelAdapter(ParamOwner):
@@ -85,6 +87,7 @@ class Engine(ABC):
 
     config: ResolvedConfig
     _settings: EngineSettings
+    _about: Mapping[str, Any]
     accelerator: Accelerator
     communicator: Communicator
     counters: StepCounters
@@ -131,6 +134,7 @@ class Engine(ABC):
         """Set all of the above but `zero`."""
         self.config = parts.config
         self._settings = parts.settings
+        self._about = parts.about
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
         self.loss_scaler = parts.loss_scaler

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -23,13 +24,14 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
-from polyaccel.checkpoint.manifest import PARAM
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
+from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.mesh.block import Block
 from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Slot
 
@@ -212,7 +214,7 @@ class StateReader(Protocol):
 
     def has(self, fqn: str, kind: str) -> bool: ...
 
-    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType) -> None: ...
+    def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None) -> None: ...
 
     def read_into(
         self,
@@ -222,13 +224,14 @@ class StateReader(Protocol):
         length: int,
         buffer: Buffer,
         *,
+        block: Block | None,
         cast_through: Callable[[int, DType], Buffer],
     ) -> None: ...
 
 
 def check_names(zero: TrainedState, reader: StateReader, *, strict: bool) -> None:
     """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
-    ours = {param.fqn: param.shape for param in zero.layout.params if param.numel}
+    ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
     shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
     missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
@@ -245,12 +248,13 @@ def check_names(zero: TrainedState, reader: StateReader, *, strict: bool) -> Non
 
 @dataclass(frozen=True, slots=True)
 class WantedPiece:
-    """Elements of a saved tensor, from `start` on, that `buffer` takes."""
+    """Elements of this rank's block of a saved tensor, from `start` on, that `buffer` takes."""
 
     fqn: str
     kind: str
     start: int
     buffer: Buffer
+    block: Block | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +269,20 @@ class WantedState:
     def verify(self, reader: StateReader) -> None:
         """Raise CheckpointError where a checksum is wrong, or a type cannot be converted."""
         for piece in self.pieces:
-            reader.verify(piece.fqn, piece.kind, piece.start, piece.buffer.numel, piece.buffer.dtype)
+            numel, dtype = piece.buffer.numel, piece.buffer.dtype
+            reader.verify(piece.fqn, piece.kind, piece.start, numel, dtype, block=piece.block)
 
     def read(self, reader: StateReader, accelerator: Accelerator) -> None:
         """Overwrite the buffers."""
         for piece in self.pieces:
             reader.read_into(
-                piece.fqn, piece.kind, piece.start, piece.buffer.numel, piece.buffer, cast_through=accelerator.allocate
+                piece.fqn,
+                piece.kind,
+                piece.start,
+                piece.buffer.numel,
+                piece.buffer,
+                block=piece.block,
+                cast_through=accelerator.allocate,
             )
 
     def begin_fresh(self, run: TrainingRun) -> None:
@@ -300,7 +311,7 @@ def wanted_state(
         if kind != PARAM and not optimizer_states:
             continue
         if reader.has(fqn, kind):
-            pieces.append(WantedPiece(fqn, kind, start, buffer))
+            pieces.append(WantedPiece(fqn, kind, start, buffer, slot.param.block))
         elif not reader.has(fqn, PARAM):
             kept[fqn] = None
         elif may_lack_states:

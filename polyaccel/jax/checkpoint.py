@@ -28,8 +28,10 @@ def save_run(
     client_state: Mapping[str, Any],
     save_latest: bool,
     tag_validation: TagValidation,
+    about: Mapping[str, Any],
 ) -> None:
-    """Write the whole state of `run`, whose layers are cut as `stacking` says. Collective. Raises PolyaccelError after
+    """Write the whole state of `run`, whose layers are cut as `stacking` says, and what is to be told `about` it.
+    Collective. Raises PolyaccelError after
     half an update."""
     run.zero.require_whole()
     run.zero.params.fence()
@@ -52,6 +54,7 @@ def save_run(
         rank_blobs={},
         tag_validation=tag_validation,
         save_latest=save_latest,
+        about=about,
     )
 
 

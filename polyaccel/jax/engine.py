@@ -171,6 +171,7 @@ class JaxEngine(Engine):
                 client_state=client_state or {},
                 save_latest=save_latest,
                 tag_validation=self._settings.tag_validation,
+                about=self._about,
             )
         return True
 

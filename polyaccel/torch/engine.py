@@ -263,16 +263,16 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
         self._require_whole_step()
-        tag = tag or f"global_step{self.global_steps}"
         with self.timer(OUTSIDE):
             save_run(
                 self._run(),
                 self.runtime.storage(save_dir),
-                tag,
+                tag or f"global_step{self.global_steps}",
                 client_state=client_state or {},
                 exclude_frozen=exclude_frozen_parameters,
                 save_latest=save_latest,
                 tag_validation=self._settings.tag_validation,
+                about=self._about,
             )
         return True
 

@@ -172,7 +172,7 @@ def test_damage_that_one_rank_alone_sees_is_an_error_on_all(
 
     def read(storage: FileStorage, path: str, offset: int, nbytes: int) -> bytes:
         data = real(storage, path, offset, nbytes)
-        if bad and path.endswith(".bin") and current_thread().name == bad[0]:
+        if bad and path.endswith(".safetensors") and current_thread().name == bad[0]:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
 
@@ -184,7 +184,7 @@ def test_damage_that_one_rank_alone_sees_is_an_error_on_all(
             communicator.barrier()
             bad[:] = [f"rank {rank}"]
             communicator.barrier()
-            refused(engine, tmp_path, rf"failed on rank {rank}: second/.*rank0000\d\.bin in .* is damaged")
+            refused(engine, tmp_path, rf"failed on rank {rank}: second/.*rank0000\d\.safetensors in .* is damaged")
             communicator.barrier()
             bad.clear()
             communicator.barrier()

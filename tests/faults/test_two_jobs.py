@@ -172,8 +172,8 @@ def leave(place: Path, owner: Owner, tag: str, since_s: float) -> Path:
     folder.mkdir(parents=True)
     note = OwnerNote(host="h", machine=owner.machine, pid=owner.pid, started=owner.started, since_s=since_s)
     (folder / OWNER).write_text(note.model_dump_json())
-    (folder / "rank00000.bin").write_bytes(b"half")
-    for path in (folder / "rank00001.bin", place / "latest", place / tag / "commit.json"):
+    (folder / "rank00000.safetensors").write_bytes(b"half")
+    for path in (folder / "rank00001.safetensors", place / "latest", place / tag / "commit.json"):
         path.with_name(f".{path.name}.{owner.token}-0.tmp").write_bytes(b"half")
     return folder
 
@@ -201,7 +201,7 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: 
         save(FileStorage(tmp_path), 1.0)
         assert value_of(tmp_path) == 1.0
         assert len(save_folders(FileStorage(tmp_path), "t")) == 2
-        assert (folder / "rank00000.bin").exists()
+        assert (folder / "rank00000.safetensors").exists()
         assert len([name for name in files(tmp_path) if name.endswith(".tmp")]) == 3
         assert f"process {owner.pid} on h is saving 't' in {tmp_path} too" in caplog.text
 

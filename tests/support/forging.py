@@ -25,7 +25,18 @@ def random_of(test: int) -> Random:
 
 _STRANGERS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63 - 1, 2**63, 10**40, 0.5, -0.0, 1e308, "", "0", "a", "../x", "\0"),
-    *([], {}, [0], [[]], {"$tuple": [1]}, {"$float": "nan"}, {"$int": "0x1"}, {"$what": 1}, "rank00000.bin", "float32"),
+    *(
+        [],
+        {},
+        [0],
+        [[]],
+        {"$tuple": [1]},
+        {"$float": "nan"},
+        {"$int": "0x1"},
+        {"$what": 1},
+        "rank00000.safetensors",
+        "float32",
+    ),
 )
 
 

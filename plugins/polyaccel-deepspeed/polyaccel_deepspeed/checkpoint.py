@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import CheckpointReader, open_checkpoint
-from polyaccel.checkpoint.manifest import PARAM
+from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
+from polyaccel.torch.states.checkpoint import client_state_of
 from polyaccel.types import DType
-from polyaccel_deepspeed.engine.client_state import unpacked
 
 _BUFFER = "buffer"
 
@@ -102,7 +102,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
     """A file with the checkpoint's client state, which `torch.load` reads. `checkpoint_dir` is the folder of the tag,
     and `zero_stage` has no effect."""
     reader = open_checkpoint(str(Path(checkpoint_dir).parent), Path(checkpoint_dir).name)
-    return _written(checkpoint_dir, "model_states.pt", unpacked(reader.scalars["client_state"]))
+    return _written(checkpoint_dir, "model_states.pt", client_state_of(reader))
 
 
 @cache

@@ -9,13 +9,10 @@ that checkpoints hold them like those of any other optimizer.
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +21,7 @@ from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import CAST, SCALE
+from polyaccel.torch.packing import packed, unpacked
 from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
@@ -218,10 +216,8 @@ class ClientOptimizer(SliceOptimizer):
         """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat."""
         if self._flat:
             return None
-        stream = io.BytesIO()
         with self._on_slices():
-            torch.save(self.optimizer.state_dict(), stream)
-        return stream.getvalue()
+            return packed(self.optimizer.state_dict(), "the state of the optimizer")
 
     def check_whole_state(self, data: bytes) -> None:
         """Raise CheckpointError for what `load_whole_state` could not take over."""
@@ -304,26 +300,6 @@ class ClientOptimizer(SliceOptimizer):
                 self.optimizer.state.pop(tensor, None)
                 if state:
                     self.optimizer.state[tensor] = state
-
-
-def unpacked(data: bytes, what: str) -> Any:
-    """The values that `torch.save` wrote into `data`, which are `what` in messages. Raises CheckpointError for bytes
-    that torch cannot read, or that hold more than tensors and plain values."""
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location=_place_here)
-    except (RuntimeError, ValueError, EOFError, UnpicklingError, BadZipFile) as error:
-        raise CheckpointError(f"{what} cannot be read: {error}", cure="load another tag") from error
-
-
-def _place_here(storage: Any, location: str) -> Any:
-    """What was saved on a device that this process does not have goes to the host; None leaves the rest to torch."""
-    kind, _, index = location.partition(":")
-    try:
-        module = torch.get_device_module(kind)
-        is_here = module.is_available() and int(index or 0) < module.device_count()
-    except (RuntimeError, AttributeError, AssertionError):  # a type of device that this torch has not
-        is_here = False
-    return None if is_here else storage
 
 
 def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:

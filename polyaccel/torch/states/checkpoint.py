@@ -13,20 +13,21 @@ from torch import Tensor
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, save_checkpoint
-from polyaccel.checkpoint.manifest import PARAM
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
+from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.checkpoint.writer import TagValidation
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
+from polyaccel.plain import is_plain
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.api.client_optimizer import ClientOptimizer, unpacked
+from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.packing import packed, unpacked
 from polyaccel.torch.params.buffers import plain_values, set_plain_values, strided_tensors
 from polyaccel.torch.states.extra_states import (
     extra_state_blobs,
     is_extra_state,
-    packed,
     saved_extra_states,
     set_extra_states,
 )
@@ -38,7 +39,7 @@ from polyaccel.zero.update.optimizers import SliceOptimizer
 log = getLogger(__name__)
 
 _BUFFER = "buffer"
-_CLIENT_OPTIMIZER, _CLIENT_SCHEDULE = "client_optimizer", "client_schedule"
+_CLIENT_OPTIMIZER, _CLIENT_SCHEDULE, _CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,18 @@ def save_run(
     exclude_frozen: bool,
     save_latest: bool,
     tag_validation: TagValidation,
+    about: Mapping[str, Any],
 ) -> None:
-    """Write the whole state of `run`. Collective. Raises PolyaccelError after half an update, and CheckpointError for a
-    state of a client's optimizer that cannot be saved."""
+    """Write the whole state of `run`, and what is to be told `about` it. Collective. Raises PolyaccelError after half
+    an update, and CheckpointError for a state of a client's optimizer that cannot be saved."""
     run.zero.require_whole()
     run.zero.params.fence()
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state)
+    if not is_plain(scalars["client_state"]):
+        blobs[_CLIENT_STATE] = packed(scalars.pop("client_state"), "client_state")
+        scalars["client_state"] = {}
     if isinstance(optimizer, ClientOptimizer):
         kinds = optimizer.states_by_kind()
         for numbers, others in run.communicator.all_gather_object((kinds.numbers, kinds.others)):
@@ -86,7 +91,7 @@ def save_run(
     if isinstance(run.schedule, Schedule):
         scalars["lr_scheduler"] = run.schedule.state_dict()
     elif run.schedule is not None:
-        blobs[_CLIENT_SCHEDULE] = packed(run.schedule.state_dict())
+        blobs[_CLIENT_SCHEDULE] = packed(run.schedule.state_dict(), "the state of the learning-rate schedule")
     if run.data is not None:
         scalars["data"] = run.data.state_dict()
     blobs |= extra_state_blobs(run.adapter.module)
@@ -99,6 +104,7 @@ def save_run(
         rank_blobs=blobs,
         tag_validation=tag_validation,
         save_latest=save_latest,
+        about=about,
     )
 
 
@@ -130,7 +136,14 @@ def load_run(
         )
 
     run.load_together(saved, check)
-    return f"{saved.storage.location}/{saved.tag}", saved.scalars["client_state"]
+    return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
+
+
+def client_state_of(saved: CheckpointReader) -> dict[str, Any]:
+    """The client state of a checkpoint. Raises CheckpointError for one that cannot be read."""
+    whole = saved.rank_blobs(0).get(_CLIENT_STATE)
+    state = saved.scalars["client_state"] if whole is None else unpacked(whole, "client_state")
+    return dict(state)
 
 
 def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap | None) -> frozenset[str]:
@@ -141,7 +154,7 @@ def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap
     """
     adapter = run.adapter
     try:
-        reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in run.zero.layout.params})
+        reader = RenamedReader(saved, name_map, {param.fqn: param.global_shape for param in run.zero.layout.params})
         values = SavedValues.of(reader)
     except CheckpointError:
         return frozenset()
@@ -168,7 +181,7 @@ def _check(
     name_map: NameMap | None,
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
-    reader = RenamedReader(saved, name_map, {param.fqn: param.shape for param in run.zero.layout.params})
+    reader = RenamedReader(saved, name_map, {param.fqn: param.global_shape for param in run.zero.layout.params})
     values = SavedValues.of(reader)
     check_names(run.zero, reader, strict=strict)
     client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
@@ -183,6 +196,7 @@ def _check(
         log.warning("%d parameters or their states were not saved and stay as they are: %s", len(wanted.kept), names)
     buffers = _saved_buffers(run, reader)
     blobs = reader.rank_blobs(0)
+    client_state_of(saved)
     extra_states = saved_extra_states(run.adapter.module, blobs)
     random_states = None
     if not module_only:
@@ -236,7 +250,8 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
         # A shard's buffer of a state has room for parameters that have no such state.
         exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
         if exists and (slot.param.trainable or not exclude_frozen):
-            yield TensorPiece(slot.param.fqn, kind, slot.param.shape, buffer.dtype, start, buffer)
+            param = slot.param
+            yield TensorPiece(fqn, kind, param.global_shape, buffer.dtype, start, buffer, param.block)
     if run.communicator.rank == 0:
         for name, tensor in _buffers(run.adapter).items():
             values = plain_values(tensor)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from pickle import PicklingError
 from typing import Any
 
-import torch
 from torch import nn
 
 from polyaccel.errors import CheckpointError
-from polyaccel.torch.api.client_optimizer import unpacked
+from polyaccel.torch.packing import packed, unpacked
 
 _BLOB = "module_extra_states"
 _KEY = "_extra_state"  # torch's name of it in a state dict
@@ -25,19 +22,19 @@ def is_extra_state(name: str) -> bool:
 def extra_state_blobs(module: nn.Module) -> dict[str, bytes]:
     """The extra states of all parts of `module` as bytes of a checkpoint; nothing where there are none.
 
-    Raises CheckpointError naming the part whose state `torch.load` would not take back without running code.
+    Raises CheckpointError naming the part whose state a checkpoint cannot hold.
     """
     states = {name: part.get_extra_state() for name, part in module.named_modules() if _has_extra_state(part)}
     for name, state in states.items():
         try:
-            unpacked(packed(state), f"the extra state of {name or 'the model'!r}")
-        except (CheckpointError, PicklingError, TypeError, AttributeError) as error:
+            packed(state, "it")
+        except CheckpointError as error:
             raise CheckpointError(
-                f"get_extra_state of {name or 'the model'!r} returned what a checkpoint cannot hold: {error}",
+                f"get_extra_state of {name or 'the model'!r} returned what a checkpoint cannot hold: {error.message}",
                 cure="return tensors, numbers, strings, and lists and dicts of them",
                 value=name,
             ) from error
-    return {_BLOB: packed(states)} if states else {}
+    return {_BLOB: packed(states, "the extra states of modules")} if states else {}
 
 
 def saved_extra_states(module: nn.Module, blobs: Mapping[str, bytes]) -> dict[str, Any]:
@@ -59,10 +56,3 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 def _has_extra_state(part: nn.Module) -> bool:
     return type(part).get_extra_state is not nn.Module.get_extra_state
-
-
-def packed(state: Any) -> bytes:
-    """`state`, which may hold more than plain values, as `torch.save` writes it."""
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    return stream.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 from typing import Any
@@ -17,9 +18,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.api import client_optimizer
-from polyaccel.torch.api.client_optimizer import unpacked
-from polyaccel.torch.states.extra_states import packed
+from polyaccel.torch.packing import packed, unpacked
 from polyaccel.torch.states.random_states import RandomStates
 
 WORLD, STAGE = 2, 2
@@ -114,14 +113,24 @@ def test_a_state_that_its_own_accelerator_refuses_is_damage() -> None:
 
 
 @pytest.mark.parametrize("where", ["cuda:0", "nowhere:1", "cpu"])
+@pytest.mark.parametrize("writer", ["packed", "torch.save"])
 def test_an_optimizers_tensors_of_a_device_that_is_not_here_come_to_the_host(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "cuda:0" and torch.cuda.is_available():
         pytest.skip("the device is here")
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: where)
-    data = packed({"state": torch.arange(3.0)})
-    monkeypatch.undo()
+    state = {"state": torch.arange(3.0)}
+    if writer == "packed":
+        data = packed(state, "the state").replace(b'"device":"cpu"', b'"device":"%s"' % where.encode())
+        data = data.replace(rb"\"device\":\"cpu\"", rb"\"device\":\"%s\"" % where.encode())
+        header = int.from_bytes(data[:8], "little") + len(where) - len("cpu")
+        data = header.to_bytes(8, "little") + data[8:]
+    else:
+        stream = io.BytesIO()
+        monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: where)
+        torch.save(state, stream)
+        monkeypatch.undo()
+        data = stream.getvalue()
+    assert where.encode() in data
     found = unpacked(data, "the state")["state"]
     assert (found.device.type, found.tolist()) == ("cpu", [0.0, 1.0, 2.0])
-    assert client_optimizer._place_here("storage", "cpu") is None

@@ -113,11 +113,11 @@ def test_four_kib_of_0xff_are_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, "t", communicator=communicator, pieces=[part], scalars={}, rank_blobs={})
 
     run_threads(1, save_large, accelerator=NUMPY)
-    with open(save_of(tmp_path, "t") / "rank00000.bin", "r+b") as file:
+    with open(save_of(tmp_path, "t") / "rank00000.safetensors", "r+b") as file:
         file.seek(8192)
         file.write(b"\xff" * 4096)
     buffer = allocate_numpy(100, DType.FLOAT32)
-    with pytest.raises(CheckpointError, match=r"rank00000\.bin .* is damaged: .* of 'w' \(master\)"):
+    with pytest.raises(CheckpointError, match=r"rank00000\.safetensors .* is damaged: .* of 'w' \(master\)"):
         open_checkpoint(tmp_path).read_into("w", "master", 0, 100, buffer)
     assert not buffer.raw.any()  # nothing unverified reached the caller's memory
 
@@ -137,8 +137,8 @@ def truncate(path: Path) -> None:
 
 
 TEARS: list[tuple[str, Callable[[Path], None], str]] = [
-    ("save/rank00001.bin", truncate, r"step3/save-0001-\w+/rank00001\.bin in .* has 57 of 2\d\d bytes"),
-    ("save/rank00000.bin", Path.unlink, r"step3/save-0001-\w+/rank00000\.bin in .* is missing"),
+    ("save/rank00001.safetensors", truncate, r"step3/save-0001-\w+/rank00001\.safetensors in .* has 57 of \d{3} bytes"),
+    ("save/rank00000.safetensors", Path.unlink, r"step3/save-0001-\w+/rank00000\.safetensors in .* is missing"),
     ("save/manifest.json", truncate, r"step3/save-0001-\w+/manifest\.json in .* has 57 of [\d,]+ bytes"),
     ("save/manifest.json", Path.unlink, r"step3/save-0001-\w+/manifest\.json in .* is missing"),
     ("commit.json", truncate, r"step3/commit\.json is damaged"),
@@ -220,7 +220,7 @@ def test_a_manifest_with_a_hole_is_refused_although_its_checksums_are_right(plac
 
 
 def test_the_tags_of_a_directory_are_listed_newest_first(place: Path) -> None:
-    truncate(save_of(place, "step3") / "rank00000.bin")
+    truncate(save_of(place, "step3") / "rank00000.safetensors")
     statuses = list_checkpoints(place)
     assert [status.tag for status in statuses] == ["step2", "step3", "step1"]
     assert [bool(status.problem) for status in statuses] == [False, True, False]
@@ -304,11 +304,13 @@ def test_memory_is_bounded_however_large_the_tensor(tmp_path: Path, monkeypatch:
     class Watched(FileStorage):
         def write(self, path: str, chunks: Any) -> None:
             data = list(chunks)
-            largest["written"] = max([largest["written"], *(len(chunk) for chunk in data if path.endswith(".bin"))])
+            largest["written"] = max(
+                [largest["written"], *(len(chunk) for chunk in data if path.endswith(".safetensors"))]
+            )
             super().write(path, data)
 
         def read(self, path: str, offset: int, nbytes: int) -> bytes:
-            largest["read"] = max(largest["read"], nbytes if path.endswith(".bin") else 0)
+            largest["read"] = max(largest["read"], nbytes if path.endswith(".safetensors") else 0)
             return super().read(path, offset, nbytes)
 
     def save_large(communicator: Communicator) -> None:

@@ -254,7 +254,9 @@ def test_tags_that_differ_are_dealt_with_as_configured(tmp_path: Path, caplog: p
 
 def test_ranks_that_do_not_share_the_directory_are_told(tmp_path: Path) -> None:
     storages = [FileStorage(tmp_path / "host0"), FileStorage(tmp_path / "host1")]
-    with pytest.raises(CheckpointError, match=r"rank 0 sees no file at t/save-0001-\w+/rank00001\.bin") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 sees no file at t/save-0001-\w+/rank00001\.safetensors"
+    ) as caught:
         run_threads(2, save, storages, "t", 1.0, accelerator=NUMPY)
     assert caught.value.cure == "save to a directory that all hosts share"
 

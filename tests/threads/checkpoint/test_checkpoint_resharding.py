@@ -16,6 +16,8 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
 from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
 from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+from polyaccel.mesh.block import Block
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
@@ -114,6 +116,84 @@ def test_any_world_size_reads_what_any_other_saved(
             assert reader.rank_blobs(rank) == {"rng": bytes([rank]) * rank}
         shapes_saved = {tensor.fqn: tensor.shape for tensor in reader.tensors()}
         assert shapes_saved == {param.fqn: param.shape for param in params}
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Block]:
+    """Blocks that make up a tensor: cut along dims into parts of any runs, as any mesh would."""
+    blocks = [Block.whole(shape)]
+    for dim in draw(st.lists(st.integers(0, len(shape) - 1), max_size=2, unique=True)):
+        owners = draw(st.lists(st.integers(0, 2), min_size=shape[dim], max_size=shape[dim]))
+        cuts = [[(at, 1) for at, owner in enumerate(owners) if owner == part] for part in range(3)]
+        blocks = [block.cut(dim, *runs) for block in blocks for runs in cuts if runs]
+    return blocks
+
+
+def runs_of(block: Block, world_size: int) -> list[tuple[int, int]]:
+    """How ZeRO shards a block over that many ranks: even parts but for the last."""
+    step = -(-block.numel // world_size)
+    return [(low, min(step, block.numel - low)) for low in range(0, block.numel, step)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    piece_nbytes=st.sampled_from([8, 64, 2**24]),
+)
+def test_any_cut_reads_what_any_other_cut_saved(
+    data: st.DataObject, shape: tuple[int, ...], worlds: tuple[int, int], piece_nbytes: int
+) -> None:
+    """Tensor, expert and pipeline parallelism cut tensors into blocks, of which ZeRO shards each."""
+    whole = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    before, after = data.draw(partitions(shape)), data.draw(partitions(shape))
+
+    def values(block: Block) -> np.ndarray[Any, Any]:
+        part = whole
+        for dim, runs in enumerate(block.runs):
+            part = part.take([at for start, count in runs for at in range(start, start + count)], axis=dim)
+        return part.reshape(-1)
+
+    def save_blocks(communicator: Communicator, place: Path) -> None:
+        mine = []
+        shards = [(part, run) for part in before for run in runs_of(part, worlds[0])]
+        for block, (start, length) in shards[communicator.rank :: worlds[0]]:
+            shard = NumpyBuffer(values(block)[start : start + length].copy())
+            mine.append(TensorPiece("w", "param", shape, DType.FLOAT32, start, shard, block))
+        save_checkpoint(place, "step", communicator=communicator, pieces=mine, scalars={}, rank_blobs={})
+
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MAX_PIECE_NBYTES", piece_nbytes)
+        run_threads(worlds[0], save_blocks, Path(directory), accelerator=NUMPY)
+        reader = open_checkpoint(directory)
+        for block in [*after, None]:
+            expected = whole.reshape(-1) if block is None else values(block)
+            for start, length in runs_of(block or Block.whole(shape), worlds[1]):
+                buffer = allocate_numpy(length, DType.FLOAT32)
+                reader.verify("w", "param", start, length, DType.FLOAT32, block=block)
+                reader.read_into("w", "param", start, length, buffer, block=block)
+                assert buffer.raw.tobytes() == expected[start : start + length].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([Block.whole((4, 4)).cut(1, (0, 2))], r"misses 8 of 16 elements of 'w' \(param\)"),
+        ([Block.whole((4, 4)).cut(1, (0, 3)), Block.whole((4, 4)).cut(1, (2, 2))], "holds some elements in two blocks"),
+    ],
+    ids=["missing", "twice"],
+)
+def test_blocks_that_do_not_make_up_the_tensor_are_refused(blocks: list[Block], message: str, tmp_path: Path) -> None:
+    def save_blocks(communicator: Communicator) -> None:
+        mine = [
+            TensorPiece("w", "param", (4, 4), DType.FLOAT32, 0, allocate_numpy(block.numel, DType.FLOAT32), block)
+            for block in blocks
+        ]
+        save_checkpoint(tmp_path, "step", communicator=communicator, pieces=mine, scalars={}, rank_blobs={})
+
+    with pytest.raises(CheckpointError, match=message):
+        run_threads(1, save_blocks, accelerator=NUMPY)
 
 
 @settings(max_examples=40, deadline=None)

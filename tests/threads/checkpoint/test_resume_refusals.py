@@ -143,9 +143,21 @@ def test_client_state_that_is_no_mapping_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_client_state_that_is_not_plain_is_refused(tmp_path):
+def test_client_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
     def save(communicator, model):
-        engine_for(model, 1).save_checkpoint(str(tmp_path), client_state={"best": torch.ones(3)})
+        engine_for(model, 1).save_checkpoint(str(tmp_path), client_state={"best": print})
 
-    with pytest.raises(CheckpointError, match=r"client_state\.best is a torch\.Tensor"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint cannot hold client_state\.best, a builtins\.builtin_func"):
         on_threads(1, save, parity_model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_client_state_may_hold_tensors(tmp_path):
+    def save_and_load(communicator, model):
+        engine = engine_for(model, 1)
+        engine.save_checkpoint(str(tmp_path), client_state={"best": torch.ones(3, dtype=torch.bfloat16), 5: "x"})
+        _, state = engine.load_checkpoint(str(tmp_path))
+        assert torch.equal(state.pop("best"), torch.ones(3, dtype=torch.bfloat16))
+        assert state == {5: "x"}
+
+    on_threads(2, save_and_load, parity_model)

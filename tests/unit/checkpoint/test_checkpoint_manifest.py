@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.checkpoint.commit import Commit, check_tag
-from polyaccel.checkpoint.manifest import BlobEntry, Manifest, Piece, TensorEntry, build_tensors
+from polyaccel.checkpoint.manifest import BlobEntry, Manifest
+from polyaccel.checkpoint.tensors import Piece, TensorEntry, build_tensors
 from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
 
-FILES = {"rank00000.bin": 1000, "rank00001.bin": 1000}
+FILES = {"rank00000.safetensors": 1000, "rank00001.safetensors": 1000}
 
 
 def with_digest(tree: dict[str, Any]) -> bytes:
@@ -27,7 +28,7 @@ def with_digest(tree: dict[str, Any]) -> bytes:
 
 
 def entry(*runs: tuple[int, int], shape: tuple[int, ...] = (4, 5)) -> TensorEntry:
-    pieces = tuple(Piece(start, length, "rank00000.bin", 0, 0) for start, length in runs)
+    pieces = tuple(Piece(start, length, "rank00000.safetensors", 0, 0) for start, length in runs)
     return TensorEntry("layer.weight", "exp_avg", shape, DType.FLOAT32, pieces)
 
 
@@ -44,7 +45,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
             for low, high in pairwise(cuts)
         )
         tensors.append(TensorEntry(f"p{index}", "param", (20,), draw(st.sampled_from(list(DType))), pieces))
-    blobs = ((BlobEntry("rng", "rank00000.bin", 900, 5, 77),), ())
+    blobs = ((BlobEntry("rng", "rank00000.safetensors", 900, 5, 77),), ())
     return Manifest("step1", 2, FILES, tuple(tensors), {"lr": draw(st.floats(allow_nan=False))}, blobs)
 
 
@@ -89,11 +90,11 @@ def test_empty_and_scalar_tensors_are_tiled() -> None:
 
 
 def test_a_piece_outside_its_file_is_refused() -> None:
-    piece = Piece(0, 20, "rank00001.bin", 960, 0)
-    with pytest.raises(CheckpointError, match=r"bytes \[960, 1040\) of rank00001\.bin, .*'layer\.weight'"):
+    piece = Piece(0, 20, "rank00001.safetensors", 960, 0)
+    with pytest.raises(CheckpointError, match=r"bytes \[960, 1040\) of rank00001\.safetensors, .*'layer\.weight'"):
         Manifest("t", 1, FILES, (replace(entry(), pieces=(piece,)),), {}, ((),)).check()
-    with pytest.raises(CheckpointError, match=r"of rank00007\.bin, which should hold 'rng' of rank 0"):
-        Manifest("t", 1, FILES, (), {}, ((BlobEntry("rng", "rank00007.bin", 0, 1, 0),),)).check()
+    with pytest.raises(CheckpointError, match=r"of rank00007\.safetensors, which should hold 'rng' of rank 0"):
+        Manifest("t", 1, FILES, (), {}, ((BlobEntry("rng", "rank00007.safetensors", 0, 1, 0),),)).check()
 
 
 def test_a_tensor_listed_twice_is_refused() -> None:
@@ -107,8 +108,8 @@ def test_bytes_that_two_should_hold_are_refused() -> None:
         CheckpointError, match=r"bytes \[0, 80\) of .* both 'layer\.bias' \(exp_avg\) and 'layer\.weight'"
     ):
         Manifest("t", 1, FILES, (entry((0, 20)), other), {}, ((),)).check()
-    repeated = (Piece(0, 10, "rank00000.bin", 0, 0), Piece(10, 10, "rank00000.bin", 0, 0))
-    with pytest.raises(CheckpointError, match=r"bytes \[0, 40\) of rank00000\.bin should hold both"):
+    repeated = (Piece(0, 10, "rank00000.safetensors", 0, 0), Piece(10, 10, "rank00000.safetensors", 0, 0))
+    with pytest.raises(CheckpointError, match=r"bytes \[0, 40\) of rank00000\.safetensors should hold both"):
         Manifest("t", 1, FILES, (replace(entry(), pieces=repeated),), {}, ((),)).check()
 
 
@@ -160,14 +161,14 @@ def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
 def test_a_newer_minor_is_read_and_another_major_is_not() -> None:
     tree = json.loads(Manifest("t", 1, FILES, (entry((0, 20)),)).to_json())
     del tree["digest"]
-    newer = with_digest({**tree, "format": [1, 9], "what_a_later_version_adds": {}})
+    newer = with_digest({**tree, "format": [2, 9], "what_a_later_version_adds": {}})
     assert Manifest.from_json(newer).tensors == (entry((0, 20)),)
     older = json.dumps({**tree, "format": [1, 0]}).encode()
     assert Manifest.from_json(older).tensors == (entry((0, 20)),)
     with pytest.raises(CheckpointError, match="its digest is another"):
         Manifest.from_json(json.dumps(tree).encode())
-    with pytest.raises(CheckpointError, match=r"has format \[2, 0\], this version of polyaccel reads 1\.x"):
-        Manifest.from_json(json.dumps({**tree, "format": [2, 0]}).encode())
+    with pytest.raises(CheckpointError, match=r"has format \[3, 0\], this version of polyaccel reads 1\.x and 2\.x"):
+        Manifest.from_json(json.dumps({**tree, "format": [3, 0]}).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"format":[1,0]}', b"\xff\xff"])

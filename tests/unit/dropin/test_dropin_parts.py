@@ -1,4 +1,4 @@
-"""Parts of the drop-in that need no ranks: optimizers as objects, client states, the device's names, native parts."""
+"""Parts of the drop-in that need no ranks: optimizers as objects, the device's names, native parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from polyaccel_deepspeed.engine.client_state import packed, unpacked
 from polyaccel_deepspeed.engine.parameters import describe
 
 from polyaccel import PolyaccelError
 from polyaccel.config import load_resolved
-from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.optimizer import ZeroOptimizer
 
 
@@ -50,21 +48,6 @@ def test_an_optimizer_is_one_of_the_configs(make: Any) -> None:
         optimizer.step()
     with pytest.raises(PolyaccelError, match="amsgrad is not available"):
         make([torch.nn.Parameter(torch.zeros(2))], amsgrad=True)
-
-
-def test_a_client_state_may_hold_tensors() -> None:
-    plain = {"epoch": 3, "names": ["a", None], "more": {"x": 1.5}}
-    assert packed(plain) == plain == unpacked(plain)
-    state = {"best": torch.tensor([1.0, 2.0]), 5: ("a", torch.float16)}
-    back = unpacked(packed(state))
-    assert torch.equal(back["best"], state["best"])
-    assert back[5] == ("a", torch.float16)
-
-
-def test_a_client_state_that_could_not_be_read_safely_is_refused_when_it_is_saved() -> None:
-    with pytest.raises(CheckpointError, match="client_state cannot be saved") as caught:
-        packed({"stream": pytest.raises})
-    assert caught.value.cure
 
 
 def test_parameters_say_what_deepspeeds_say_and_still_pickle() -> None:

@@ -17,7 +17,6 @@ from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.states.whole_model import entries_of_writer
 from polyaccel.zero.update.walk import StepResult
-from polyaccel_deepspeed.engine.client_state import packed, unpacked
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
 
@@ -120,14 +119,9 @@ class DeepSpeedEngine(Settings, TorchEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `TorchEngine.save_checkpoint`; `client_state` may hold tensors and what `torch.load` reads safely."""
-        return super().save_checkpoint(
-            str(save_dir),
-            None if tag is None else str(tag),
-            packed(client_state or {}),
-            save_latest,
-            exclude_frozen_parameters,
-        )
+        """As `TorchEngine.save_checkpoint`; a tag may be a number."""
+        name = None if tag is None else str(tag)
+        return super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(  # type: ignore[override]  # DeepSpeed's last argument is another one
         self,
@@ -145,7 +139,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
             return None, None
-        path, state = super().load_checkpoint(
+        return super().load_checkpoint(
             str(load_dir),
             None if tag is None else str(tag),
             load_module_strict,
@@ -153,7 +147,6 @@ class DeepSpeedEngine(Settings, TorchEngine):
             load_lr_scheduler_states,
             load_module_only,
         )
-        return path, unpacked(state)
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
         """Whether rank 0 sees anything of the checkpoint, whole or not. Collective."""
