@@ -68,6 +68,10 @@ class Buffer(ABC):
         """A copy of the contents in host memory, little-endian, once everything has run that was queued before on the
         *current* stream. A caller lets that one wait for others (`Stream.wait`) whose work has to be in it."""
 
+    def copy_to_host(self, target: memoryview) -> None:
+        """Write what `to_bytes` gives into `target`, host memory of `nbytes` bytes."""
+        target[:] = self.to_bytes()
+
     @abstractmethod
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         """Overwrite with what `to_bytes` gave, in the order of the current stream; `data` may change once this has

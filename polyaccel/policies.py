@@ -5,11 +5,13 @@ The engine is built from them (`runtime`), and the planner adds them up without 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
+from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
 from polyaccel.engine.base import EngineSettings
@@ -235,7 +237,19 @@ def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
         gradient_clipping=config.gradient_clipping,
         print_every=config.steps_per_print or default_every,
         print_phases=config.wall_clock_breakdown,
+        saving=save_policy_of(config),
+    )
+
+
+def save_policy_of(config: ResolvedConfig) -> SavePolicy:
+    """How engines save."""
+    storage, options = config.checkpoint.storage_plugin
+    return SavePolicy(
         tag_validation=config.checkpoint.tag_validation,
+        in_background=config.checkpoint.in_background,
+        staging_nbytes=config.checkpoint.staging_memory,
+        storage=storage,
+        options=json.loads(json.dumps(options)),  # without the tables that refuse to change
     )
 
 

@@ -18,7 +18,7 @@ from polyaccel import plain
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.accelerators.memory.host import keep_freed_memory
-from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.comm.watch.summary import start_log
@@ -198,10 +198,7 @@ class Runtime:
     def storage(self, location: str) -> Storage:
         """The storage that `checkpoint.storage` names, at `location`."""
         name, options = self.config.checkpoint.storage_plugin
-        plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
-        storage = plugin(location, options) if options else plugin(location)
-        assert isinstance(storage, Storage)  # what loading checked
-        return storage
+        return open_storage(name, location, options)
 
     def open_monitors(self) -> list[Monitor]:
         """The monitors of the config, open on rank 0; none elsewhere.

@@ -35,7 +35,12 @@ class Owner:
     @classmethod
     def me(cls) -> Owner:
         """This process."""
-        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """The living process of that id on this machine."""
+        return cls(_machine(), pid, _started(pid) or 0)
 
     @property
     def token(self) -> str:
@@ -68,9 +73,9 @@ class OwnerNote(BaseModel):
     since_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
     @classmethod
-    def mine(cls, now_s: float) -> OwnerNote:
-        """That of this process."""
-        return cls(host=socket.gethostname(), since_s=now_s, **asdict(Owner.me()))
+    def by(cls, owner: Owner, now_s: float) -> OwnerNote:
+        """The note of a process of this machine."""
+        return cls(host=socket.gethostname(), since_s=now_s, **asdict(owner))
 
     @property
     def owner(self) -> Owner:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,10 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPiece:
-    """A part of a tensor to save: `buffer` holds elements [start, start + buffer.numel) of the flattened `block` of the
-    tensor, without one of the whole tensor.
+class PieceSpec:
+    """Elements [start, start + length) of the flattened `block` of a tensor, without one of the whole tensor.
 
-    `kind` is "param", "master" or the name of an optimizer state; `shape` is that of the whole tensor; `dtype` is the
-    buffer's. Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is made known by
-    a piece without elements, on any number of ranks.
+    `kind` is "param", "master" or the name of an optimizer state; `shape` is that of the whole tensor.
     """
 
     fqn: str
@@ -57,12 +55,12 @@ class TensorPiece:
     shape: tuple[int, ...]
     dtype: DType
     start: int
-    buffer: Buffer
+    length: int
     block: Block | None = None
 
     @property
-    def length(self) -> int:
-        return self.buffer.numel
+    def nbytes(self) -> int:
+        return self.length * self.dtype.itemsize
 
     @property
     def place(self) -> Block:
@@ -70,14 +68,8 @@ class TensorPiece:
         return self.block or Block.whole(self.shape)
 
     def check(self) -> None:
-        """Raise CheckpointError unless the piece is of its type and lies inside its tensor."""
-        if self.buffer.dtype is not self.dtype:
-            raise CheckpointError(
-                f"{self.fqn!r} ({self.kind}) is said to be {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
-                cure="state the type that is stored",
-                value=self.fqn,
-            )
-        if self.place.shape != tuple(self.shape):
+        """Raise CheckpointError unless the piece lies inside its tensor."""
+        if self.place.shape != self.shape:
             raise CheckpointError(
                 f"{self.fqn!r} ({self.kind}) has the shape {self.shape}, its block is one of a tensor of "
                 f"{self.place.shape}",
@@ -107,42 +99,89 @@ class TensorPiece:
         return self.place.local_shape if self.length == self.place.numel else (self.length,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A part of a tensor to save: `buffer` holds elements of it from `start` on, as in `PieceSpec`; `dtype` is the
+    buffer's.
+
+    Over all ranks, the pieces of a tensor cover it exactly once. A tensor without elements is made known by a piece
+    without elements, on any number of ranks.
+    """
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: DType
+    start: int
+    buffer: Buffer
+    block: Block | None = None
+
+    @property
+    def spec(self) -> PieceSpec:
+        """The piece without its values."""
+        return PieceSpec(self.fqn, self.kind, tuple(self.shape), self.dtype, self.start, self.buffer.numel, self.block)
+
+    def check(self) -> None:
+        """Raise CheckpointError unless the piece is of its type and lies inside its tensor."""
+        if self.buffer.dtype is not self.dtype:
+            raise CheckpointError(
+                f"{self.fqn!r} ({self.kind}) is said to be {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
+                cure="state the type that is stored",
+                value=self.fqn,
+            )
+        self.spec.check()
+
+
+@dataclass(frozen=True, slots=True)
+class FileSegment:
+    """Bytes [offset, offset + nbytes) of a rank's file: a piece of a tensor, or the blob of that name."""
+
+    offset: int
+    nbytes: int
+    content: PieceSpec | str
+
+
+@dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A rank's file before it is written: `header`, then at `offsets` the pieces, then the blobs; `nbytes` in all."""
+    """A rank's file before it is written: `header`, then `segments` with what fills up between them; `nbytes` in
+    all."""
 
     name: str
     header: bytes
-    pieces: Sequence[TensorPiece]
-    blobs: Mapping[str, bytes]
-    offsets: Sequence[int]
+    segments: tuple[FileSegment, ...]
     nbytes: int
 
     @classmethod
-    def plan(cls, name: str, pieces: Sequence[TensorPiece], blobs: Mapping[str, bytes]) -> FileLayout:
-        """Lay out the file `name`. Raises CheckpointError for a piece that is given twice."""
+    def plan(cls, name: str, pieces: Sequence[PieceSpec], blobs: Mapping[str, int]) -> FileLayout:
+        """Lay out the file `name`: first the pieces, then the blobs, whose lengths these are. Raises CheckpointError
+        for a piece that is given twice."""
         tensors: dict[str, Any] = {"__metadata__": {"format": "polyaccel"}}
-        starts, at = list[int](), 0
+        placed, at = list[FileSegment](), 0
 
-        def place(stored: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
+        def place(content: PieceSpec | str, stored: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
             nonlocal at
             if stored in tensors:
                 raise CheckpointError(f"{stored!r} is given twice", cure="give each piece once", value=stored)
             tensors[stored] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-            starts.append(at)
+            placed.append(FileSegment(at, nbytes, content))
             at += nbytes
             if gap := -at % ALIGNMENT_NBYTES:
-                tensors[f"__fill__{len(starts)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
+                tensors[f"__fill__{len(placed)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
                 at += gap
 
         for piece in pieces:
-            place(piece.stored_name, _NAMES[piece.dtype], piece.stored_shape, piece.buffer.nbytes)
-        for blob, data in blobs.items():
-            place(f"__blob__{blob}", "U8", [len(data)], len(data))
+            place(piece, piece.stored_name, _NAMES[piece.dtype], piece.stored_shape, piece.nbytes)
+        for blob, nbytes in blobs.items():
+            place(blob, f"__blob__{blob}", "U8", [nbytes], nbytes)
         header = json.dumps(tensors, separators=(",", ":")).encode("utf-8")
         header += b" " * (-(8 + len(header)) % ALIGNMENT_NBYTES)
         header = len(header).to_bytes(8, "little") + header
-        return cls(name, header, pieces, blobs, [len(header) + start for start in starts], len(header) + at)
+        segments = tuple(replace(segment, offset=len(header) + segment.offset) for segment in placed)
+        return cls(name, header, segments, len(header) + at)
+
+
+Read = Callable[[int, int, int], bytes]
+"""(number of a segment, first byte, nbytes) -> bytes of the segment."""
 
 
 @dataclass
@@ -156,30 +195,35 @@ class RankFile:
     not_finite: str = ""
     """The first parameter with a value that is not finite; empty where there is none."""
 
-    def chunks(self, layout: FileLayout, read: Callable[[TensorPiece, int, int], bytes]) -> Iterator[bytes]:
-        """The contents of the file of that `layout`, in order. `read(piece, offset, numel)` gives elements of a piece,
-        counted from its first."""
+    def chunks(self, layout: FileLayout, read: Read) -> Iterator[bytes]:
+        """The contents of the file of that `layout`, in order, which `read` gives piece by piece."""
         yield layout.header
         self.nbytes = len(layout.header)
-        offsets = iter(layout.offsets)
-        for piece in layout.pieces:
-            yield self._fill(next(offsets))
-            stored = []
-            for offset, numel in _cut(piece):
-                data = read(piece, offset, numel)
-                if piece.kind == PARAM and not self.not_finite and not _is_finite(data, piece.dtype):
-                    self.not_finite = piece.fqn
-                crc32 = zlib.crc32(data)
-                stored.append(Piece(piece.start + offset, numel, self.name, self.nbytes, crc32, piece.block))
-                self.nbytes += len(data)
-                yield data
-            self.tensors.append(TensorEntry(piece.fqn, piece.kind, tuple(piece.shape), piece.dtype, tuple(stored)))
-        for name, blob in layout.blobs.items():
-            yield self._fill(next(offsets))
-            self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), zlib.crc32(blob)))
-            self.nbytes += len(blob)
-            yield blob
+        for number, segment in enumerate(layout.segments):
+            yield self._fill(segment.offset)
+            if isinstance(segment.content, str):
+                yield from self._blob(segment.content, read(number, 0, segment.nbytes))
+            else:
+                yield from self._tensor(segment.content, partial(read, number))
         yield self._fill(layout.nbytes)
+
+    def _blob(self, name: str, blob: bytes) -> Iterator[bytes]:
+        self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), zlib.crc32(blob)))
+        self.nbytes += len(blob)
+        yield blob
+
+    def _tensor(self, piece: PieceSpec, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
+        stored, size = [], piece.dtype.itemsize
+        step = MAX_PIECE_NBYTES // size
+        for first in range(0, piece.length, step):
+            numel = min(step, piece.length - first)
+            data = read(first * size, numel * size)
+            if piece.kind == PARAM and not self.not_finite and not _is_finite(data, piece.dtype):
+                self.not_finite = piece.fqn
+            stored.append(Piece(piece.start + first, numel, self.name, self.nbytes, zlib.crc32(data), piece.block))
+            self.nbytes += len(data)
+            yield data
+        self.tensors.append(TensorEntry(piece.fqn, piece.kind, piece.shape, piece.dtype, tuple(stored)))
 
     def to_tree(self) -> dict[str, Any]:
         """The name, length and entries as plain values: what rank 0 needs for the manifest."""
@@ -206,19 +250,20 @@ class RankFile:
         return padding
 
 
-def read_piece(piece: TensorPiece, offset: int, numel: int) -> bytes:
-    """Elements of a piece from its own buffer."""
-    return piece.buffer.view(offset, numel).to_bytes()
+def reading(contents: Sequence[TensorPiece | bytes]) -> Read:
+    """Reads the segments of a file that was planned with these."""
+
+    def read(number: int, first: int, nbytes: int) -> bytes:
+        content = contents[number]
+        if isinstance(content, bytes):
+            return content[first : first + nbytes]
+        size = content.dtype.itemsize
+        return content.buffer.view(first // size, nbytes // size).to_bytes()
+
+    return read
 
 
 def _is_finite(data: bytes, dtype: DType) -> bool:
     if dtype is DType.BFLOAT16:  # which numpy does not know: all bits of the exponent are set
         return not bool(((np.frombuffer(data, np.uint16) & 0x7F80) == 0x7F80).any())
     return not dtype.is_floating or bool(np.isfinite(np.frombuffer(data, dtype.value)).all())
-
-
-def _cut(piece: TensorPiece) -> Iterator[tuple[int, int]]:
-    """The piece as (offset, numel) of at most MAX_PIECE_NBYTES each; none if it has no elements."""
-    step = MAX_PIECE_NBYTES // piece.dtype.itemsize
-    for offset in range(0, piece.length, step):
-        yield offset, min(step, piece.length - offset)

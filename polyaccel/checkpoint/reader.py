@@ -15,6 +15,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.background.client import settle
 from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, read_latest, tag_names
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
@@ -245,6 +246,7 @@ def open_checkpoint(
     Raises CheckpointError, on all ranks, when there is no such checkpoint or it is incomplete or damaged; the message
     names the file and the tags that could be loaded instead.
     """
+    settle()
     storage = as_storage(source)
     if communicator is None:
         return _choose(storage, tag, fallback)
@@ -267,6 +269,7 @@ def open_checkpoint(
 
 def list_checkpoints(source: Storage | str | os.PathLike[str]) -> tuple[TagStatus, ...]:
     """Every tag, newest first, and the problems that keep tags from being loaded. Reads manifests, but no tensors."""
+    settle()
     storage = as_storage(source)
     found = [_status(storage, tag) for tag in tag_names(storage)]
     return tuple(sorted(found, key=lambda status: (status.saved_at_s, status.tag), reverse=True))

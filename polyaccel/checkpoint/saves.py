@@ -26,11 +26,15 @@ from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
 
 OWNER = "owner.json"
+TOLD = "told"
+"""Where in the folder of a save in the background each rank's process notes what it wrote."""
 _SAVE = re.compile(r"save-(\d{4,12})(-[0-9a-f]{8})?")
-_OURS = re.compile(r"owner\.json|manifest\.json|rank\d{5,}\.(safetensors|bin)")
+_OURS = re.compile(r"owner\.json|manifest\.json|told|rank\d{5,}\.(safetensors|bin)")
 _log = logging.getLogger(__name__)
 _saving: set[tuple[str, str]] = set()
-"""The (location, folder) of every save that this process is in the middle of."""
+"""The (location, folder) of every save that this process, or one that writes for it, is in the middle of."""
+_writers: set[Owner] = set()
+"""The processes that write for this one."""
 
 
 def rank_file(rank: int) -> str:
@@ -49,6 +53,14 @@ def new_save(storage: Storage, tag: str) -> Iterator[str]:
 
     Warns where another living process is saving the same tag.
     """
+    folder = new_folder(storage, tag)
+    with held(storage, f"{tag}/{folder}"):
+        note_owner(storage, f"{tag}/{folder}", Owner.me())
+        yield folder
+
+
+def new_folder(storage: Storage, tag: str) -> str:
+    """A name that no other save of `tag` has. Warns where a living process is saving that tag."""
     numbers = [0]
     for name in save_folders(storage, tag):
         numbers.append(int(name.split("-")[1]))
@@ -58,15 +70,38 @@ def new_save(storage: Storage, tag: str) -> Iterator[str]:
                 "process %d on %s is saving %r in %s too: the tag will be the checkpoint of whoever ends last",
                 other.pid, other.host, tag, storage.location,
             )  # fmt: skip
-    folder = f"save-{max(numbers) + 1:04d}-{token_hex(4)}"
-    key = (storage.location, f"{tag}/{folder}")
-    _saving.add(key)
+    return f"save-{max(numbers) + 1:04d}-{token_hex(4)}"
+
+
+@contextmanager
+def held(storage: Storage, folder: str) -> Iterator[None]:
+    """This process saves into `folder` until the block is left."""
+    begin_hold(storage, folder)
     try:
-        note = OwnerNote.mine(round(time.time(), 3))
-        storage.write(f"{tag}/{folder}/{OWNER}", [json.dumps(note.model_dump()).encode("ascii")])
-        yield folder
+        yield
     finally:
-        _saving.discard(key)
+        end_hold(storage, folder)
+
+
+def begin_hold(storage: Storage, folder: str) -> None:
+    """From now on this process, or the one that writes for it, saves into `folder`."""
+    _saving.add((storage.location, folder))
+
+
+def end_hold(storage: Storage, folder: str) -> None:
+    """That save has ended."""
+    _saving.discard((storage.location, folder))
+
+
+def adopt(owner: Owner) -> None:
+    """From now on `owner` writes for this process: what it saves is known here."""
+    _writers.add(owner)
+
+
+def note_owner(storage: Storage, folder: str, owner: Owner) -> None:
+    """Say whose a folder is; its first file."""
+    note = OwnerNote.by(owner, round(time.time(), 3))
+    storage.write(f"{folder}/{OWNER}", [json.dumps(note.model_dump()).encode("ascii")])
 
 
 def clear_leftovers(storage: Storage, tag: str | None = None) -> None:
@@ -119,6 +154,6 @@ def _living_owner(storage: Storage, folder: str) -> OwnerNote | None:
         note = parsed(OwnerNote, json_object(storage.read(path, 0, min(nbytes, 4096)), path), path)
     except CheckpointError:  # no note of ours, which are whole
         return None
-    if note.owner == Owner.me():
+    if note.owner == Owner.me() or note.owner in _writers:
         return note if (storage.location, folder) in _saving else None
     return note if note.owner.is_alive(time.time() - note.since_s) else None

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, ClassVar
 from polyaccel.accelerators.base import Probe
 from polyaccel.checkpoint.owner import Owner
 from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.registry import PluginGroup, load_plugin
 
 _UNFINISHED = ".tmp"
 _writes = count()
@@ -235,6 +236,14 @@ class FileStorage(Storage):
 def as_storage(place: Storage | str | os.PathLike[str]) -> Storage:
     """`place` itself, or the directory of that name."""
     return place if isinstance(place, Storage) else FileStorage(place)
+
+
+def open_storage(name: str, location: str, options: Mapping[str, Any]) -> Storage:
+    """The storage of the plugin `name` at `location`. Raises what loading a plugin raises, ConfigError for options."""
+    plugin = load_plugin(PluginGroup.STORAGE, name, Storage, Storage.API_VERSION)
+    storage = plugin(location, options) if options else plugin(location)
+    assert isinstance(storage, Storage)  # what loading checked
+    return storage
 
 
 def _fsync_directory(directory: Path) -> None:

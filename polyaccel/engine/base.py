@@ -11,7 +11,7 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.writer import TagValidation
+from polyaccel.checkpoint.saver import SavePolicy, Saver
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
@@ -44,7 +44,7 @@ class EngineSettings:
     gradient_clipping: float
     print_every: int | None
     print_phases: bool
-    tag_validation: TagValidation
+    saving: SavePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Engine(ABC):
 
     config: ResolvedConfig
     _settings: EngineSettings
-    _about: Mapping[str, Any]
+    _saver: Saver
     accelerator: Accelerator
     communicator: Communicator
     counters: StepCounters
@@ -134,9 +134,9 @@ class Engine(ABC):
         """Set all of the above but `zero`."""
         self.config = parts.config
         self._settings = parts.settings
-        self._about = parts.about
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
+        self._saver = Saver(parts.communicator, parts.settings.saving, parts.about)
         self.loss_scaler = parts.loss_scaler
         self.counters = StepCounters(
             gradient_accumulation_steps=parts.settings.accumulation_steps,
@@ -150,6 +150,11 @@ class Engine(ABC):
             monitors=parts.monitors,
         )
         self.timer = self._recorder.timer
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last `save_checkpoint` is complete and durable. Every rank calls it. Raises CheckpointError on
+        all of them if it failed on any."""
+        self._saver.wait()
 
     # How far the run is.
 
@@ -269,6 +274,7 @@ class Engine(ABC):
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
+        self._saver.poll()
 
 
 def learning_rates(groups: Sequence[Group]) -> tuple[float, ...]:

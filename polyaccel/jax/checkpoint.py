@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint, save_checkpoint
+from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
-from polyaccel.checkpoint.writer import TagValidation
+from polyaccel.checkpoint.saver import Saver
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
@@ -22,17 +22,15 @@ _OPTAX = "optax"
 def save_run(
     run: TrainingRun,
     stacking: Stacking,
-    storage: Storage,
+    saver: Saver,
+    location: str,
     tag: str,
     *,
     client_state: Mapping[str, Any],
     save_latest: bool,
-    tag_validation: TagValidation,
-    about: Mapping[str, Any],
 ) -> None:
-    """Write the whole state of `run`, whose layers are cut as `stacking` says, and what is to be told `about` it.
-    Collective. Raises PolyaccelError after
-    half an update."""
+    """Let `saver` write the whole state of `run`, whose layers are cut as `stacking` says. Collective. Raises
+    PolyaccelError after half an update."""
     run.zero.require_whole()
     run.zero.params.fence()
     scalars = run.scalars(client_state)
@@ -41,20 +39,17 @@ def save_run(
         scalars["client_optimizer"] = {_OPTAX: dict(run.zero.optimizer.numbers)}
     if run.schedule is not None:
         scalars["lr_scheduler"] = run.schedule.state_dict()
-    save_checkpoint(
-        storage,
+    saver.save(
+        location,
         tag,
-        communicator=run.communicator,
-        pieces=[
+        pieces=lambda: (
             TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
             for slot, kind, start, buffer in run.zero.owned_pieces()
             for fqn, shape, at in [stacking.in_whole(slot.param.fqn, slot.param.shape, start)]
-        ],
+        ),
         scalars=scalars,
         rank_blobs={},
-        tag_validation=tag_validation,
         save_latest=save_latest,
-        about=about,
     )
 
 

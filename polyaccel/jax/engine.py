@@ -166,12 +166,11 @@ class JaxEngine(Engine):
             save_run(
                 self._run(),
                 self.adapter.stacking,
-                self.runtime.storage(save_dir),
+                self._saver,
+                save_dir,
                 tag or f"global_step{self.global_steps}",
                 client_state=client_state or {},
                 save_latest=save_latest,
-                tag_validation=self._settings.tag_validation,
-                about=self._about,
             )
         return True
 
@@ -191,6 +190,7 @@ class JaxEngine(Engine):
         self._require_own_process()
         fence()
         with self.timer(OUTSIDE):
+            self._saver.wait()
             return load_run(
                 self._run(),
                 self.adapter.stacking,

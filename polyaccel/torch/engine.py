@@ -259,20 +259,20 @@ class TorchEngine(nn.Module, Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError."""
+        """Save everything needed to go on exactly, at any world size. Every rank calls it. Raises CheckpointError. With
+        `checkpoint.async` it returns when all is copied (`wait_for_checkpoint`)."""
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
         self._require_whole_step()
         with self.timer(OUTSIDE):
             save_run(
                 self._run(),
-                self.runtime.storage(save_dir),
+                self._saver,
+                save_dir,
                 tag or f"global_step{self.global_steps}",
                 client_state=client_state or {},
                 exclude_frozen=exclude_frozen_parameters,
                 save_latest=save_latest,
-                tag_validation=self._settings.tag_validation,
-                about=self._about,
             )
         return True
 
@@ -297,6 +297,7 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.require_nothing_away()
         takes_states = load_optimizer_states and not load_module_only
         with self.timer(OUTSIDE):
+            self._saver.wait()
             saved = open_checkpoint(self.runtime.storage(load_dir), tag, communicator=self.communicator, fallback=True)
             self._train_unfrozen(frozen_with_states(self._run(), saved, name_map) if takes_states else ())
             loaded = load_run(
@@ -334,10 +335,8 @@ class TorchEngine(nn.Module, Engine):
         return whole_state_dict(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
-
-        Every rank calls it. Raises torch's RuntimeError for other names or shapes.
-        """
+        """Take over whole parameters, equal on all ranks; master weights get them in their own precision. Every rank
+        calls it. Raises torch's RuntimeError for other names or shapes."""
         load_whole_state_dict(self.adapter, self.zero, state_dict, strict=strict)
 
     def save_16bit_model(
@@ -383,6 +382,7 @@ class TorchEngine(nn.Module, Engine):
 
         With sharded parameters it is collective, and every rank then holds all of them.
         """
+        self._saver.close()
         if self.adapter.away:
             self.reload_states()
         self.zero.params.fence()

@@ -120,6 +120,7 @@ def save_two(communicator, model, place, stage, **changes):
     saved = digest(engine)
     go(engine, communicator, range(1, 2))
     engine.save_checkpoint(place, tag="second")
+    engine.wait_for_checkpoint()
     go(engine, communicator, range(2, 3))
     return engine, saved
 

@@ -47,6 +47,7 @@ def initialize(
     _require_data_parallel(mpu, mesh_param)
     written = _the_config(args, config, config_params)
     tree, changes = normalise(written)
+    tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups

@@ -67,6 +67,9 @@ class NumpyBuffer(CountedBuffer):
     def to_bytes(self) -> bytes:
         return self._array.tobytes()
 
+    def copy_to_host(self, target: memoryview) -> None:
+        np.frombuffer(target, np.uint8)[:] = self._array.view(np.uint8)
+
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         self._check_nbytes(data)
         self._array.view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)

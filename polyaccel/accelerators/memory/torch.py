@@ -84,6 +84,9 @@ class TorchBuffer(CountedBuffer):
     def to_bytes(self) -> bytes:
         return self._tensor.view(torch.uint8).cpu().numpy().tobytes()
 
+    def copy_to_host(self, target: memoryview) -> None:
+        torch.from_numpy(np.frombuffer(target, np.uint8)).copy_(self._tensor.view(torch.uint8))
+
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         nbytes = self._check_nbytes(data)
         # By way of numpy: torch warns of every read-only `bytes`, although it would only be read.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from polyaccel.config.section import PluginTable, Section
+from polyaccel.config.section import PluginTable, PositiveInt, Section
 
 
 def _capitalised(value: Any) -> Any:
@@ -21,6 +21,14 @@ class CheckpointConfig(Section):
     """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
     or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees. What is
     passed to `save_checkpoint` and `load_checkpoint` as a directory is the plugin's location."""
+    in_background: Annotated[bool, Field(alias="async")] = True
+    """polyaccel's own: write checkpoints in a process beside each rank while training goes on, from a copy in memory
+    that `save_checkpoint` waits for. The checkpoint counts when it is complete; what goes wrong is raised by the next
+    step, save, load or `engine.wait_for_checkpoint()`, on all ranks. False: `save_checkpoint` returns when all is
+    durable."""
+    staging_memory: PositiveInt | None = None
+    """polyaccel's own: the bytes of host memory that a rank's copy may take. Null is half of what the host has left,
+    shared by its ranks. A rank that needs more writes while training waits, and says so once."""
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     """The reaction when ranks save or load under different tags."""
 

@@ -135,6 +135,7 @@ class NativeEngine(JaxEngine):
 
     def destroy(self) -> None:
         """Let go of arrays and connections. `params` taken before keep their values."""
+        self._saver.close()
         self.zero.close()
         self._recorder.close()
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
-from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, save_checkpoint
+from polyaccel.checkpoint import CheckpointReader, TensorPiece
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
+from polyaccel.checkpoint.saver import Saver
 from polyaccel.checkpoint.tensors import PARAM
-from polyaccel.checkpoint.writer import TagValidation
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
@@ -54,17 +54,16 @@ class TorchRun(TrainingRun):
 
 def save_run(
     run: TorchRun,
-    storage: Storage,
+    saver: Saver,
+    location: str,
     tag: str,
     *,
     client_state: Mapping[str, Any],
     exclude_frozen: bool,
     save_latest: bool,
-    tag_validation: TagValidation,
-    about: Mapping[str, Any],
 ) -> None:
-    """Write the whole state of `run`, and what is to be told `about` it. Collective. Raises PolyaccelError after half
-    an update, and CheckpointError for a state of a client's optimizer that cannot be saved."""
+    """Let `saver` write the whole state of `run`. Collective. Raises PolyaccelError after half an update, and
+    CheckpointError for a state of a client's optimizer that cannot be saved."""
     run.zero.require_whole()
     run.zero.params.fence()
     optimizer = run.zero.optimizer
@@ -95,16 +94,13 @@ def save_run(
     if run.data is not None:
         scalars["data"] = run.data.state_dict()
     blobs |= extra_state_blobs(run.adapter.module)
-    save_checkpoint(
-        storage,
+    saver.save(
+        location,
         tag,
-        communicator=run.communicator,
-        pieces=list(_pieces(run, exclude_frozen)),
+        pieces=lambda: _pieces(run, exclude_frozen),
         scalars=scalars,
         rank_blobs=blobs,
-        tag_validation=tag_validation,
         save_latest=save_latest,
-        about=about,
     )
 
 

@@ -97,7 +97,7 @@ config = {{
         "offload_param": {{"device": "attic"}},
     }} if doors else {{}}),
 }} | ({{
-    "checkpoint": {{"storage": {{"vault": {{"shelf": "top"}}}}}},
+    "checkpoint": {{"storage": {{"vault": {{"shelf": "top"}}}}, "async": False}},  # what it wrote is asked for here
     "monitors": {{"losses": {{"file": "losses.json"}}, "jsonl": {{}}}},
     "run_folder": folder,
 }} if doors else {{}})

@@ -101,6 +101,7 @@ def test_without_a_tag_the_newest_complete_checkpoint_is_taken_with_one_warning(
         engine = engine_for(model, 1)
         for tag in ("first", "second"):
             engine.save_checkpoint(str(tmp_path), tag=tag)
+        engine.wait_for_checkpoint()
         communicator.barrier()
         if communicator.rank == 0:
             (tmp_path / "second" / "commit.json").unlink()

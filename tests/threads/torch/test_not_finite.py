@@ -62,6 +62,7 @@ def test_weights_that_are_not_finite_are_told_and_do_not_become_the_resume_point
         for number in range(1, 4):
             step(engine, communicator, number, math.inf)
         engine.save_checkpoint(str(tmp_path), tag="bad")
+        engine.wait_for_checkpoint()
         communicator.barrier()
         assert (tmp_path / "latest").read_text() == "good"
         assert engine.load_checkpoint(str(tmp_path))[0].endswith("good")
@@ -93,6 +94,7 @@ def test_weights_of_16_bits_are_looked_at_too(kind, tmp_path, caplog):
         with torch.no_grad():
             engine.module.frozen.fill_(math.nan)
         engine.save_checkpoint(str(tmp_path), tag="bad")
+        engine.wait_for_checkpoint()
 
     on_threads(1, save, parity_model)
     assert "'bad' holds values of frozen that are not finite" in caplog.text

@@ -1,0 +1,1 @@
+"""Saves that a process beside a rank writes while training goes on."""

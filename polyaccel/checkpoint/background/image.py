@@ -1,0 +1,64 @@
+"""A rank's file in memory that another process can read: filled by the rank, written by the process beside it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from weakref import finalize
+
+from polyaccel.checkpoint.pieces import FileLayout, Read, TensorPiece
+from polyaccel.errors import CheckpointError
+
+_NAME = "polyaccel-checkpoint"
+
+
+class Image:
+    """Memory for files of up to `nbytes`, which has no name: it is gone when no process has it open any more."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self._memory = mmap.mmap(descriptor, nbytes)
+        self._close = finalize(self, os.close, descriptor)
+
+    @classmethod
+    def new(cls, nbytes: int) -> Image:
+        """New memory. Raises CheckpointError when the system gives none."""
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, nbytes)
+            return cls(descriptor, nbytes)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise CheckpointError(
+                f"{nbytes:,} bytes to stage a checkpoint in cannot be had: {error.strerror or error}",
+                cure='lower "checkpoint.staging_memory", or set "checkpoint.async": false',
+                value=nbytes,
+            ) from error
+
+    def fill(self, layout: FileLayout, contents: Sequence[TensorPiece | bytes]) -> None:
+        """Copy in what the segments of a file of that `layout` hold."""
+        with memoryview(self._memory) as memory:
+            for segment, content in zip(layout.segments, contents, strict=True):
+                with memory[segment.offset : segment.offset + segment.nbytes] as target:
+                    if isinstance(content, bytes):
+                        target[:] = content
+                    else:
+                        content.buffer.copy_to_host(target)
+
+    def reading(self, layout: FileLayout) -> Read:
+        """Reads the segments of the file that was filled in."""
+
+        def read(number: int, first: int, nbytes: int) -> bytes:
+            start = layout.segments[number].offset + first
+            return self._memory[start : start + nbytes]
+
+        return read
+
+    def close(self) -> None:
+        """Let go of the memory in this process."""
+        self._memory.close()
+        self._close()

@@ -1,0 +1,243 @@
+"""An engine's saves: written beside training where that is possible, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from polyaccel.accelerators.memory.host import memory_stats
+from polyaccel.checkpoint.background import client
+from polyaccel.checkpoint.background.image import Image
+from polyaccel.checkpoint.pieces import TensorPiece
+from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
+from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
+from polyaccel.checkpoint.steps import SavePart, TagValidation, abandon, agree_on_parts
+from polyaccel.checkpoint.storage import Storage, open_storage
+from polyaccel.checkpoint.writer import write_parts
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """How an engine saves.
+
+    `in_background`: a process beside the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
+    what the host has left, shared by its ranks). `storage` and `options` are the plugin and its options.
+    """
+
+    tag_validation: TagValidation = "Warn"
+    in_background: bool = True
+    staging_nbytes: int | None = None
+    storage: str = "file"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Saver:
+    """The saves of the ranks of `communicator`, of which at most one is under way."""
+
+    def __init__(self, communicator: Communicator, policy: SavePolicy, about: Mapping[str, Any]) -> None:
+        self._communicator = communicator
+        self._policy = policy
+        self._about = about
+        self._under_way: _UnderWay | None = None
+        self._image: Image | None = None
+        self._has_told = False
+
+    def save(
+        self,
+        location: str,
+        tag: str,
+        *,
+        pieces: Callable[[], Iterable[TensorPiece]],
+        scalars: Mapping[str, Any],
+        rank_blobs: Mapping[str, bytes],
+        save_latest: bool,
+    ) -> None:
+        """As `polyaccel.checkpoint.save_checkpoint`; what is written in the background is complete and durable when
+        `poll` or `wait` has said so. Returns once what `pieces` gives may change. Collective.
+
+        Raises CheckpointError on every rank, for the save before too if that failed.
+        """
+        self.wait()
+        storage = open_storage(self._policy.storage, location, self._policy.options)
+        rank = self._communicator.rank
+        make = partial(SavePart.checked, rank, pieces, scalars, rank_blobs, self._about)
+        tag, part, intents = agree_on_parts(
+            self._communicator, tag, make, self._policy.tag_validation, has_room=self._has_room
+        )
+        nbytes = sum(intent.nbytes for intent in intents)
+        if not all(intent.has_room for intent in intents):
+            write_parts(storage, tag, part, nbytes, communicator=self._communicator, save_latest=save_latest)
+            return
+        self._under_way = _UnderWay.begin(
+            self._communicator, storage, self._policy, tag, part, nbytes, save_latest, self._filled
+        )
+
+    def poll(self) -> None:
+        """Look how the save that is under way goes. Collective while there is one.
+
+        Raises CheckpointError on every rank if it has failed on any.
+        """
+        if self._under_way is not None and self._under_way.has_ended():
+            self._end()
+
+    def wait(self) -> None:
+        """Wait until no save is under way. Collective where one is. Raises what `poll` raises."""
+        while self._under_way is not None:
+            if self._under_way.has_ended(timeout_s=_LOOK_AGAIN_S):
+                self._end()
+
+    def close(self) -> None:
+        """Wait until this rank's part of the save that is under way has ended; other ranks are not asked.
+
+        Raises CheckpointError if it failed.
+        """
+        ended, self._under_way = self._under_way, None
+        image, self._image = self._image, None
+        try:
+            if ended is not None:
+                ended.close()
+        finally:
+            if image is not None:
+                image.close()
+
+    def _end(self) -> None:
+        ended, self._under_way = self._under_way, None
+        assert ended is not None  # as its callers have seen
+        ended.check()
+
+    def _filled(self, part: SavePart) -> Image:
+        """A copy of a part, in the memory that the save before had if that is as long: new pages cost more than the
+        copy."""
+        nbytes = part.layout.nbytes
+        if self._image is not None and self._image.nbytes != nbytes:
+            self._image.close()
+            self._image = None
+        self._image = self._image or Image.new(nbytes)
+        self._image.fill(part.layout, part.contents)
+        return self._image
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a file of that length is to be written in the background."""
+        if not self._policy.in_background or not client.can_save_in_background():
+            return False
+        most = self._policy.staging_nbytes
+        if most is None:
+            world_size = self._communicator.world_size
+            ranks_here = min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size)
+            most = memory_stats().free_nbytes // 2 // max(1, ranks_here)
+            most += 0 if self._image is None else self._image.nbytes
+        if nbytes > most and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "checkpoints are written while training waits: rank %d would stage %s bytes, and may stage %s "
+                "(checkpoint.staging_memory); said once", self._communicator.rank, f"{nbytes:,}", f"{most:,}",
+            )  # fmt: skip
+        return nbytes <= most
+
+
+class _UnderWay:
+    """A save in the background. `errors` has what went wrong, by rank, once it has ended."""
+
+    def __init__(self, communicator: Communicator, tag: str, storage: Storage, folder: str) -> None:
+        self._communicator = communicator
+        self._tag, self._storage, self._folder = tag, storage, folder
+        self._pending: client.Pending | None = None
+        self._outcomes: list[client.Ending | None] = []
+
+    @classmethod
+    def begin(
+        cls,
+        communicator: Communicator,
+        storage: Storage,
+        policy: SavePolicy,
+        tag: str,
+        part: SavePart,
+        nbytes: int,
+        save_latest: bool,
+        filled: Callable[[SavePart], Image],
+    ) -> _UnderWay:
+        """Copy every rank's part, and let the processes beside the ranks write them. Collective."""
+
+        def prepare() -> str:
+            clear_leftovers(storage)
+            storage.check_space(nbytes)
+            folder = new_folder(storage, tag)
+            adopt(client.owner())
+            begin_hold(storage, f"{tag}/{folder}")
+            note_owner(storage, f"{tag}/{folder}", client.owner())
+            return folder
+
+        folder = on_rank_0(communicator, f"preparing to save {tag!r}", prepare)
+        save = cls(communicator, tag, storage, folder)
+
+        def hand_over() -> None:
+            save._pending = client.start(
+                part,
+                filled(part),
+                rank=communicator.rank,
+                world_size=communicator.world_size,
+                storage=policy.storage,
+                location=storage.location,
+                options=policy.options,
+                tag=tag,
+                folder=folder,
+                save_latest=save_latest,
+            )
+
+        try:
+            agreed(communicator, f"staging {tag!r}", hand_over)
+        except CheckpointError:
+            save._give_up()
+            raise
+        return save
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether every rank's part has ended, well or not, after waiting for this rank's for at most so long.
+        Collective."""
+        assert self._pending is not None  # unless `begin` raised
+        mine = self._pending.outcome(timeout_s)
+        told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.cure))
+        self._outcomes = [None if each is None else client.Ending(*each) for each in told]
+        if all(outcome is not None for outcome in self._outcomes):
+            end_hold(self._storage, f"{self._tag}/{self._folder}")
+            return True
+        if any(outcome is not None and outcome.error for outcome in self._outcomes):
+            self._pending.give_up()
+        return False
+
+    def check(self) -> None:
+        """Raise CheckpointError if anything failed on any rank."""
+        failed = {rank: outcome for rank, outcome in enumerate(self._outcomes) if outcome is not None and outcome.error}
+        if self._pending is not None:
+            self._pending.is_told = True
+        if failed:
+            what = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
+            cure = next((outcome.cure for outcome in failed.values() if outcome.cure), "")
+            raise CheckpointError(
+                f"saving {self._tag!r} in the background failed on {what}", cure=cure, value=tuple(failed)
+            )
+
+    def close(self) -> None:
+        """Wait for this rank's part alone. Raises CheckpointError if it failed."""
+        assert self._pending is not None  # unless `begin` raised
+        self._pending.last()
+        self._outcomes = [self._pending.outcome(timeout_s=None)]
+        end_hold(self._storage, f"{self._tag}/{self._folder}")
+        self.check()
+
+    def _give_up(self) -> None:
+        if self._pending is not None:
+            self._pending.give_up()
+            self._pending.outcome(timeout_s=None)
+        elif self._communicator.rank == 0:
+            abandon(self._storage, self._tag, self._folder)
+        end_hold(self._storage, f"{self._tag}/{self._folder}")

@@ -1,0 +1,166 @@
+"""The steps of a save, whoever takes them: the ranks themselves (`writer`) or processes beside them (`background`).
+
+The order is everything: see [Note: Commit] in `polyaccel.checkpoint.commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, write_commit, write_latest
+from polyaccel.checkpoint.manifest import Manifest
+from polyaccel.checkpoint.pieces import FileLayout, RankFile, TensorPiece
+from polyaccel.checkpoint.saves import clear_leftovers, discard, rank_file
+from polyaccel.checkpoint.scalars import encode_plain
+from polyaccel.checkpoint.shared_outcome import agreed, meet
+from polyaccel.checkpoint.storage import Storage
+from polyaccel.checkpoint.tensors import build_tensors
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+
+TagValidation = Literal["Ignore", "Warn", "Fail"]
+"""The reaction to ranks that save under different tags. Except with "Fail", all of them save under rank 0's."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavePart:
+    """One rank's part of a save: its file, with what its segments hold, and the values of which rank 0's are saved."""
+
+    layout: FileLayout
+    contents: Sequence[TensorPiece | bytes]
+    scalars: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    @classmethod
+    def checked(
+        cls,
+        rank: int,
+        give: Callable[[], Iterable[TensorPiece]],
+        scalars: Mapping[str, Any],
+        rank_blobs: Mapping[str, Any],
+        about: Mapping[str, Any],
+    ) -> SavePart:
+        """The part of a rank, of the pieces that `give` gives. Raises CheckpointError for what cannot be saved."""
+        pieces, blobs = tuple(give()), dict(rank_blobs)
+        encode_plain(dict(scalars), "scalars")
+        encode_plain(dict(about), "about")
+        for piece in pieces:
+            piece.check()
+        for name, blob in blobs.items():
+            if not isinstance(blob, bytes):
+                kind = type(blob).__qualname__
+                raise CheckpointError(f"rank blob {name!r} is a {kind}, not bytes", cure="give bytes", value=kind)
+        sizes = {name: len(blob) for name, blob in blobs.items()}
+        layout = FileLayout.plan(rank_file(rank), [piece.spec for piece in pieces], sizes)
+        return cls(layout, (*pieces, *blobs.values()), dict(scalars), dict(about))
+
+
+class Intent(NamedTuple):
+    """What a rank is about to save: under which tag, how many bytes, and whether there is room to stage them."""
+
+    tag: str
+    nbytes: int
+    has_room: bool
+
+
+def agree_on_parts(
+    communicator: Communicator,
+    tag: str,
+    make: Callable[[], SavePart],
+    validation: TagValidation,
+    *,
+    has_room: Callable[[int], bool] = lambda nbytes: False,
+) -> tuple[str, SavePart, list[Intent]]:
+    """The tag that all ranks save under, this rank's part, which `make` gives, and the intents of all ranks.
+
+    Collective. Raises what `agreed` raises.
+    """
+    meet(communicator, "save_checkpoint")
+    parts: list[SavePart] = []
+
+    def check() -> tuple[str, int, bool]:
+        parts.append(make())
+        nbytes = parts[0].layout.nbytes
+        return check_tag(tag), nbytes, has_room(nbytes)
+
+    intents = [Intent(*told) for told in agreed(communicator, f"save_checkpoint({tag!r})", check)]
+    return one_tag([intent.tag for intent in intents], validation), parts[0], intents
+
+
+def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
+    """Rank 0's tag, once ranks that named another one have been dealt with as `checkpoint.tag_validation` says."""
+    others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if others and validation != "Ignore":
+        named = ", ".join(f"rank {rank} under {tag!r}" for rank, tag in others.items())
+        message = f"rank 0 saves under the tag {tags[0]!r}, but {named}"
+        if validation == "Fail":
+            raise CheckpointError(message, cure="give the same tag on every rank", value=tuple(tags))
+        _log.warning("%s; all ranks save under %r", message, tags[0])
+    return tags[0]
+
+
+def commit_files(
+    storage: Storage,
+    tag: str,
+    folder: str,
+    files: Sequence[RankFile],
+    scalars: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> Commit:
+    """Verify that all is there, then write the manifest, then the marker."""
+    manifest = Manifest(
+        tag=tag,
+        world_size=len(files),
+        files={file.name: file.nbytes for file in files},
+        tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
+        scalars=dict(scalars),
+        blobs=tuple(tuple(file.blobs) for file in files),
+        not_finite=next((file.not_finite for file in files if file.not_finite), ""),
+        about=dict(about),
+    )
+    manifest.check()
+    for name, nbytes in manifest.files.items():
+        path = f"{tag}/{folder}/{name}"
+        found = storage.size(path)
+        if found != nbytes:
+            seen = "no file" if found is None else f"{found} bytes"
+            raise CheckpointError(
+                f"rank 0 sees {seen} at {path} in {storage.location}, where {nbytes} bytes were written",
+                cure="save to a directory that all hosts share",
+                value=path,
+            )
+    data = manifest.to_json()
+    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
+    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=round(time.time(), 3))
+    write_commit(storage, commit)
+    return commit
+
+
+def finish(storage: Storage, commit: Commit, files: Sequence[RankFile], *, save_latest: bool) -> None:
+    """Move `latest`, unless a parameter is not finite, then delete the tag's earlier saves."""
+    not_finite = next((file.not_finite for file in files if file.not_finite), "")
+    if not_finite:
+        _log.warning(
+            "%r holds values of %s that are not finite: nothing resumes from it unless it is named%s",
+            commit.tag, not_finite, "; 'latest' stays where it was" if save_latest else "",
+        )  # fmt: skip
+    elif save_latest:
+        write_latest(storage, commit.tag)
+    clear_leftovers(storage, commit.tag)
+
+
+def abandon(storage: Storage, tag: str, folder: str) -> None:
+    """Remove what a failed save wrote, unless the marker came to name it: its write may fail after taking effect."""
+    try:
+        commit = read_commit(storage, tag)
+    except CheckpointError:
+        return  # then nobody knows what the marker names
+    if commit is None or commit.save != folder:
+        discard(storage, tag, folder)
