@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
@@ -174,16 +175,15 @@ class _Dcp:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, number: int) -> Callable[[], Any]:
-        import torch.distributed.checkpoint as dcp
-
+        dcp: Any = import_module("torch.distributed.checkpoint")
         if not self._background:
             dcp.save(self._state(), checkpoint_id=self._folder)
             return lambda: None
-        return dcp.async_save(self._state(), checkpoint_id=self._folder).result
+        done: Callable[[], Any] = dcp.async_save(self._state(), checkpoint_id=self._folder).result
+        return done
 
     def read(self, number: int) -> None:
-        import torch.distributed.checkpoint as dcp
-
+        dcp: Any = import_module("torch.distributed.checkpoint")
         dcp.load(self._state(), checkpoint_id=self._folder)
 
 
