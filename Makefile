@@ -75,7 +75,7 @@ test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its o
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
 
 test-dropin: ## run the trainers that people use with DeepSpeed over plugins/polyaccel-deepspeed, in an environment of its own
-	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning'
+	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata'
 	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
 

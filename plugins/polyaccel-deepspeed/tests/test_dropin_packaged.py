@@ -1,7 +1,8 @@
 """Accelerate's own packaged test scripts over the drop-in: they assert what they are about themselves.
 
 Not among them: `test_peak_memory_usage`, which reads the memory gauge of a GPU and has none to read on a CPU;
-`test_zero3_integration`, which opens torch's group by NCCL; `test_ds_alst_ulysses_sp`, which is sequence parallelism.
+`test_zero3_integration`, which opens torch's group by NCCL; `test_ds_alst_ulysses_sp`, which is sequence parallelism;
+`test_ddp_comm_hook`, `test_merge_weights`, `test_pippy` and `test_notebook`, which are about other ways to distribute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "clients"))
 from client_runs import CLIENTS, LAUNCH, TIMEOUT_S, run
 
 JOB = str(CLIENTS / "packaged_job.py")
+GENERAL_JOB = str(CLIENTS / "general_job.py")
 FLAGS = ["--dynamo_backend", "no", "--use_deepspeed", "--gradient_accumulation_steps", "1"]
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
@@ -100,3 +102,32 @@ def test_two_models_with_two_plugins(model: str) -> None:
     job = [JOB, "external_deps.test_ds_multiple_model", model, "--model_name_or_path", model]
     said = run(*launch, *FLAGS, "--zero_stage", "2", *job)
     assert said.count("epoch 2:") == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "stage", "says"),
+    [
+        ("test_ops", 2, {}),
+        ("test_script", 2, {"Training yielded the same results": 4}),
+        ("test_script", 3, {"Training yielded the same results": 4}),
+        ("test_sync", 0, {"accumulated, ": 8}),
+        ("test_sync", 2, {"accumulated, ": 8}),
+        ("test_sync", 3, {"accumulated, ": 8}),
+        ("test_distributed_data_loop", 2, {"Test DataLoader with ": 4}),
+        ("test_distributed_data_loop", 3, {"Test DataLoader with ": 4}),
+    ],
+)
+def test_general_scripts(script: str, stage: int, says: dict[str, int], tmp_path: Path) -> None:
+    """Those that Accelerate runs for every way of distributing; `general_job.py` says what it changes in them."""
+    file = tmp_path / "ds_config.json"
+    config = {
+        "train_micro_batch_size_per_gpu": 4 if script == "test_distributed_data_loop" else "auto",
+        "gradient_accumulation_steps": 2 if script == "test_sync" else 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    file.write_text(json.dumps(config), encoding="utf-8")
+    whole = LAUNCH[: LAUNCH.index("--mixed_precision")]
+    said = run(*whole, *FLAGS[:3], "--deepspeed_config_file", str(file), GENERAL_JOB, script)
+    assert {text: said.count(text) for text in says} == says
+    assert said.count(f"whole: {script}") == 2

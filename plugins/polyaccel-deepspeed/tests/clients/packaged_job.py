@@ -70,16 +70,21 @@ class Metric:
         return found
 
 
+def meet_over_gloo() -> None:
+    """Under DeepSpeed Accelerate knows the backends of GPUs only."""
+    prepare = accelerate.PartialState._prepare_backend
+    accelerate.PartialState._prepare_backend = (
+        lambda self, cpu=False, sagemaker_dp=False, backend=None: prepare(self, cpu, sagemaker_dp, backend or "gloo")
+    )
+
+
 def main() -> None:
     name, folder, *arguments = sys.argv[1:]
     evaluate = ModuleType("evaluate")
     evaluate.load = lambda *named: Metric()  # type: ignore[attr-defined]
     sys.modules["evaluate"] = evaluate
     datasets.load_dataset = drawn
-    prepare = accelerate.PartialState._prepare_backend
-    accelerate.PartialState._prepare_backend = (  # under DeepSpeed it knows the backends of GPUs only
-        lambda self, cpu=False, sagemaker_dp=False, backend=None: prepare(self, cpu, sagemaker_dp, backend or "gloo")
-    )
+    meet_over_gloo()
     sys.argv[1:] = arguments
     if name.endswith("test_ds_multiple_model"):
         script = import_module(f"{SCRIPTS}.{name}")
