@@ -8,8 +8,8 @@ which are run here where they ask what an engine can answer. Changed are:
 - `test_sync`: an engine's gradients are reduced and forgotten by the step that Accelerate takes within `backward`, so
   the script's comparison gets those that the step saw.
 - `test_distributed_data_loop`: Accelerate's own `join_uneven_inputs` does nothing under DeepSpeed but warn, so the
-  three parts about what it overrides are left out; and its class of a DeepSpeed config, which the script compares with a
-  copy that was pickled, compares by contents.
+  three parts about what it overrides are left out; and its class of a DeepSpeed config, which the script compares with
+  a copy that was pickled, compares by contents.
 
 Its last words are `whole: NAME`, and in between it says what of `test_sync` was done.
 """
