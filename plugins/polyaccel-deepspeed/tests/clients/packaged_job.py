@@ -73,8 +73,8 @@ class Metric:
 def meet_over_gloo() -> None:
     """Under DeepSpeed Accelerate knows the backends of GPUs only."""
     prepare = accelerate.PartialState._prepare_backend
-    accelerate.PartialState._prepare_backend = (
-        lambda self, cpu=False, sagemaker_dp=False, backend=None: prepare(self, cpu, sagemaker_dp, backend or "gloo")
+    accelerate.PartialState._prepare_backend = lambda self, cpu=False, sagemaker_dp=False, backend=None: prepare(
+        self, cpu, sagemaker_dp, backend or "gloo"
     )
 
 
