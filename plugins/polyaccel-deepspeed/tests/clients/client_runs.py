@@ -53,6 +53,9 @@ def same_weights(ours: Path, theirs: Path) -> None:
     one, other = load_file(ours), load_file(theirs)
     assert one.keys() == other.keys()
     for name, value in one.items():
+        assert value.shape == other[name].shape, name
+        if value.numel() == 0:  # an adapter of rank 0
+            continue
         difference = (value - other[name]).abs().max().item()
         assert difference <= 2e-5 + 1e-4 * other[name].abs().max().item(), (name, difference)
 
