@@ -1,0 +1,1 @@
+"""`polyaccel ckpt`: a folder of verbs for checkpoints, a file each."""

@@ -1,0 +1,27 @@
+"""The guide to checkpoints: its script runs, then every command, in order, on what the script has saved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "checkpoints.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_every_command_of_the_page_works_after_its_script(tmp_path: Path) -> None:
+    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    (tmp_path / "page.py").write_text("\n".join(text for language, text in blocks if language == "python"))
+    lines = [line for language, text in blocks if language == "sh" for line in text.splitlines()]
+    assert all(line.startswith("polyaccel ckpt ") for line in lines)
+    assert len(lines) >= 4
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    for command in (["page.py"], *(["-m", *shlex.split(line)] for line in lines)):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
