@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import argparse
 
-from polyaccel.cli.ckpt import diff, inspecting, ls, verify
+from polyaccel.cli.ckpt import diff, export, import_, inspecting, ls, reshard, verify
 
 _DESCRIPTION = """\
-Look at checkpoints, verify and compare them. DIR is the directory that `save_checkpoint` was given; the folder of a tag
-in it means that checkpoint. Without a tag the one that `latest` names is taken."""
+Look at checkpoints, verify, compare and exchange them. DIR is the directory that `save_checkpoint` was given; the
+folder of a tag in it means that checkpoint. Without a tag the one that `latest` names is taken."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "list, inspect, verify and compare checkpoints"
+    summary = "list, inspect, verify, compare, export and import checkpoints"
     parser = subparsers.add_parser("ckpt", help=summary, description=_DESCRIPTION)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action in (ls, inspecting, verify, diff):
+    for action in (ls, inspecting, verify, diff, reshard, export, import_):
         action.add_parser(actions)

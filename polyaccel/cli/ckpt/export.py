@@ -1,0 +1,75 @@
+"""`polyaccel ckpt export`: a checkpoint as the files of another tool."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.cli.ckpt.shown import progress, size
+from polyaccel.cli.plan.verb import parse_size
+from polyaccel.errors import CheckpointError, ShardingError
+from polyaccel.exchange.exporting import OutTensor, chosen, default_kinds
+from polyaccel.exchange.places import opened
+from polyaccel.types import DType
+
+FORMATS = ("safetensors", "bin", "dcp")
+
+
+def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "write a checkpoint as Hugging Face safetensors, pytorch_model.bin or torch DCP"
+    description = (
+        f"{summary}. The first two take parameters and buffers, as model or pytorch_model in one file or in several "
+        "with an index; DCP takes optimizer states too."
+    )
+    parser = actions.add_parser("export", help=summary, description=description)
+    parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a folder that is new or empty")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="whose files to write")
+    parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
+    parser.add_argument("--dtype", help="float32, bf16, ...: of floating tensors (default: as they were saved)")
+    kind = (
+        "only the tensors of this kind, such as exp_avg; may be given again (default: a module's state dict; dcp: all)"
+    )
+    parser.add_argument("--kind", action="append", help=kind)
+    most = "of a file, such as 2GB (powers of 1024; default: %(default)s); a larger tensor has a file of its own"
+    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files and print their names; the exit code is 0. Raises CheckpointError where that cannot be done."""
+    reader = opened(args.dir, args.tag)
+    tensors = _tensors(reader, args)
+    out: Path = args.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not an empty folder", cure="name a new one", value=str(out))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    with progress(f"exporting {reader.tag}", nbytes) as told:
+        if args.format == "safetensors":
+            from polyaccel.exchange.formats import safetensors
+
+            names = safetensors.write(out, tensors, args.max_shard_size, told)
+        elif args.format == "bin":
+            from polyaccel.exchange.formats import torch_bin
+
+            names = torch_bin.write(out, tensors, args.max_shard_size, told)
+        else:
+            from polyaccel.exchange.formats import torch_dcp
+
+            names = torch_dcp.write(out, reader, tensors, told)
+    print(f"{reader.tag}: {len(tensors)} tensors, {size(nbytes)}, in {out}: {', '.join(names)}")
+    return 0
+
+
+def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[OutTensor, ...]:
+    try:
+        dtype = None if args.dtype is None else DType.parse(args.dtype)
+    except ShardingError as error:
+        raise CheckpointError(f"--dtype {args.dtype}: {error.message}", cure=error.cure, value=args.dtype) from error
+    if dtype is not None and not dtype.is_floating:
+        raise CheckpointError(f"--dtype {args.dtype} is no floating type", cure="give bf16", value=args.dtype)
+    if args.format != "dcp":
+        return chosen(reader, args.kind or default_kinds(), dtype)
+    kinds = args.kind or sorted({tensor.kind for tensor in reader.tensors()})
+    return tuple(tensor for kind in kinds for tensor in chosen(reader, [kind], dtype))

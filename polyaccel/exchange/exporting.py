@@ -1,0 +1,110 @@
+"""What an export takes of a checkpoint: which tensors, under which names, in which type, in how many files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyaccel.checkpoint import CheckpointReader, TensorEntry
+from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.errors import CheckpointError
+from polyaccel.exchange.elements import converted, read, runs
+from polyaccel.types import DType
+
+BUFFER = "buffer"
+"""The kind of the tensors that are a module's persistent buffers."""
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """A tensor on its way out, as `dtype`."""
+
+    reader: CheckpointReader
+    tensor: TensorEntry
+    dtype: DType
+
+    @property
+    def name(self) -> str:
+        return self.tensor.fqn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * self.dtype.itemsize
+
+    def chunks(self, progress: Progress) -> Iterator[bytes]:
+        """The elements in order, verified and converted, in the memory of a piece. Raises CheckpointError where
+        they are damaged."""
+        for start, length in runs(self.tensor):
+            data = converted(read(self.reader, self.tensor, start, length), self.tensor.dtype, self.dtype)
+            progress(data.nbytes)
+            yield data.tobytes()
+
+
+def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) -> tuple[OutTensor, ...]:
+    """The tensors of these `kinds`, sorted by name, the floating ones as `dtype` (None: as they were saved).
+
+    A tied weight was saved once, under its first name. Raises CheckpointError where nothing is of a kind, or two kinds
+    have a tensor of one name.
+    """
+    found = {kind: [tensor for tensor in reader.tensors() if tensor.kind == kind] for kind in kinds}
+    held = sorted({tensor.kind for tensor in reader.tensors()})
+    for kind, tensors in found.items():
+        if not tensors and kind != BUFFER:
+            raise CheckpointError(
+                f"{reader.tag!r} holds no tensor of the kind {kind!r}",
+                cure=f"the kinds there are {', '.join(held)}",
+                value=kind,
+            )
+    names: dict[str, str] = {}
+    for kind, tensors in found.items():
+        for tensor in tensors:
+            if tensor.fqn in names:
+                raise CheckpointError(
+                    f"{tensor.fqn!r} is a tensor of the kinds {names[tensor.fqn]!r} and {kind!r}: a file of names has "
+                    "room for one",
+                    cure="export one kind at a time",
+                    value=kind,
+                )
+            names[tensor.fqn] = kind
+    return tuple(
+        OutTensor(reader, tensor, dtype if dtype is not None and tensor.dtype.is_floating else tensor.dtype)
+        for tensor in sorted((each for tensors in found.values() for each in tensors), key=lambda each: each.fqn)
+    )
+
+
+def default_kinds() -> tuple[str, ...]:
+    """The kinds of a module's state dict: parameters, and buffers where there are any."""
+    return (PARAM, BUFFER)
+
+
+def in_files(tensors: Sequence[OutTensor], most_nbytes: int) -> list[list[OutTensor]]:
+    """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has a file of its own."""
+    files: list[list[OutTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if files[-1] and filled + tensor.nbytes > most_nbytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files
+
+
+def file_names(stem: str, suffix: str, count: int) -> list[str]:
+    """`model.safetensors`, or `model-00001-of-00002.safetensors` and so on."""
+    if count == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def index_of(files: Sequence[Sequence[OutTensor]], names: Sequence[str]) -> dict[str, Any]:
+    """The index of several files, as transformers reads it."""
+    where = {tensor.name: name for tensors, name in zip(files, names, strict=True) for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in files for tensor in tensors)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
