@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from importlib import metadata
+from math import prod
 from pathlib import Path
-from typing import Any
 
+from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.cli.ckpt.shown import progress, size
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.importing import Incoming, imported
+from polyaccel.exchange.exporting import BUFFER
+from polyaccel.exchange.importing import Incoming, InTensor, imported
 
 GROUP = "polyaccel.importers"
 """Entry points of packages that read more formats: functions from a path to an `Incoming`."""
@@ -27,6 +31,8 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints to write to")
     parser.add_argument("--from", dest="source", metavar="FORMAT", required=True, help="whose files they are")
     parser.add_argument("--tag", default="imported", help="the name of the checkpoint (default: %(default)s)")
+    what = "tensors whose names match are buffers, such as '*.running_*'; integers are anyway; may be given again"
+    parser.add_argument("--buffer", action="append", default=[], metavar="PATTERN", help=what)
     parser.set_defaults(func=run)
 
 
@@ -37,12 +43,18 @@ def run(args: argparse.Namespace) -> int:
     if not source.exists():
         raise CheckpointError(f"{source} does not exist", cure="give a file or a folder", value=str(source))
     incoming = read(source)
+    incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
     nbytes = sum(_nbytes(tensor) for tensor in incoming.tensors)
     with progress(f"importing {source}", nbytes) as told:
         commit = imported(incoming, args.dir, args.tag, f"{args.source}: {source}", told)
     kinds = ", ".join(sorted({tensor.kind for tensor in incoming.tensors}))
     print(f"{args.dir}/{commit.tag}: {len(incoming.tensors)} tensors ({kinds}), {size(nbytes)}")
     return 0
+
+
+def _as_buffer(tensor: InTensor, patterns: Sequence[str]) -> InTensor:
+    is_buffer = not tensor.dtype.is_floating or any(fnmatchcase(tensor.fqn, pattern) for pattern in patterns)
+    return replace(tensor, kind=BUFFER) if tensor.kind == PARAM and is_buffer else tensor
 
 
 def _reader(name: str) -> Callable[[Path], Incoming]:
@@ -69,8 +81,5 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
     raise CheckpointError(f"--from {name}: expected one of {known}", cure=cure, value=name)
 
 
-def _nbytes(tensor: Any) -> int:
-    count = 1
-    for length in tensor.shape:
-        count *= length
-    return count * int(tensor.dtype.itemsize)
+def _nbytes(tensor: InTensor) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
