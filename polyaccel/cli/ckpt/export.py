@@ -13,14 +13,14 @@ from polyaccel.exchange.exporting import OutTensor, chosen, default_kinds
 from polyaccel.exchange.places import opened
 from polyaccel.types import DType
 
-FORMATS = ("safetensors", "bin", "dcp")
+FORMATS = ("safetensors", "bin", "dcp", "orbax")
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "write a checkpoint as Hugging Face safetensors, pytorch_model.bin or torch DCP"
+    summary = "write a checkpoint as Hugging Face safetensors, pytorch_model.bin, torch DCP or orbax"
     description = (
         f"{summary}. The first two take parameters and buffers, as model or pytorch_model in one file or in several "
-        "with an index; DCP takes optimizer states too."
+        "with an index; DCP and orbax take optimizer states too."
     )
     parser = actions.add_parser("export", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
@@ -28,9 +28,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--format", choices=FORMATS, required=True, help="whose files to write")
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--dtype", help="float32, bf16, ...: of floating tensors (default: as they were saved)")
-    kind = (
-        "only the tensors of this kind, such as exp_avg; may be given again (default: a module's state dict; dcp: all)"
-    )
+    kind = "only tensors of this kind, such as exp_avg; may be given again (default: a state dict; dcp, orbax: all)"
     parser.add_argument("--kind", action="append", help=kind)
     most = "of a file, such as 2GB (powers of 1024; default: %(default)s); a larger tensor has a file of its own"
     parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
@@ -54,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
             from polyaccel.exchange.formats import torch_bin
 
             names = torch_bin.write(out, tensors, args.max_shard_size, told)
+        elif args.format == "orbax":
+            from polyaccel.exchange.formats import orbax
+
+            names = orbax.write(out, tensors, told)
         else:
             from polyaccel.exchange.formats import torch_dcp
 
@@ -69,7 +71,7 @@ def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[OutTen
         raise CheckpointError(f"--dtype {args.dtype}: {error.message}", cure=error.cure, value=args.dtype) from error
     if dtype is not None and not dtype.is_floating:
         raise CheckpointError(f"--dtype {args.dtype} is no floating type", cure="give bf16", value=args.dtype)
-    if args.format != "dcp":
+    if args.format not in ("dcp", "orbax"):
         return chosen(reader, args.kind or default_kinds(), dtype)
     kinds = args.kind or sorted({tensor.kind for tensor in reader.tensors()})
     return tuple(tensor for kind in kinds for tensor in chosen(reader, [kind], dtype))

@@ -23,7 +23,7 @@ GROUP = "polyaccel.importers"
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "make a checkpoint of the files of another tool"
     description = (
-        f"{summary}, which an engine loads like one of its own. --from safetensors, bin and dcp are built in; packages "
+        f"{summary}, which an engine loads like one of its own. Safetensors, bin, dcp and orbax are built in; packages "
         "bring others, such as polyaccel-deepspeed: deepspeed."
     )
     parser = actions.add_parser("import", help=summary, description=description)
@@ -71,12 +71,16 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
         from polyaccel.exchange.formats import torch_dcp
 
         return torch_dcp.read
+    if name == "orbax":
+        from polyaccel.exchange.formats import orbax
+
+        return lambda source: Incoming(orbax.read(source))
     points = metadata.entry_points(group=GROUP)
     for point in points:
         if point.name == name:
             loaded: Callable[[Path], Incoming] = point.load()
             return loaded
-    known = ", ".join(["safetensors", "bin", "dcp", *sorted(point.name for point in points)])
+    known = ", ".join(["safetensors", "bin", "dcp", "orbax", *sorted(point.name for point in points)])
     cure = "pip install polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
     raise CheckpointError(f"--from {name}: expected one of {known}", cure=cure, value=name)
 

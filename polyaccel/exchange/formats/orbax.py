@@ -1,0 +1,159 @@
+"""Orbax checkpoints, by their own library: a tree of arrays, `params` and where we wrote it `buffers`, `optimizer`.
+
+A name `a.b` is the leaf `b` of the branch `a`, as flax has it. The library is an extra of nobody: it is imported when a
+checkpoint of its kind is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import numpy_dtype
+from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.errors import CheckpointError, ShardingError
+from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress
+from polyaccel.exchange.importing import InTensor
+from polyaccel.types import DType
+
+PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
+_ALIGNMENT_NBYTES = 64
+
+
+def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
+    """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile.
+
+    Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
+    ocp = _library()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".export-", dir=out.parent) as scratch:
+        path, starts = Path(scratch, "tensors"), list[int]()
+        with path.open("wb") as file:
+            for tensor in tensors:
+                file.write(bytes(-file.tell() % _ALIGNMENT_NBYTES))
+                starts.append(file.tell())
+                for chunk in tensor.chunks(progress):
+                    file.write(chunk)
+            file.write(b"\0")  # an empty file cannot be mapped
+        memory = np.memmap(path, np.uint8, "r")
+        tree: dict[str, Any] = {}
+        for tensor, start in zip(tensors, starts, strict=True):
+            kind = tensor.tensor.kind
+            roots = {PARAM: [PARAMS], BUFFER: [BUFFERS]}.get(kind, [OPTIMIZER, kind])
+            flat = np.asarray(memory[start : start + tensor.nbytes]).view(numpy_dtype(tensor.dtype))
+            *branch, leaf = [*roots, *tensor.name.split(".")]
+            at = tree
+            for name in branch:
+                at = at.setdefault(name, {})
+            at[leaf] = flat.reshape(tensor.shape)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(out.absolute(), tree, force=True)
+    return sorted(each.name for each in out.iterdir())
+
+
+def read(source: Path) -> list[InTensor]:
+    """The arrays below `params`, and `buffers` and `optimizer` as `write` has them; without `params` all arrays.
+
+    Each is read when it is asked for. Raises CheckpointError, naming `source`, for what the library cannot read."""
+    ocp = _library()
+    source = source.absolute()
+    try:
+        found = ocp.PyTreeCheckpointer().metadata(source)
+        tree = getattr(found.item_metadata, "tree", None)
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise _unreadable(source, str(error)) from error
+    if not isinstance(tree, Mapping):
+        raise _unreadable(source, "it holds no tree of arrays")
+    tensors = []
+    for path, leaf in _leaves(tree):
+        match path:
+            case [root, *names] if root == PARAMS and names:
+                fqn, kind = ".".join(names), PARAM
+            case [root, *names] if root == BUFFERS and PARAMS in tree and names:
+                fqn, kind = ".".join(names), BUFFER
+            case [root, state, *names] if root == OPTIMIZER and PARAMS in tree and names:
+                fqn, kind = ".".join(names), state
+            case names if PARAMS not in tree:
+                fqn, kind = ".".join(names), PARAM
+            case _:
+                continue
+        try:
+            dtype = DType.parse(np.dtype(leaf.dtype).name)
+        except (ShardingError, TypeError) as error:
+            raise CheckpointError(
+                f"{fqn!r} in {source} is of the type {leaf.dtype}, which polyaccel has not", value=str(leaf.dtype)
+            ) from error
+        tensors.append(_lazy(ocp, source, tree, path, fqn, kind, tuple(leaf.shape), dtype))
+    return tensors
+
+
+def _lazy(
+    ocp: Any,
+    source: Path,
+    tree: Mapping[str, Any],
+    path: tuple[str, ...],
+    fqn: str,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> InTensor:
+    kept: list[Any] = []
+
+    def read_elements(start: int, numel: int) -> bytes:
+        if not kept:  # read once, and let go with its last run
+            kept.append(np.ascontiguousarray(_one(ocp, source, tree, path)).reshape(-1))
+        data: bytes = kept[0][start : start + numel].tobytes()
+        if start + numel == prod(shape):
+            kept.clear()
+        return data
+
+    return InTensor(fqn, kind, shape, dtype, read_elements)
+
+
+def _one(ocp: Any, source: Path, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """One array of the tree, the others left where they are."""
+    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    for other, _ in _leaves(tree):
+        at, of = asked, arguments
+        for name in other[:-1]:
+            at, of = at.setdefault(name, {}), of.setdefault(name, {})
+        at[other[-1]] = 0 if other == path else ocp.PLACEHOLDER
+        of[other[-1]] = ocp.RestoreArgs(restore_type=np.ndarray)
+    try:
+        found = ocp.PyTreeCheckpointer().restore(
+            source, args=ocp.args.PyTreeRestore(item=asked, restore_args=arguments)
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise _unreadable(source, str(error)) from error
+    for name in path:
+        found = found[name]
+    return found
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, Mapping):
+        for name, child in tree.items():
+            yield from _leaves(child, (*path, str(name)))
+    elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        yield path, tree
+
+
+def _library() -> Any:
+    try:
+        return import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise CheckpointError(
+            f"orbax cannot be imported: {error}", cure="pip install orbax-checkpoint", value="orbax"
+        ) from error
+
+
+def _unreadable(source: Path, why: str) -> CheckpointError:
+    cure = "give the folder that a checkpointer of orbax saved a tree in"
+    return CheckpointError(f"{source} is no checkpoint of orbax: {why[:300]}", cure=cure, value=str(source))
