@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
+from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
@@ -244,10 +245,16 @@ def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
 def save_policy_of(config: ResolvedConfig) -> SavePolicy:
     """How engines save."""
     storage, options = config.checkpoint.storage_plugin
+    best = config.checkpoint.keep_best
     return SavePolicy(
         tag_validation=config.checkpoint.tag_validation,
         in_background=config.checkpoint.in_background,
         staging_nbytes=config.checkpoint.staging_memory,
+        retention=Retention(
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=KeepBest(best.metric, best.mode, best.count) if best else None,
+        ),
         storage=storage,
         options=json.loads(json.dumps(options)),  # without the tables that refuse to change
     )

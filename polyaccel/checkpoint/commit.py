@@ -19,7 +19,7 @@ import json
 import zlib
 from dataclasses import asdict, dataclass
 
-from polyaccel.checkpoint.manifest import FORMAT, check_format
+from polyaccel.checkpoint.manifest import FORMAT, Manifest, check_format
 from polyaccel.checkpoint.parsing import CommitTree, json_object, parsed
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
@@ -95,6 +95,23 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
     return None if nbytes is None else Commit.from_bytes(storage.read(path, 0, min(nbytes, _MOST_NBYTES)), path)
 
 
+def read_manifest(storage: Storage, commit: Commit) -> Manifest:
+    """Read and verify the manifest that a marker names, and see that every file has its length. Raises
+    CheckpointError."""
+    path = f"{commit.folder}/{MANIFEST}"
+    _check_size(storage, path, commit.manifest_nbytes)
+    data = storage.read(path, 0, commit.manifest_nbytes)
+    if zlib.crc32(data) != commit.manifest_crc32:
+        raise CheckpointError(f"{path} in {storage.location} is damaged: its checksum is wrong", value=path)
+    manifest = Manifest.from_json(data, f"{path} in {storage.location}")
+    manifest.check()
+    if manifest.tag != commit.tag:
+        raise CheckpointError(f"{path} in {storage.location} is of the checkpoint {manifest.tag!r}", value=path)
+    for name, nbytes in manifest.files.items():
+        _check_size(storage, f"{commit.folder}/{name}", nbytes)
+    return manifest
+
+
 def write_commit(storage: Storage, commit: Commit) -> None:
     """Let the tag's marker name this save from now on."""
     storage.write(f"{commit.tag}/{MARKER}", [commit.to_bytes()])
@@ -114,3 +131,10 @@ def read_latest(storage: Storage) -> str | None:
 def write_latest(storage: Storage, tag: str) -> None:
     """Make `tag` the one to resume from."""
     storage.write(LATEST, [tag.encode("utf-8")])
+
+
+def _check_size(storage: Storage, path: str, nbytes: int) -> None:
+    found = storage.size(path)
+    if found != nbytes:
+        what = "is missing" if found is None else f"has {found:,} of {nbytes:,} bytes"
+        raise CheckpointError(f"{path} in {storage.location} {what}", value=path)

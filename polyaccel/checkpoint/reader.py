@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.background.client import settle
-from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, read_latest, tag_names
+from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_latest, read_manifest, tag_names
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.storage import Storage, as_storage
@@ -259,7 +259,7 @@ def open_checkpoint(
 
     def follow() -> None:
         if not readers:
-            readers.append(_open(storage, commit))
+            readers.append(CheckpointReader(storage, commit, read_manifest(storage, commit)))
 
     marker = on_rank_0(communicator, "opening a checkpoint", choose)
     commit = Commit.from_bytes(marker, "the commit marker that rank 0 read")
@@ -322,30 +322,7 @@ def _open_tag(storage: Storage, tag: str) -> CheckpointReader:
             cure=f"rename it back to {commit.tag!r}",
             value=tag,
         )
-    return _open(storage, commit)
-
-
-def _open(storage: Storage, commit: Commit) -> CheckpointReader:
-    """Read and verify the manifest, and see that every file has its length."""
-    path = f"{commit.folder}/{MANIFEST}"
-    _check_size(storage, path, commit.manifest_nbytes)
-    data = storage.read(path, 0, commit.manifest_nbytes)
-    if zlib.crc32(data) != commit.manifest_crc32:
-        raise CheckpointError(f"{path} in {storage.location} is damaged: its checksum is wrong", value=path)
-    manifest = Manifest.from_json(data, f"{path} in {storage.location}")
-    manifest.check()
-    if manifest.tag != commit.tag:
-        raise CheckpointError(f"{path} in {storage.location} is of the checkpoint {manifest.tag!r}", value=path)
-    for name, nbytes in manifest.files.items():
-        _check_size(storage, f"{commit.folder}/{name}", nbytes)
-    return CheckpointReader(storage, commit, manifest)
-
-
-def _check_size(storage: Storage, path: str, nbytes: int) -> None:
-    found = storage.size(path)
-    if found != nbytes:
-        what = "is missing" if found is None else f"has {found:,} of {nbytes:,} bytes"
-        raise CheckpointError(f"{path} in {storage.location} {what}", value=path)
+    return CheckpointReader(storage, commit, read_manifest(storage, commit))
 
 
 def _status(storage: Storage, tag: str) -> TagStatus:

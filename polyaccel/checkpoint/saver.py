@@ -13,6 +13,7 @@ from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.background import client
 from polyaccel.checkpoint.background.image import Image
 from polyaccel.checkpoint.pieces import TensorPiece
+from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
 from polyaccel.checkpoint.steps import SavePart, TagValidation, abandon, agree_on_parts
@@ -30,12 +31,14 @@ class SavePolicy:
     """How an engine saves.
 
     `in_background`: a process beside the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
-    what the host has left, shared by its ranks). `storage` and `options` are the plugin and its options.
+    what the host has left, shared by its ranks). `retention` says which tags stay. `storage` and `options` are the
+    plugin and its options.
     """
 
     tag_validation: TagValidation = "Warn"
     in_background: bool = True
     staging_nbytes: int | None = None
+    retention: Retention = KEEP_ALL
     storage: str = "file"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,7 +78,15 @@ class Saver:
         )
         nbytes = sum(intent.nbytes for intent in intents)
         if not all(intent.has_room for intent in intents):
-            write_parts(storage, tag, part, nbytes, communicator=self._communicator, save_latest=save_latest)
+            write_parts(
+                storage,
+                tag,
+                part,
+                nbytes,
+                communicator=self._communicator,
+                save_latest=save_latest,
+                retention=self._policy.retention,
+            )
             return
         self._under_way = _UnderWay.begin(
             self._communicator, storage, self._policy, tag, part, nbytes, save_latest, self._filled
@@ -191,6 +202,7 @@ class _UnderWay:
                 tag=tag,
                 folder=folder,
                 save_latest=save_latest,
+                retention=policy.retention,
             )
 
         try:

@@ -36,7 +36,7 @@ class Storage(ABC):
     Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 2)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 3)
     name: ClassVar[str]
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -82,6 +82,11 @@ class Storage(ABC):
     @abstractmethod
     def delete_tree(self, path: str) -> None:
         """Remove a folder and all in it. One that does not exist is no error."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file: once the call has returned, no reader finds it, also after a power cut. One that does not
+        exist is no error. As it is here, it serves storages whose `delete_tree` removes a file as well."""
+        self.delete_tree(path)
 
     def clear_unfinished(self, path: str = "", *, if_empty: bool = False) -> None:  # noqa: B027 - few leave any
         """Remove what `write` left directly in a folder when its process was killed; what a living process is writing
@@ -158,6 +163,12 @@ class FileStorage(Storage):
                 shutil.rmtree(target)
             except FileNotFoundError:
                 return
+            _fsync_directory(target.parent)
+
+    def delete(self, path: str) -> None:
+        target = self._resolve(path)
+        with self._explain(path, "delete"), suppress(FileNotFoundError):
+            target.unlink()
             _fsync_directory(target.parent)
 
     def clear_unfinished(self, path: str = "", *, if_empty: bool = False) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from polyaccel.checkpoint.commit import Commit
 from polyaccel.checkpoint.pieces import RankFile, TensorPiece, reading
+from polyaccel.checkpoint.retention.deletion import prune
+from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import clear_leftovers, new_save
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
 from polyaccel.checkpoint.steps import SavePart, TagValidation, abandon, agree_on_parts, commit_files, finish
@@ -32,12 +34,14 @@ def save_checkpoint(
     tag_validation: TagValidation = "Warn",
     save_latest: bool = True,
     about: Mapping[str, Any] = MappingProxyType({}),
+    retention: Retention = KEEP_ALL,
 ) -> Commit:
     """Save a checkpoint under `tag`, replacing one of that name; every rank calls this with its own pieces and blobs.
 
     `scalars` are rank 0's: plain values (see `polyaccel.checkpoint.scalars`), checked on every rank; so is `about`,
     which tells of the run. When the call returns, on any rank, the checkpoint is complete and durable, and `latest`
     names it if `save_latest`; but `latest` never moves to parameters that are not finite, of which the log warns.
+    Last of all, rank 0 deletes the tags that its `retention` does not keep.
 
     Raises CheckpointError on every rank when anything failed on any. The tag is then what it was before, or, if the
     very last steps failed, the new checkpoint, whole; `latest` and other tags are intact. Raises CommTimeout when a
@@ -50,11 +54,20 @@ def save_checkpoint(
         tag_validation,
     )
     nbytes = sum(intent.nbytes for intent in intents)
-    return write_parts(as_storage(storage), tag, part, nbytes, communicator=communicator, save_latest=save_latest)
+    return write_parts(
+        as_storage(storage), tag, part, nbytes, communicator=communicator, save_latest=save_latest, retention=retention
+    )
 
 
 def write_parts(
-    storage: Storage, tag: str, part: SavePart, nbytes: int, *, communicator: Communicator, save_latest: bool
+    storage: Storage,
+    tag: str,
+    part: SavePart,
+    nbytes: int,
+    *,
+    communicator: Communicator,
+    save_latest: bool,
+    retention: Retention,
 ) -> Commit:
     """The rest of `save_checkpoint`: write what the ranks agreed on, `nbytes` in all. Collective."""
     with ExitStack() as owned:
@@ -81,12 +94,13 @@ def write_parts(
             if communicator.rank == 0:
                 abandon(storage, tag, folder)
             raise
+
     # From here on the tag is saved, whatever happens.
-    on_rank_0(
-        communicator,
-        f"{tag!r} is saved, but moving 'latest' to it",
-        lambda: finish(storage, commit, files, save_latest=save_latest),
-    )
+    def tidy() -> None:
+        finish(storage, commit, files, save_latest=save_latest)
+        prune(storage, retention)
+
+    on_rank_0(communicator, f"{tag!r} is saved, but moving 'latest' to it", tidy)
     return commit
 
 

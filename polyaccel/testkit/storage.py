@@ -129,6 +129,18 @@ class StorageContract(ABC):
         found = (storage.names("a"), storage.size("a/b/one"), storage.size("a/three"))
         equal(found, (("three",), None, 1), "names left, and sizes of a deleted file and of its neighbour")
 
+    def test_a_file_is_deleted(self) -> None:
+        """`delete` removes a file and nothing beside it, and may be called again: a checkpoint that goes loses its
+        commit marker first."""
+        storage = self.make()
+        for path in ("a/one", "a/one.more", "a/two"):
+            storage.write(path, [b"x"])
+        storage.delete("a/one")
+        storage.delete("a/one")
+        storage.delete("none/at/all")
+        found = (storage.names("a"), storage.size("a/one"), storage.size("a/two"))
+        equal(found, (("one.more", "two"), None, 1), "names left, and sizes of a deleted file and of its neighbour")
+
     def test_what_was_replaced_or_deleted_takes_no_room(self) -> None:
         """Once files were replaced, failed and deleted, what they needed is free again, where the place is a folder:
         a run saves for weeks."""

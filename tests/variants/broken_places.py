@@ -108,6 +108,16 @@ class DeletesTheFolder(BrokenStorage):
         super().delete_tree(path.rpartition("/")[0])
 
 
+class DeletesWhatBeginsAlike(BrokenStorage):
+    """As an object store would that deletes by the prefix of a name."""
+
+    def delete(self, path: str) -> None:
+        folder, _, start = path.rpartition("/")
+        for name in self.names(folder):
+            if name.startswith(start):
+                super().delete(f"{folder}/{name}")
+
+
 class KeepsTheFirst(BrokenStorage):
     def write(self, path: str, chunks: Iterable[bytes]) -> None:
         if self.size(path) is None:

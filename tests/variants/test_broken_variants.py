@@ -170,6 +170,11 @@ VARIANTS = (
     storage(places.KeepsContents, "nothing_is_kept_of_files", "expected less than 8 MiB more", "got"),
     storage(places.KeepsFilesOpen, "nothing_is_kept_of_files", "open files after 32", "expected about"),
     storage(places.ListsEverything, "names_are_sorted_and_only_of_one_folder", "expected (('a', 'b')", "'b/c/three'"),
+    storage(
+        places.DeletesWhatBeginsAlike,
+        "a_file_is_deleted",
+        "expected (('one.more', 'two'), None, 1), got (('two',), None, 1)",
+    ),
     storage(places.DeletesTheFolder, "a_tree_is_deleted", "expected (('three',), None, 1), got ((), None, None)"),
     storage(places.KeepsTheFirst, "a_file_is_replaced", "expected 5, got 13"),
     tier(places.BeginsWithRubbish, "begins_with_zeros", "expected 0, got 1"),

@@ -17,8 +17,7 @@ from threading import Lock
 from typing import Any
 
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import Job, receive, segments_of, send
-from polyaccel.checkpoint.background.process import GIVE_UP, LAST
+from polyaccel.checkpoint.background.job import GIVE_UP, LAST, Job, receive, segments_of, send
 from polyaccel.checkpoint.owner import Owner
 from polyaccel.checkpoint.steps import SavePart
 from polyaccel.errors import CheckpointError

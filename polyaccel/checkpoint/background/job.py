@@ -10,9 +10,12 @@ from typing import Any
 
 from polyaccel import plain
 from polyaccel.checkpoint.pieces import FileLayout, FileSegment, PieceSpec
+from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.mesh import Block
 from polyaccel.types import DType
 
+GIVE_UP, LAST = b"G", b"L"
+"""Words of the rank: nobody waits for this save any more; nobody will say how other ranks' parts went."""
 _LENGTH_NBYTES = 8
 _PLAIN = ("scalars", "about", "options")
 
@@ -39,6 +42,7 @@ class Job:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     save_latest: bool = True
+    retention: Retention = KEEP_ALL
 
     def layout(self) -> FileLayout:
         """The layout of the file."""
@@ -54,7 +58,8 @@ class Job:
     def from_bytes(cls, data: bytes) -> Job:
         """The inverse of `to_bytes`."""
         tree = json.loads(data)
-        return cls(**tree | {key: plain.from_tree(tree[key]) for key in _PLAIN})
+        plain_values = {key: plain.from_tree(tree[key]) for key in _PLAIN}
+        return cls(**tree | plain_values | {"retention": Retention.from_tree(tree["retention"])})
 
 
 def segments_of(layout: FileLayout) -> list[Any]:

@@ -22,16 +22,15 @@ from threading import Event, Thread, get_ident
 from typing import Any
 
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import Job, receive, send
+from polyaccel.checkpoint.background.job import GIVE_UP, Job, receive, send
 from polyaccel.checkpoint.parsing import json_object
 from polyaccel.checkpoint.pieces import RankFile
+from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.saves import TOLD, held
 from polyaccel.checkpoint.steps import abandon, commit_files, finish
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.errors import CheckpointError, PolyaccelError
 
-GIVE_UP, LAST = b"G", b"L"
-"""Words of the rank: nobody waits for this save any more; nobody will say how other ranks' parts went."""
 _NICENESS = 5  # training goes first
 _GIVE_UP_AFTER_S = 120.0
 _LOOK_AGAIN_S = (0.01, 0.5)
@@ -100,6 +99,7 @@ def _write(job: Job, descriptor: int, gives_up: Event, ended: Event) -> None:
             raise
         finish(storage, commit, files, save_latest=job.save_latest)
         storage.delete_tree(f"{job.tag}/{job.folder}/{TOLD}")
+        prune(storage, job.retention)
 
 
 def _written(job: Job, storage: Storage, descriptor: int) -> RankFile:

@@ -14,9 +14,27 @@ def _capitalised(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
-class CheckpointConfig(Section):
-    """Saved states."""
+class KeepBestConfig(Section):
+    """Checkpoints that stay for a number in their `client_state`. While no checkpoint has it, nothing is deleted."""
 
+    metric: str = Field(min_length=1)
+    """The number's dotted name: "eval.loss" for `save_checkpoint(folder, client_state={"eval": {"loss": 1.5}})`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest numbers are the best, or the highest."""
+    count: PositiveInt = 1
+    """How many stay."""
+
+
+class CheckpointConfig(Section):
+    """Saved states. With `keep_last`, `keep_every` or `keep_best`, each save deletes the tags of its folder that none
+    of the three keeps, but never the newest good one, nor the one that `latest` names."""
+
+    keep_best: KeepBestConfig | None = None
+    """polyaccel's own: keep those with the best metric."""
+    keep_every: PositiveInt | None = None
+    """polyaccel's own: keep those whose global step is a multiple of this."""
+    keep_last: PositiveInt | None = None
+    """polyaccel's own: keep this many of the newest."""
     storage: str | Annotated[PluginTable, Field(min_length=1, max_length=1)] = "file"
     """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
     or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees. What is

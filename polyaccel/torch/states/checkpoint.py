@@ -71,7 +71,7 @@ def save_run(
     scalars = run.scalars(client_state)
     if not is_plain(scalars["client_state"]):
         blobs[_CLIENT_STATE] = packed(scalars.pop("client_state"), "client_state")
-        scalars["client_state"] = {}
+        scalars["client_state"] = {name: value for name, value in client_state.items() if is_plain({name: value})}
     if isinstance(optimizer, ClientOptimizer):
         kinds = optimizer.states_by_kind()
         for numbers, others in run.communicator.all_gather_object((kinds.numbers, kinds.others)):

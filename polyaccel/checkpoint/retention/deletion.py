@@ -1,0 +1,131 @@
+"""The deletion of the tags that a rule does not keep.
+
+[Note: Deletion]
+A deletion is a save backwards. The commit marker goes first, in one durable call: from then on the tag is no
+checkpoint to anybody, whatever of its files is still there. Then its save goes, then the empty folder. A deletion that
+is cut short after the marker leaves what a save that was cut short leaves, a folder that no marker names, which the
+next save clears away; one that is cut short before it leaves the checkpoint, whole. A reader that opened the tag before
+meets files that are missing, never others. Right before, the tag is looked at again: one whose marker was replaced, or
+in which somebody has begun another save, stays.
+
+Nothing is deleted before the newest good checkpoint has been opened anew, with all of its files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from polyaccel.checkpoint.commit import MARKER, Commit, read_commit, read_latest, read_manifest, tag_names
+from polyaccel.checkpoint.retention.rules import Retention, SavedTag, TagState
+from polyaccel.checkpoint.saves import save_folders
+from polyaccel.checkpoint.storage import Storage
+from polyaccel.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_read: dict[str, dict[tuple[Commit, str], SavedTag]] = {}
+"""By location: what this process has read of checkpoints, which do not change, by marker and metric."""
+
+
+def prune(storage: Storage, retention: Retention) -> tuple[str, ...]:
+    """Delete the tags of `storage` that `retention` does not keep, one process at a time. Returns those deleted.
+
+    What cannot be looked at or deleted wastes room, but does no harm, and is said in the log.
+    """
+    deleted: list[str] = []
+    if retention.keeps_all:
+        return ()
+    try:
+        tags, commits = _look(storage, retention)
+        for tag in _plan(storage, retention, tags, commits):
+            if _delete(storage, commits[tag]):
+                deleted.append(tag)
+    except CheckpointError as error:
+        _log.warning("could not delete old checkpoints in %s: %s", storage.location, error)
+    if deleted:
+        _log.info("deleted %s from %s, as the checkpoint section says", ", ".join(deleted), storage.location)
+    return tuple(deleted)
+
+
+def _look(storage: Storage, retention: Retention) -> tuple[list[SavedTag], dict[str, Commit]]:
+    """Every tag, and the markers of those that have one. Reads manifests, each once, and no tensors."""
+    metric = retention.keep_best.metric if retention.keep_best else ""
+    before, now = _read.get(storage.location, {}), dict[tuple[Commit, str], SavedTag]()
+    tags, commits = [], {}
+    for tag in tag_names(storage):
+        folders = save_folders(storage, tag)
+        try:
+            commit = read_commit(storage, tag)
+        except CheckpointError:
+            commit = None
+        if commit is None or commit.tag != tag:
+            tags.append(SavedTag(tag, 0.0, state=TagState.UNREADABLE))
+            continue
+        known = before.get((commit, metric)) or _open(storage, commit, retention)
+        now[commit, metric] = known
+        commits[tag] = commit
+        tags.append(replace(known, is_busy=set(folders) != {commit.save}))
+    _read[storage.location] = now
+    return tags, commits
+
+
+def _open(storage: Storage, commit: Commit, retention: Retention) -> SavedTag:
+    try:
+        manifest = read_manifest(storage, commit)
+    except CheckpointError:
+        return SavedTag(commit.tag, commit.saved_at_s, state=TagState.UNREADABLE)
+    counters: Any = manifest.scalars.get("counters")
+    step = counters.get("global_steps") if isinstance(counters, Mapping) else None
+    best = retention.keep_best
+    return SavedTag(
+        commit.tag,
+        commit.saved_at_s,
+        step=step if isinstance(step, int) else None,
+        metric=best.number_in(manifest.scalars.get("client_state")) if best else None,
+        state=TagState.NOT_FINITE if manifest.not_finite else TagState.GOOD,
+    )
+
+
+def _plan(
+    storage: Storage, retention: Retention, tags: list[SavedTag], commits: Mapping[str, Commit]
+) -> tuple[str, ...]:
+    """The tags to delete, once the newest good one that stays has been opened anew."""
+    latest = read_latest(storage)
+    best = retention.keep_best
+    if best is not None and not any(each.metric is not None for each in tags):
+        _log.warning(
+            'no checkpoint in %s has the number %r of "checkpoint.keep_best" in its client_state: all of them stay',
+            storage.location, best.metric,
+        )  # fmt: skip
+    while planned := retention.deletable(tags, latest):
+        newest = max(
+            (each for each in tags if each.state is TagState.GOOD), key=lambda each: (each.saved_at_s, each.tag)
+        )
+        try:
+            read_manifest(storage, commits[newest.tag])
+        except CheckpointError as error:
+            _log.warning("%s; it does not count as kept", error.message)
+            tags[tags.index(newest)] = replace(newest, state=TagState.UNREADABLE)
+        else:
+            return planned
+    return ()
+
+
+def _delete(storage: Storage, commit: Commit) -> bool:
+    """Delete the checkpoint that `commit` names, in the order of [Note: Deletion]. Returns whether it was deleted."""
+    tag = commit.tag
+    if save_folders(storage, tag) != (commit.save,) or read_commit(storage, tag) != commit:
+        return False
+    marker = f"{tag}/{MARKER}"
+    storage.delete(marker)
+    if storage.size(marker) is not None:
+        raise CheckpointError(
+            f"the storage {storage.name!r} did not delete {marker}",
+            cure="a storage whose delete_tree removes folders only needs a method delete, which is new in version 1.3",
+            value=marker,
+        )
+    storage.delete_tree(commit.folder)
+    storage.clear_unfinished(tag, if_empty=True)
+    return True
