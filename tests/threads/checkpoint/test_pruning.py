@@ -236,7 +236,7 @@ def test_an_engine_obeys_its_config(tmp_path: Path) -> None:
     for loss in (5, 4, 6, 7, 8):
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
-        engine.save_checkpoint(str(tmp_path), client_state={"loss": loss})
+        engine.save_checkpoint(str(tmp_path), client_state={"loss": loss, "where": torch.ones(2)})
     engine.wait_for_checkpoint()
     assert tags(tmp_path) == ["global_step2", "global_step3", "global_step5"]
     engine.destroy()
