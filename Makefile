@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-dropin test-exchange mutants environment lint docs bench sanitize test-neon soak soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange mutants environment lint docs bench sanitize test-neon soak soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -73,6 +73,12 @@ test-ipex: ## run the tests of plugins/polyaccel-ipex in an environment of its o
 	$(VENV)-ipex/bin/python -m pip --disable-pip-version-check install -qq --editable . --editable plugins/polyaccel-ipex \
 		pytest pytest-timeout
 	$(VENV)-ipex/bin/python -m pytest plugins/polyaccel-ipex/tests $(ARGS)
+
+test-s3: ## run the tests of the storage `fsspec` on a server of S3, in an environment of its own (s3fs and moto: 300 MB)
+	$(PYTHON) -m venv $(VENV)-s3
+	$(VENV)-s3/bin/python -m pip --disable-pip-version-check install -qq 'moto[server]' s3fs
+	$(VENV)-s3/bin/python -m pip --disable-pip-version-check install -qq --editable '.[fsspec]' pytest pytest-timeout
+	$(VENV)-s3/bin/python -m pytest tests/procs/s3 tests/unit/checkpoint/test_fsspec_storage.py $(ARGS)
 
 test-dropin: ## run the trainers that people use with DeepSpeed over plugins/polyaccel-deepspeed, in an environment of its own
 	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata'
@@ -140,7 +146,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-dropin $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

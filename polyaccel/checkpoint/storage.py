@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +27,7 @@ from polyaccel.registry import PluginGroup, load_plugin
 _UNFINISHED = ".tmp"
 _writes = count()
 """Numbers of the writes of this process, which make their temporary names unlike."""
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR)
 
@@ -110,6 +112,15 @@ class FileStorage(Storage):
     """
 
     name = "file"
+
+    def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(location, options)
+        if _URL.match(self.location):
+            raise CheckpointError(
+                f"{self.location!r} is a URL, and the storage {self.name!r} would make a folder of that name",
+                cure='name another storage for it in the config, such as "checkpoint": {"storage": "fsspec"}',
+                value=self.location,
+            )
 
     @classmethod
     def probe(cls) -> Probe:

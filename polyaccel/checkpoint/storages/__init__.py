@@ -1,0 +1,1 @@
+"""Storages beyond a folder that all ranks see."""
