@@ -28,7 +28,7 @@ from polyaccel.types import DType
 ALIGNMENT_NBYTES = 64
 MAX_PIECE_NBYTES = 16 * 2**20
 """A longer run has several checksums, which bounds the memory for writing, reading and verifying it."""
-_NAMES = {
+SAFETENSORS_TYPES = {
     DType.FLOAT64: "F64",
     DType.FLOAT32: "F32",
     DType.BFLOAT16: "BF16",
@@ -170,7 +170,7 @@ class FileLayout:
                 at += gap
 
         for piece in pieces:
-            place(piece, piece.stored_name, _NAMES[piece.dtype], piece.stored_shape, piece.nbytes)
+            place(piece, piece.stored_name, SAFETENSORS_TYPES[piece.dtype], piece.stored_shape, piece.nbytes)
         for blob, nbytes in blobs.items():
             place(blob, f"__blob__{blob}", "U8", [nbytes], nbytes)
         header = json.dumps(tensors, separators=(",", ":")).encode("utf-8")

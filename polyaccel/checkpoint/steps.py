@@ -9,10 +9,19 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_commit, write_commit, write_latest
+from polyaccel.checkpoint.commit import (
+    MANIFEST,
+    Commit,
+    check_tag,
+    read_commit,
+    tag_names,
+    write_commit,
+    write_latest,
+)
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.pieces import FileLayout, RankFile, TensorPiece
 from polyaccel.checkpoint.saves import clear_leftovers, discard, rank_file
@@ -138,9 +147,19 @@ def commit_files(
             )
     data = manifest.to_json()
     storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
-    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=round(time.time(), 3))
+    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=_now_s(storage))
     write_commit(storage, commit)
     return commit
+
+
+def _now_s(storage: Storage) -> float:
+    """The time, but later than that of every checkpoint there: they are told apart by it, and clocks are set back."""
+    saved_at_s = [0.0]
+    for tag in tag_names(storage):
+        with suppress(CheckpointError):  # nobody's marker, or a damaged one
+            commit = read_commit(storage, tag)
+            saved_at_s.append(commit.saved_at_s if commit else 0.0)
+    return round(max(time.time(), max(saved_at_s) + 0.001), 3)
 
 
 def finish(storage: Storage, commit: Commit, files: Sequence[RankFile], *, save_latest: bool) -> None:

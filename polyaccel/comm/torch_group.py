@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from polyaccel import seal
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.host_address import listening_socket
+from polyaccel.comm.torch_ending import rest_at_exit
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -61,6 +62,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
+    rest_at_exit()
     if adopted is None:
         _make_default_group(backend, rendezvous, deadline, enter)
     elif adopted != (rendezvous.rank, rendezvous.world_size):

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
+from polyaccel.checkpoint.pieces import ALIGNMENT_NBYTES
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import converted, read, runs
@@ -108,3 +115,20 @@ def index_of(files: Sequence[Sequence[OutTensor]], names: Sequence[str]) -> dict
     where = {tensor.name: name for tensors, name in zip(files, names, strict=True) for tensor in tensors}
     total = sum(tensor.nbytes for tensors in files for tensor in tensors)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+
+
+@contextmanager
+def mapped(folder: Path, tensors: Sequence[OutTensor], progress: Progress) -> Iterator[list[npt.NDArray[np.uint8]]]:
+    """The bytes of the tensors, for libraries that want all at once: in a file in `folder`, mapped into memory, so that
+    the system may drop what it needs the room for. The file is gone when the block is left."""
+    with TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
+        path, starts = Path(scratch, "tensors"), list[int]()
+        with path.open("wb") as file:
+            for tensor in tensors:
+                file.write(bytes(-file.tell() % ALIGNMENT_NBYTES))
+                starts.append(file.tell())
+                for chunk in tensor.chunks(progress):
+                    file.write(chunk)
+            file.write(b"\0")  # an empty file cannot be mapped
+        memory = np.memmap(path, np.uint8, "r+")
+        yield [np.asarray(memory[start : start + tensor.nbytes]) for tensor, start in zip(tensors, starts, strict=True)]

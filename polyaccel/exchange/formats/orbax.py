@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,11 @@ import numpy as np
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress
+from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress, mapped
 from polyaccel.exchange.importing import InTensor
 from polyaccel.types import DType
 
 PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
-_ALIGNMENT_NBYTES = 64
 
 
 def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
@@ -32,21 +30,12 @@ def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[s
     Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
     ocp = _library()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".export-", dir=out.parent) as scratch:
-        path, starts = Path(scratch, "tensors"), list[int]()
-        with path.open("wb") as file:
-            for tensor in tensors:
-                file.write(bytes(-file.tell() % _ALIGNMENT_NBYTES))
-                starts.append(file.tell())
-                for chunk in tensor.chunks(progress):
-                    file.write(chunk)
-            file.write(b"\0")  # an empty file cannot be mapped
-        memory = np.memmap(path, np.uint8, "r")
+    with mapped(out.parent, tensors, progress) as found:
         tree: dict[str, Any] = {}
-        for tensor, start in zip(tensors, starts, strict=True):
+        for tensor, data in zip(tensors, found, strict=True):
             kind = tensor.tensor.kind
             roots = {PARAM: [PARAMS], BUFFER: [BUFFERS]}.get(kind, [OPTIMIZER, kind])
-            flat = np.asarray(memory[start : start + tensor.nbytes]).view(numpy_dtype(tensor.dtype))
+            flat = data.view(numpy_dtype(tensor.dtype))
             *branch, leaf = [*roots, *tensor.name.split(".")]
             at = tree
             for name in branch:

@@ -8,25 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyaccel.checkpoint.pieces import SAFETENSORS_TYPES
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of
 from polyaccel.exchange.importing import InTensor
-from polyaccel.types import DType
 
 STEM, SUFFIX = "model", ".safetensors"
-_NAMES = {
-    DType.FLOAT64: "F64",
-    DType.FLOAT32: "F32",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT16: "F16",
-    DType.INT64: "I64",
-    DType.INT32: "I32",
-    DType.INT16: "I16",
-    DType.INT8: "I8",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-}
 _MOST_HEADER_NBYTES = 100_000_000
 """As the format says."""
 
@@ -80,7 +68,11 @@ def _contents(tensors: Sequence[OutTensor], progress: Progress) -> Iterator[byte
     at = 0
     for tensor in ordered:
         end = at + tensor.nbytes
-        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -105,7 +97,7 @@ def _tensors(file: Path) -> Iterator[InTensor]:
         ]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _unreadable(file, repr(error)) from error
-    known = {name: dtype for dtype, name in _NAMES.items()}
+    known = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
     for name, kind, shape, start, end in entries:
         if kind not in known:
             raise CheckpointError(

@@ -9,22 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of
+from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of, mapped
 from polyaccel.exchange.formats.safetensors import files_of
 from polyaccel.exchange.importing import InTensor
 from polyaccel.types import DType
 
 STEM, SUFFIX = "pytorch_model", ".bin"
-_ALIGNMENT_NBYTES = 64
 _TYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
 
 
@@ -50,21 +47,10 @@ def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: P
 @contextmanager
 def on_disk(folder: Path, tensors: Sequence[OutTensor], progress: Progress) -> Iterator[dict[OutTensor, torch.Tensor]]:
     """The tensors as torch's, over a file in `folder` that is gone when the block is left."""
-    with TemporaryDirectory(prefix=".export-", dir=folder) as scratch:
-        path, starts = Path(scratch, "tensors"), list[int]()
-        with path.open("wb") as file:
-            for tensor in tensors:
-                file.write(bytes(-file.tell() % _ALIGNMENT_NBYTES))
-                starts.append(file.tell())
-                for chunk in tensor.chunks(progress):
-                    file.write(chunk)
-            file.write(b"\0")  # an empty file cannot be mapped
-        memory = np.memmap(path, np.uint8, "r+")
+    with mapped(folder, tensors, progress) as found:
         yield {
-            tensor: torch.from_numpy(np.asarray(memory[start : start + tensor.nbytes]))
-            .view(_TYPES[tensor.dtype])
-            .reshape(tensor.shape)
-            for tensor, start in zip(tensors, starts, strict=True)
+            tensor: torch.from_numpy(data).view(_TYPES[tensor.dtype]).reshape(tensor.shape)
+            for tensor, data in zip(tensors, found, strict=True)
         }
 
 

@@ -8,6 +8,7 @@ from parity_models import SMALL_BUCKET, make_config, on_threads, parity_loss, pa
 from torch import nn
 
 import polyaccel
+from polyaccel.checkpoint import list_checkpoints
 from polyaccel.errors import CheckpointError
 
 
@@ -112,6 +113,19 @@ def test_without_a_tag_the_newest_complete_checkpoint_is_taken_with_one_warning(
 
     on_threads(2, work, parity_model)
     assert caplog.text.count("loading 'first', the newest complete checkpoint, instead") == 1
+
+
+def test_the_newest_is_the_newest_though_the_clock_was_set_back(tmp_path, monkeypatch):
+    def work(communicator, model):
+        engine = engine_for(model, 1, checkpoint={"async": False})
+        for tag, now_s in (("first", 2e9), ("second", 1e9), ("third", 1e9 + 5)):
+            monkeypatch.setattr("polyaccel.checkpoint.steps.time.time", lambda now_s=now_s: now_s)
+            engine.save_checkpoint(str(tmp_path), tag=tag)
+        (tmp_path / "latest").unlink()
+        assert engine.load_checkpoint(str(tmp_path))[0] == f"{tmp_path}/third"
+        assert [status.tag for status in list_checkpoints(tmp_path)] == ["third", "second", "first"]
+
+    on_threads(1, work, parity_model)
 
 
 def test_nothing_to_load_is_an_error(tmp_path):
