@@ -82,6 +82,10 @@ class RenamedReader:
         self.tag, self.world_size, self.scalars = reader.tag, reader.world_size, reader.scalars
         self.rank_blobs = reader.rank_blobs
 
+    def saved_name(self, fqn: str) -> str:
+        """The name under which a parameter was saved, or would have been."""
+        return self._source_of(fqn).name
+
     def steps_of(self, fqn: str) -> int:
         """How many updates a parameter has had."""
         count: int = self.scalars["param_steps"].get(self._source_of(fqn).name, 0)

@@ -12,7 +12,7 @@ nor saved until a load has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -177,6 +177,8 @@ class SavedValues(BaseModel):
     lr_scheduler: dict[str, Any] | None
     data: dict[str, Any] | None
     client_state: dict[str, Any]
+    frozen_base: dict[str, str] = {}
+    """What `base_checksums` says of frozen parameters that were left out."""
 
     @classmethod
     def of(cls, reader: StateReader) -> SavedValues:
@@ -229,12 +231,15 @@ class StateReader(Protocol):
     ) -> None: ...
 
 
-def check_names(zero: TrainedState, reader: StateReader, *, strict: bool) -> None:
-    """Compare the model's parameters with the checkpoint's. Raises CheckpointError naming what differs."""
+def check_names(
+    zero: TrainedState, reader: StateReader, *, strict: bool, left_out: Collection[str] = frozenset()
+) -> None:
+    """Compare the model's parameters with the checkpoint's, but for those `left_out`. Raises CheckpointError naming
+    what differs."""
     ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
     shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
-    missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    missing, unknown = sorted(ours.keys() - theirs.keys() - set(left_out)), sorted(theirs.keys() - ours.keys())
     if shapes or (strict and (missing or unknown)):
         differences = {"other shape (saved, model)": shapes, "not saved": missing[:8], "not in the model": unknown[:8]}
         told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
@@ -296,10 +301,17 @@ class WantedState:
 
 
 def wanted_state(
-    zero: TrainedState, reader: StateReader, *, optimizer_states: bool, strict: bool, may_lack_states: bool = False
+    zero: TrainedState,
+    reader: StateReader,
+    *,
+    optimizer_states: bool,
+    strict: bool,
+    may_lack_states: bool = False,
+    left_out: Collection[str] = frozenset(),
 ) -> WantedState:
-    """The pieces that this rank needs. `may_lack_states`: an optimizer state that was not saved is none. A parameter
-    that was frozen when it was saved has none either, and begins anew.
+    """The pieces that this rank needs. Parameters that the checkpoint has `left_out` are what they have to be.
+    `may_lack_states`: an optimizer state that was not saved is none. A parameter that was frozen when it was saved has
+    none either, and begins anew.
 
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.
@@ -313,7 +325,8 @@ def wanted_state(
         if reader.has(fqn, kind):
             pieces.append(WantedPiece(fqn, kind, start, buffer, slot.param.block))
         elif not reader.has(fqn, PARAM):
-            kept[fqn] = None
+            if fqn not in left_out:
+                kept[fqn] = None
         elif may_lack_states:
             continue
         elif not reader.was_trained(fqn):

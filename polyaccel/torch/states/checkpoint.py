@@ -16,6 +16,7 @@ from polyaccel.checkpoint import CheckpointReader, TensorPiece
 from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.saver import Saver
 from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.engine.frozen_base import base_checksums
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
@@ -32,7 +33,7 @@ from polyaccel.torch.states.extra_states import (
     set_extra_states,
 )
 from polyaccel.torch.states.random_states import RandomStates
-from polyaccel.types import DType
+from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -69,6 +70,9 @@ def save_run(
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state)
+    if exclude_frozen:
+        frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
+        scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)
     if not is_plain(scalars["client_state"]):
         blobs[_CLIENT_STATE] = packed(scalars.pop("client_state"), "client_state")
         scalars["client_state"] = {name: value for name, value in client_state.items() if is_plain({name: value})}
@@ -119,11 +123,16 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
+    base = {}
+    if strict and (saved.scalars.get("frozen_base")):
+        names = {param.fqn for param in run.zero.layout.params}
+        base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
     def check() -> Takeover:
         return _check(
             run,
             saved,
+            base,
             strict=strict,
             optimizer_states=optimizer_states,
             schedule=schedule,
@@ -169,6 +178,7 @@ def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap
 def _check(
     run: TorchRun,
     saved: CheckpointReader,
+    base: Mapping[str, str],
     *,
     strict: bool,
     optimizer_states: bool,
@@ -176,16 +186,23 @@ def _check(
     module_only: bool,
     name_map: NameMap | None,
 ) -> Takeover:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
+    `base` has the checksums of parameters that `saved` may have left out."""
     reader = RenamedReader(saved, name_map, {param.fqn: param.global_shape for param in run.zero.layout.params})
     values = SavedValues.of(reader)
-    check_names(run.zero, reader, strict=strict)
+    left_out = _same_base(reader, values, base) if strict else frozenset()
+    check_names(run.zero, reader, strict=strict, left_out=left_out)
     client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
     resumes_optimizer = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
     if resumes_optimizer and client is not None:
         _allocate_client_states(run.zero, reader)
     wanted = wanted_state(
-        run.zero, reader, optimizer_states=optimizer_states, strict=strict, may_lack_states=client is not None
+        run.zero,
+        reader,
+        optimizer_states=optimizer_states,
+        strict=strict,
+        may_lack_states=client is not None,
+        left_out=left_out,
     )
     if wanted.kept and run.communicator.rank == 0:
         names = ", ".join(wanted.kept[:8])
@@ -245,7 +262,7 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
         fqn = slot.param.fqn
         # A shard's buffer of a state has room for parameters that have no such state.
         exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)
-        if exists and (slot.param.trainable or not exclude_frozen):
+        if exists and not (exclude_frozen and _is_left_out(slot.param)):
             param = slot.param
             yield TensorPiece(fqn, kind, param.global_shape, buffer.dtype, start, buffer, param.block)
     if run.communicator.rank == 0:
@@ -254,6 +271,29 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
             yield TensorPiece(
                 name, _BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
             )
+
+
+def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, str]) -> frozenset[str]:
+    """The parameters that the checkpoint left out and this model has, with the same bits.
+
+    Raises CheckpointError naming those that have others.
+    """
+    left_out = {fqn: saved for fqn in base if (saved := values.frozen_base.get(reader.saved_name(fqn)))}
+    others = {fqn: (saved, base[fqn]) for fqn, saved in left_out.items() if saved != base[fqn]}
+    if others:
+        told = ", ".join(f"{fqn} ({saved}, here {ours})" for fqn, (saved, ours) in list(others.items())[:8])
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} left out {len(others)} frozen parameters that this model has with other values "
+            f"(type and checksum): {told}",
+            cure="begin with the weights that the saved run began with; load_module_strict=False goes on with these",
+            value=sorted(others),
+        )
+    return frozenset(left_out)
+
+
+def _is_left_out(param: ParamSpec) -> bool:
+    """Whether `exclude_frozen` leaves a parameter out."""
+    return not param.trainable and param.block is None
 
 
 def _buffers(adapter: TorchAdapter) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
 import polyaccel
+from polyaccel.checkpoint import open_checkpoint
 from polyaccel.errors import CheckpointError
 
 BEFORE, AFTER = 3, 2
@@ -314,6 +315,36 @@ def test_frozen_parameters_are_saved_unless_excluded(tmp_path, exclude):
 
     on_threads(2, run, parity_model, False)
     assert on_threads(2, run, parity_model, True) == [[7.0 if exclude else 3.0] * 6] * 2
+
+
+def test_an_adapter_goes_on_from_its_own_base_alone(tmp_path):
+    """What is frozen is left out, and told by checksums that no number of ranks has a part in."""
+
+    def save(communicator, model):
+        engine = engine_for(model, config_for(3, 3))
+        go(communicator, engine, BEFORE)
+        engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        return snapshot(engine.module)
+
+    def load(communicator, model, change):
+        with torch.no_grad():
+            model.frozen.view(-1)[5] += change
+            model.wide.weight.add_(1.0)
+        engine = engine_for(model, config_for(1, 2))
+        engine.load_checkpoint(str(tmp_path))
+        loaded = snapshot(engine.module)
+        go(communicator, engine, 1)
+        return loaded
+
+    saved = on_threads(3, save, parity_model)[0]
+    assert "frozen" not in {entry.fqn for entry in open_checkpoint(tmp_path).tensors()}
+    found = on_threads(2, load, parity_model, 0.0)[0]
+    assert_bitwise(found, saved)
+    other = (
+        r"left out 1 frozen parameters that this model has with other values .*: frozen \(float32:\w{8}, here float32:"
+    )
+    with pytest.raises(CheckpointError, match=other):
+        on_threads(2, load, parity_model, 1e-3)
 
 
 def test_precision_may_change_on_the_way(tmp_path):
