@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from polyaccel.accelerators.memory.host import HostArrays
+from polyaccel.comm import destroy_process_group, is_initialized
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
 
@@ -41,6 +42,15 @@ def pytest_collection_finish() -> None:
     some tests ask for many."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group that a test makes in its own thread is no other test's."""
+    had_one = is_initialized()
+    yield
+    if is_initialized() and not had_one:
+        destroy_process_group()
 
 
 @pytest.fixture(scope="session")

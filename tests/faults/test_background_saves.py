@@ -153,15 +153,17 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_or_the_new_one(fault: str, 
 
 def check_failed(told: list[str], fault: str, at: int, tmp_path: Path) -> None:
     assert told[0] == told[1]
+    # Files and the note may come in another order; an error after the note may be heard of before or after it is read.
+    may_be = {1.0, 2.0} if at < 3 and fault == "error after" else {1.0}
     is_committed = at > 4 or (at == 4 and fault.endswith("after"))
-    assert value_of(tmp_path, "t") == (2.0 if is_committed else 1.0)
+    assert value_of(tmp_path, "t") in ({2.0} if is_committed else may_be)
     assert value_of(tmp_path, "old") == 1.0
     assert value_of(tmp_path) == value_of(tmp_path, "t")
 
     run_threads(2, save, tmp_path, "t", 3.0, accelerator=NUMPY)  # and nothing of it is in the way
     assert value_of(tmp_path) == 3.0
     folders = [path.name for path in (tmp_path / "t").iterdir() if path.is_dir()]
-    (left,) = folders if fault.startswith("error") else [folders[-1]]
+    (left,) = folders
     assert sorted(path.name for path in (tmp_path / "t" / left).iterdir())[:2] == ["manifest.json", "owner.json"]
 
 
