@@ -156,7 +156,7 @@ class Saver:
 
 
 class _UnderWay:
-    """A save in the background. `errors` has what went wrong, by rank, once it has ended."""
+    """A save in the background, as the ranks see it."""
 
     def __init__(self, communicator: Communicator, tag: str, storage: Storage, folder: str) -> None:
         self._communicator = communicator
@@ -184,7 +184,11 @@ class _UnderWay:
             folder = new_folder(storage, tag)
             adopt(client.owner())
             begin_hold(storage, f"{tag}/{folder}")
-            note_owner(storage, f"{tag}/{folder}", client.owner())
+            try:
+                note_owner(storage, f"{tag}/{folder}", client.owner())
+            except BaseException:
+                end_hold(storage, f"{tag}/{folder}")
+                raise
             return folder
 
         folder = on_rank_0(communicator, f"preparing to save {tag!r}", prepare)

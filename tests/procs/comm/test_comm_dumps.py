@@ -104,7 +104,7 @@ def test_a_timeout_leaves_dumps_of_the_rank_that_waits_and_of_the_one_that_does_
     body = "comm.barrier() if rank == 0 else signal.pause()"
     for backend in ("shm", "gloo"):  # the jobs wait for the limit at the same time
         (tmp_path / backend).mkdir()
-        jobs.append(Job(tmp_path / backend, body, timeout_s=8, backend=backend))
+        jobs.append(Job(tmp_path / backend, body, timeout_s=30, backend=backend))  # that of the start too
     for job in jobs:
         output = job.end()
         assert job.process.returncode == 1, output
