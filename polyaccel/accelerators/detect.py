@@ -91,9 +91,9 @@ def choose_accelerator(name: str | None = None, *, limit_s: float = PROBE_LIMIT_
     return _logged(info, _build(info, plugin), f"named by {origin}; {probe.reason}")
 
 
-def host_accelerator(accelerator: Accelerator) -> Accelerator:
+def host_accelerator(accelerator: Accelerator | None = None) -> Accelerator:
     """The accelerator whose kernels run in host memory: `accelerator` itself where that is the host, else a new one."""
-    if accelerator.name == _HOST:
+    if accelerator is not None and accelerator.name == _HOST:
         return accelerator
     # Nobody chose it: the log of a run on a device must not say that it runs on the host.
     plugin = load_plugin(PluginGroup.ACCELERATORS, _HOST, Accelerator, Accelerator.API_VERSION)

@@ -17,9 +17,9 @@ from typing import Any
 from polyaccel.checkpoint import Commit, TensorPiece, save_checkpoint
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.join.threads import run_threads
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer
-from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
 NO_LIMIT_S = 30 * 24 * 3600.0

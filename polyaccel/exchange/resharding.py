@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from polyaccel.checkpoint import CheckpointReader, Commit, TensorEntry, TensorPiece, save_checkpoint
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.join.threads import run_threads
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer, read
 from polyaccel.exchange.importing import NO_LIMIT_S
-from polyaccel.testkit.ranks.threads import run_threads
 
 _OF_A_RANK = "rng."
 """The states of random generators are each rank's own; whatever else a rank saved, rank 0 has for all."""

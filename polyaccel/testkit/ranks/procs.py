@@ -32,10 +32,10 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm.base import Communicator, Rendezvous
 from polyaccel.comm.join.backends import comm_backend
+from polyaccel.comm.join.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.port import free_port
 from polyaccel.testkit.progress import listen
-from polyaccel.testkit.ranks import DEFAULT_TIMEOUT_S, blame
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 2.0

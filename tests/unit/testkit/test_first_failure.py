@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from polyaccel.comm.join.threads import blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
-from polyaccel.testkit.ranks import blame
 from polyaccel.testkit.ranks.procs import _first
 
 GONE = CommError("#1 all_gather on rank 1 failed", missing_ranks=[0])
