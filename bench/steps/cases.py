@@ -54,6 +54,7 @@ SHAPES = {
     "10m": Shape(layers=6, width=384, heads=6),
     "29m": Shape(layers=9, width=512, heads=8),
     "126m": Shape(layers=10, width=1024, heads=16),
+    "1b": Shape(layers=20, width=2048, heads=16),  # for checkpoints: a step takes about a minute
 }
 
 

@@ -1,8 +1,9 @@
 """How long training stands still for a checkpoint, how fast it is written and read, and what memory that takes.
 
 Every way saves the same training: parameters and the two moments of AdamW, two ranks, into one folder. `raw` writes and
-reads as many bytes as polyaccel does, in one file a rank with an fsync, and is what the rates are compared with. The
-folder's pages stay in the system's cache, so that reading is a matter of memory for all alike.
+reads as many bytes as polyaccel does, in one file a rank with an fsync, and is what the rates are compared with. orbax
+saves arrays of JAX with the values that polyaccel would save, each rank's into a folder of its own. The folder's pages
+stay in the system's cache, so that reading is a matter of memory for all alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
@@ -24,11 +26,20 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.measure import read_memory, reset_peak
 from bench.steps.cases import SHAPES, VARIANTS, Case, Job
-from bench.steps.launch import rank_environment
-from bench.steps.sitting import positive
+from bench.steps.launch import rank_environment, why_absent
+from bench.steps.sitting import listed, one_of, positive
 from bench.table import make_console, make_table
 
-WAYS = {"polyaccel, async": "pa1", "polyaccel": "pa1", "dcp, async": "fsdp2", "dcp": "fsdp2", "raw": "pa1"}
+WAYS = {
+    "polyaccel-async": "pa1",
+    "polyaccel": "pa1",
+    "dcp-async": "fsdp2",
+    "dcp": "fsdp2",
+    "deepspeed": "ds1",
+    "orbax-async": "pa1",
+    "orbax": "pa1",
+    "raw": "pa1",
+}
 """Ways to save, and the variant that trains."""
 _RANKS = 2
 _LIMIT_S = 900.0
@@ -43,6 +54,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--micro-batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, help="saves (default: %(default)s)")
     parser.add_argument("--folder", default=None, help="where to save (default: a temporary folder)")
+    parser.add_argument(
+        "--ways",
+        type=listed(one_of(WAYS)),
+        default=",".join(WAYS),
+        metavar="NAME,...",
+        help="ways to save (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     console = make_console()
     console.print(str(describe_machine()), markup=False)
@@ -50,12 +68,23 @@ def main(argv: Sequence[str]) -> int:
         f"Checkpoints, {args.size}, AdamW, fp32, {_RANKS} ranks, medians of {args.repeats}",
         ("way", "step s", "stands still s", "of a step", "durable s", "MiB", "write MiB/s", "read MiB/s", "more MiB"),
     )
-    for way, variant in WAYS.items():
+    for way in args.ways:
+        reason, variant = _why_absent(way), WAYS[way]
+        if reason is not None:
+            console.print(f"{way} skipped: {reason}")
+            continue
         job = Job(variant, Case(args.size, args.micro_batch, "fp32", _RANKS), 3, args.repeats, 0)
         with TemporaryDirectory(prefix="polyaccel-bench-", dir=args.folder) as folder:
             table.add_row(way, *_cells(_measure(job, way, Path(folder))))
     console.print(table)
     return 0
+
+
+def _why_absent(way: str) -> str | None:
+    """Why this machine cannot save that `way`; None if it can."""
+    if way.startswith("orbax") and find_spec("orbax") is None:
+        return "orbax-checkpoint is not installed"
+    return why_absent(VARIANTS[WAYS[way]])
 
 
 def _cells(figures: dict[str, Any]) -> list[str]:
@@ -187,6 +216,46 @@ class _Dcp:
         dcp.load(self._state(), checkpoint_id=self._folder)
 
 
+class _DeepSpeed:
+    """DeepSpeed's own checkpoints, one file of optimizer states a rank."""
+
+    def __init__(self, trainer: Any, folder: Path, rank: int) -> None:
+        self._engine, self._folder = trainer._engine, folder
+
+    def save(self, number: int) -> Callable[[], Any]:
+        self._engine.save_checkpoint(str(self._folder), tag=str(number))
+        return lambda: None
+
+    def read(self, number: int) -> None:
+        self._engine.load_checkpoint(str(self._folder), tag=str(number))
+
+
+class _Orbax:
+    """Arrays of JAX with the values that polyaccel would save."""
+
+    def __init__(self, trainer: Any, folder: Path, rank: int, *, background: bool) -> None:
+        import jax
+        import numpy as np
+
+        ocp: Any = import_module("orbax.checkpoint")
+        pieces = trainer._engine.zero.owned_pieces()
+        self._tree = {
+            f"{slot.param.fqn}:{kind}": jax.numpy.asarray(np.frombuffer(buffer.to_bytes(), np.float32))
+            for slot, kind, _, buffer in pieces
+        }
+        kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
+        self._saver, self._folder = kind(ocp.StandardCheckpointHandler()), folder / f"rank{rank}"
+        self._arguments: Any = ocp.args.StandardSave
+
+    def save(self, number: int) -> Callable[[], Any]:
+        self._folder.parent.mkdir(exist_ok=True)
+        self._saver.save(self._folder / str(number), args=self._arguments(self._tree))
+        return getattr(self._saver, "wait_until_finished", lambda: None)
+
+    def read(self, number: int) -> None:
+        self._saver.restore(self._folder / str(number))
+
+
 class _Raw:
     """As many bytes as a rank of polyaccel writes, in one file."""
 
@@ -212,10 +281,13 @@ class _Raw:
 
 
 _WAYS: dict[str, Callable[[Any, Path, int], Any]] = {
-    "polyaccel, async": lambda *at: _Polyaccel(*at, background=True),
+    "polyaccel-async": lambda *at: _Polyaccel(*at, background=True),
     "polyaccel": lambda *at: _Polyaccel(*at, background=False),
-    "dcp, async": lambda *at: _Dcp(*at, background=True),
+    "dcp-async": lambda *at: _Dcp(*at, background=True),
     "dcp": lambda *at: _Dcp(*at, background=False),
+    "deepspeed": _DeepSpeed,
+    "orbax-async": lambda *at: _Orbax(*at, background=True),
+    "orbax": lambda *at: _Orbax(*at, background=False),
     "raw": _Raw,
 }
 

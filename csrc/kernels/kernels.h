@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 4
+#define PA_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))

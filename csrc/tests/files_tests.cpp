@@ -1,4 +1,5 @@
-// Many transfers at once, asked for and waited for by several threads: for the sanitizers (make sanitize).
+// Many transfers at once, asked for and waited for by several threads, and checksums of data of any length, anywhere:
+// for the sanitizers (make sanitize).
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "../files/checksum.h"
 #include "../files/files.h"
 
 static void check(bool holds, const char* what) {
@@ -34,7 +36,29 @@ static void use(pa_files* files, const std::string& path, int64_t base) {
     check(found == sent, "other bytes were read than were written");
 }
 
+static uint32_t crc32_by_bits(uint32_t crc, const uint8_t* data, int64_t nbytes) {
+    crc = ~crc;
+    for (int64_t i = 0; i < nbytes; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0xEDB88320 : 0);
+    }
+    return ~crc;
+}
+
+static void check_checksums() {
+    enum { MOST = 400 };
+    for (int nbytes = 0; nbytes < MOST; nbytes++) {
+        std::vector<uint8_t> data(nbytes + 1);  // as long as it has to be: reads beyond it are seen
+        for (int i = 0; i <= nbytes; i++) data[i] = (uint8_t)(i * 167 + nbytes);
+        for (uint32_t crc : {0u, 0xFFFFFFFFu, 0x12345678u})
+            for (int first = 0; first <= 1 && first <= nbytes; first++)
+                check(pa_crc32(crc, data.data() + first, nbytes) == crc32_by_bits(crc, data.data() + first, nbytes),
+                      "a wrong checksum");
+    }
+}
+
 int main() {
+    check_checksums();
     char path[] = "/tmp/polyaccel-files-XXXXXX";
     const int file = mkstemp(path);
     check(file >= 0, "no file");

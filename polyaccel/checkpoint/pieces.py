@@ -9,7 +9,6 @@ known before the first byte is written, checksums are not: they stand in the man
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,7 @@ from polyaccel.checkpoint.parsing import RankFileTree, parsed
 from polyaccel.checkpoint.tensors import PARAM, Piece, TensorEntry
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
+from polyaccel.ops.native.checksum import crc32
 from polyaccel.types import DType
 
 ALIGNMENT_NBYTES = 64
@@ -180,7 +180,7 @@ class FileLayout:
         return cls(name, header, segments, len(header) + at)
 
 
-Read = Callable[[int, int, int], bytes]
+Read = Callable[[int, int, int], bytes | memoryview]
 """(number of a segment, first byte, nbytes) -> bytes of the segment."""
 
 
@@ -195,7 +195,7 @@ class RankFile:
     not_finite: str = ""
     """The first parameter with a value that is not finite; empty where there is none."""
 
-    def chunks(self, layout: FileLayout, read: Read) -> Iterator[bytes]:
+    def chunks(self, layout: FileLayout, read: Read) -> Iterator[bytes | memoryview]:
         """The contents of the file of that `layout`, in order, which `read` gives piece by piece."""
         yield layout.header
         self.nbytes = len(layout.header)
@@ -207,12 +207,12 @@ class RankFile:
                 yield from self._tensor(segment.content, partial(read, number))
         yield self._fill(layout.nbytes)
 
-    def _blob(self, name: str, blob: bytes) -> Iterator[bytes]:
-        self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), zlib.crc32(blob)))
+    def _blob(self, name: str, blob: bytes | memoryview) -> Iterator[bytes | memoryview]:
+        self.blobs.append(BlobEntry(name, self.name, self.nbytes, len(blob), crc32(blob)))
         self.nbytes += len(blob)
         yield blob
 
-    def _tensor(self, piece: PieceSpec, read: Callable[[int, int], bytes]) -> Iterator[bytes]:
+    def _tensor(self, piece: PieceSpec, read: Callable[[int, int], bytes | memoryview]) -> Iterator[bytes | memoryview]:
         stored, size = [], piece.dtype.itemsize
         step = MAX_PIECE_NBYTES // size
         for first in range(0, piece.length, step):
@@ -220,7 +220,7 @@ class RankFile:
             data = read(first * size, numel * size)
             if piece.kind == PARAM and not self.not_finite and not _is_finite(data, piece.dtype):
                 self.not_finite = piece.fqn
-            stored.append(Piece(piece.start + first, numel, self.name, self.nbytes, zlib.crc32(data), piece.block))
+            stored.append(Piece(piece.start + first, numel, self.name, self.nbytes, crc32(data), piece.block))
             self.nbytes += len(data)
             yield data
         self.tensors.append(TensorEntry(piece.fqn, piece.kind, piece.shape, piece.dtype, tuple(stored)))
@@ -253,7 +253,7 @@ class RankFile:
 def reading(contents: Sequence[TensorPiece | bytes]) -> Read:
     """Reads the segments of a file that was planned with these."""
 
-    def read(number: int, first: int, nbytes: int) -> bytes:
+    def read(number: int, first: int, nbytes: int) -> bytes | memoryview:
         content = contents[number]
         if isinstance(content, bytes):
             return content[first : first + nbytes]
@@ -263,7 +263,7 @@ def reading(contents: Sequence[TensorPiece | bytes]) -> Read:
     return read
 
 
-def _is_finite(data: bytes, dtype: DType) -> bool:
+def _is_finite(data: bytes | memoryview, dtype: DType) -> bool:
     if dtype is DType.BFLOAT16:  # which numpy does not know: all bits of the exponent are set
         return not bool(((np.frombuffer(data, np.uint16) & 0x7F80) == 0x7F80).any())
     return not dtype.is_floating or bool(np.isfinite(np.frombuffer(data, dtype.value)).all())

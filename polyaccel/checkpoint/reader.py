@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
+from polyaccel.ops.native.checksum import crc32 as checksum
 from polyaccel.types import DType
 
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class CheckpointReader:
     def _read_verified(self, file: str, offset: int, nbytes: int, crc32: int, name: str) -> bytes:
         path = f"{self.commit.folder}/{file}"
         data = self.storage.read(path, offset, nbytes)
-        if (found := zlib.crc32(data)) != crc32:
+        if (found := checksum(data)) != crc32:
             raise CheckpointError(
                 f"{path} in {self.storage.location} is damaged: bytes [{offset}, {offset + nbytes}), "
                 f"which hold {name}, have the crc32 {found:08x} and not {crc32:08x}",

@@ -7,14 +7,17 @@ has returned it stays. There is no rename: a pointer moves by writing its file a
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import shutil
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
@@ -28,6 +31,8 @@ _UNFINISHED = ".tmp"
 _writes = count()
 """Numbers of the writes of this process, which make their temporary names unlike."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
+_WRITEBACK_NBYTES = 8 << 20
+_SYNC_FILE_RANGE_WRITE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EISDIR)
 
@@ -38,7 +43,7 @@ class Storage(ABC):
     Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 3)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 4)
     name: ClassVar[str]
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -62,8 +67,9 @@ class Storage(ABC):
         """Whether this kind of storage could be used here. Opens and connects nothing."""
 
     @abstractmethod
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Create or replace the file, and whatever folders it needs, with `chunks` one after the other.
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Create or replace the file, and whatever folders it needs, with `chunks` one after the other, which are
+        bytes or views of memory that stay as they are until the call returns.
 
         Atomic: until the call returns, readers find the former contents, or no file if there was none, also after a
         crash. Durable: once it has returned, the file survives a power cut. Memory is bounded by the largest chunk.
@@ -126,14 +132,16 @@ class FileStorage(Storage):
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="a directory")
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         target = self._resolve(path)
         temporary = target.with_name(f".{target.name}.{Owner.me().token}-{next(_writes)}{_UNFINISHED}")
         with self._explain(path, "write"):
             try:
                 with self._open_new(temporary) as file:
+                    begun = 0
                     for chunk in chunks:
                         file.write(chunk)
+                        begun = _begin_writeback(file, begun)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, target)
@@ -266,6 +274,29 @@ def open_storage(name: str, location: str, options: Mapping[str, Any]) -> Storag
     storage = plugin(location, options) if options else plugin(location)
     assert isinstance(storage, Storage)  # what loading checked
     return storage
+
+
+def _begin_writeback(file: BinaryIO, begun: int) -> int:
+    """Let the disk begin with what was written from byte `begun` on, where that is worth a call and this system can:
+    the fsync at the end then finds little to wait for. Returns up to where the disk has begun."""
+    end = file.tell()
+    if end - begun < _WRITEBACK_NBYTES:
+        return begun
+    file.flush()
+    sync_file_range = _sync_file_range()
+    if sync_file_range is not None:
+        sync_file_range(file.fileno(), begun, end - begun, _SYNC_FILE_RANGE_WRITE)  # a hint, whatever it returns
+    return end
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The system call of Linux by that name; None elsewhere."""
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    found: Callable[[int, int, int, int], int] | None = function
+    return found
 
 
 def _fsync_directory(directory: Path) -> None:

@@ -7,13 +7,13 @@ as those of one text after another.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator
 
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.state import TrainedState
+from polyaccel.ops.native.checksum import crc32
 
 _CHUNK_NBYTES = 16 << 20
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, its bits reversed
@@ -53,7 +53,7 @@ def joined(first: int, second: int, second_nbytes: int) -> int:
 def _crc(buffer: Buffer) -> int:
     crc = 0
     for part in _chunks(buffer):
-        crc = zlib.crc32(part.to_bytes(), crc)
+        crc = crc32(part.to_bytes(), crc)
     return crc
 
 

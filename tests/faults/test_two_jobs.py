@@ -48,7 +48,7 @@ class Interrupted(FileStorage):
         if self.calls - 1 == self.at:
             self.interruption()
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         self._count()
         super().write(path, chunks)
 

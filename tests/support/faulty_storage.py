@@ -26,7 +26,7 @@ class FaultyStorage(FileStorage):
     def check_options(cls, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         if "lasts" in self.options and self.options["lasts"] in path and not path.endswith("owner.json"):
             self._wait()
         fault = self.options.get("fault", "") if self._is_due(path) else ""

@@ -28,7 +28,7 @@ class BrokenStorage(Broken, FileStorage):
 class WritesInPlace(BrokenStorage):
     """Not atomic: readers see what was written so far."""
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         target = Path(self.location, path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb", buffering=0) as file:
@@ -55,12 +55,12 @@ class RaisesSystemErrors(BrokenStorage):
 
 
 class GathersChunks(BrokenStorage):
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         super().write(path, [b"".join(chunks)])
 
 
 class LosesALastChunk(BrokenStorage):
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         pieces = list(chunks)
         super().write(path, pieces[:4])
 
@@ -70,7 +70,7 @@ class OrphansChunks(BrokenStorage):
 
     numbers = count()
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         data = b"".join(chunks)
         blobs = Path(self.location, ".blobs")
         blobs.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class DeletesWhatBeginsAlike(BrokenStorage):
 
 
 class KeepsTheFirst(BrokenStorage):
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         if self.size(path) is None:
             super().write(path, chunks)
 

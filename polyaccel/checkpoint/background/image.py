@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from weakref import finalize
 
 from polyaccel.checkpoint.pieces import FileLayout, Read, TensorPiece
@@ -50,15 +51,17 @@ class Image:
                         content.buffer.copy_to_host(target)
 
     def reading(self, layout: FileLayout) -> Read:
-        """Reads the segments of the file that was filled in."""
+        """Reads the segments of the file that was filled in, where they lie."""
 
-        def read(number: int, first: int, nbytes: int) -> bytes:
+        def read(number: int, first: int, nbytes: int) -> memoryview:
             start = layout.segments[number].offset + first
-            return self._memory[start : start + nbytes]
+            with memoryview(self._memory) as memory:
+                return memory[start : start + nbytes]
 
         return read
 
     def close(self) -> None:
         """Let go of the memory in this process."""
-        self._memory.close()
+        with suppress(BufferError):  # a write that failed: its error still holds what it read
+            self._memory.close()
         self._close()

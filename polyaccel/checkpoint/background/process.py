@@ -33,7 +33,9 @@ from polyaccel.errors import CheckpointError, PolyaccelError
 
 _NICENESS = 5  # training goes first
 _GIVE_UP_AFTER_S = 120.0
-_LOOK_AGAIN_S = (0.01, 0.5)
+_LOOK_AGAIN_S = (0.005, 0.5)
+_LOOK_AGAIN = 0.05
+"""The pause between two looks for a note, as a share of the time that was waited."""
 
 
 def main(descriptor: int) -> None:
@@ -118,11 +120,12 @@ def _tell(storage: Storage, job: Job, tree: dict[str, Any]) -> None:
 
 def _heard(storage: Storage, job: Job, rank: int, gives_up: Event, ended: Event) -> RankFile:
     """What another rank wrote, once it has said so."""
-    path, pause_s, began_s = _note(job, rank), _LOOK_AGAIN_S[0], time.monotonic()
+    path, began_s = _note(job, rank), time.monotonic()
     while (nbytes := storage.size(path)) is None:
-        if gives_up.wait(pause_s) or (ended.is_set() and time.monotonic() - began_s > _GIVE_UP_AFTER_S):
+        waited_s = time.monotonic() - began_s
+        pause_s = min(max(_LOOK_AGAIN_S[0], _LOOK_AGAIN * waited_s), _LOOK_AGAIN_S[1])
+        if gives_up.wait(pause_s) or (ended.is_set() and waited_s > _GIVE_UP_AFTER_S):
             raise CheckpointError(f"rank {rank} has not written its part of {job.tag!r}", value=rank)
-        pause_s = min(2 * pause_s, _LOOK_AGAIN_S[1])
     tree = json_object(storage.read(path, 0, nbytes), path)
     if "error" in tree:
         raise CheckpointError(f"rank {rank}: {tree['error']}", value=rank)

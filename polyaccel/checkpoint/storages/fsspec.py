@@ -65,10 +65,10 @@ class FsspecStorage(Storage):
         except PackageNotFoundError:
             return Probe(usable=True, reason=f"{found}, without s3fs: for s3://, {_INSTALL}")
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         store, place = self._open(path)
         rest = iter(chunks)
-        first, held_nbytes = [], 0
+        first, held_nbytes = list[bytes | memoryview](), 0
         for chunk in rest:
             first.append(chunk)
             held_nbytes += len(chunk)
@@ -78,7 +78,7 @@ class FsspecStorage(Storage):
         with self._explain(path, "write"):
             store.pipe_file(place, b"".join(first))
 
-    def _upload(self, store: Any, path: str, place: str, chunks: Iterator[bytes]) -> None:
+    def _upload(self, store: Any, path: str, place: str, chunks: Iterator[bytes | memoryview]) -> None:
         """Write in parts. What `chunks` raises is passed on as it is, once the parts are taken back."""
         has_equal_parts = bool(self.options.get("fixed_upload_size"))
         block_nbytes = _EQUAL_PART_NBYTES if has_equal_parts else _PART_NBYTES
@@ -225,7 +225,7 @@ def part_nbytes(written_nbytes: int) -> int:
     return _PART_NBYTES << (written_nbytes // (_MANY_PARTS * _PART_NBYTES) + 1).bit_length() - 1
 
 
-def _emptying(chunks: list[bytes]) -> Iterator[bytes]:
+def _emptying(chunks: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """The chunks, each let go as it is given."""
     chunks.reverse()
     while chunks:

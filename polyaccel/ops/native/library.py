@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 

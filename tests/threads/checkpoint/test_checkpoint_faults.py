@@ -63,7 +63,7 @@ class FaultyStorage(Storage):
             raise CheckpointError("the disk is on fire", cure="pour water on it")
         return result
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         if self.calls == self.at and self.fault == "crash midway":
             half = b"".join(chunks)
             place = Path(self.inner.location, path)
@@ -192,7 +192,7 @@ def test_a_marker_that_took_effect_keeps_its_files(tmp_path: Path) -> None:
     """The directory's fsync can fail after the marker was replaced: then the new save is the one that counts."""
 
     class LateError(FileStorage):
-        def write(self, path: str, chunks: Iterable[bytes]) -> None:
+        def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
             super().write(path, chunks)
             if path.endswith("commit.json"):
                 raise CheckpointError("fsync of the directory failed", cure="look at the disk")
