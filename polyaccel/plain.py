@@ -46,6 +46,21 @@ def is_plain(value: Any) -> bool:
     return True
 
 
+def bytes_in(value: Any, where: str) -> str:
+    """The dotted name of the first bytes in `value`, which is called `where`; empty where there are none."""
+    if isinstance(value, (bytes, bytearray)):
+        return where
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = ((f"{where}.{key}", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    try:
+        return next(filter(None, (bytes_in(item, name) for name, item in items)), "")
+    except RecursionError:  # it contains itself, which saving refuses
+        return ""
+
+
 def from_tree(tree: Any) -> Any:
     """The inverse of `to_tree`. Raises PlainError for a tree that `to_tree` does not make."""
     return _decode(tree, 0)

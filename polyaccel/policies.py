@@ -257,6 +257,7 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
         ),
         storage=storage,
         options=json.loads(json.dumps(options)),  # without the tables that refuse to change
+        allows_bytes=config.checkpoint.allow_bytes,
     )
 
 

@@ -32,7 +32,7 @@ class SavePolicy:
 
     `in_background`: a process beside the rank writes, from a copy in memory of at most `staging_nbytes` (None: half of
     what the host has left, shared by its ranks). `retention` says which tags stay. `storage` and `options` are the
-    plugin and its options.
+    plugin and its options. `allows_bytes`: a client state may have bytes.
     """
 
     tag_validation: TagValidation = "Warn"
@@ -41,6 +41,7 @@ class SavePolicy:
     retention: Retention = KEEP_ALL
     storage: str = "file"
     options: Mapping[str, Any] = field(default_factory=dict)
+    allows_bytes: bool = False
 
 
 class Saver:
@@ -48,7 +49,7 @@ class Saver:
 
     def __init__(self, communicator: Communicator, policy: SavePolicy, about: Mapping[str, Any]) -> None:
         self._communicator = communicator
-        self._policy = policy
+        self.policy = policy
         self._about = about
         self._under_way: _UnderWay | None = None
         self._image: Image | None = None
@@ -70,11 +71,11 @@ class Saver:
         Raises CheckpointError on every rank, for the save before too if that failed.
         """
         self.wait()
-        storage = open_storage(self._policy.storage, location, self._policy.options)
+        storage = open_storage(self.policy.storage, location, self.policy.options)
         rank = self._communicator.rank
         make = partial(SavePart.checked, rank, pieces, scalars, rank_blobs, self._about)
         tag, part, intents = agree_on_parts(
-            self._communicator, tag, make, self._policy.tag_validation, has_room=self._has_room
+            self._communicator, tag, make, self.policy.tag_validation, has_room=self._has_room
         )
         nbytes = sum(intent.nbytes for intent in intents)
         if not all(intent.has_room for intent in intents):
@@ -85,11 +86,11 @@ class Saver:
                 nbytes,
                 communicator=self._communicator,
                 save_latest=save_latest,
-                retention=self._policy.retention,
+                retention=self.policy.retention,
             )
             return
         self._under_way = _UnderWay.begin(
-            self._communicator, storage, self._policy, tag, part, nbytes, save_latest, self._filled
+            self._communicator, storage, self.policy, tag, part, nbytes, save_latest, self._filled
         )
 
     def poll(self) -> None:
@@ -138,9 +139,9 @@ class Saver:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a file of that length is to be written in the background."""
-        if not self._policy.in_background or not client.can_save_in_background():
+        if not self.policy.in_background or not client.can_save_in_background():
             return False
-        most = self._policy.staging_nbytes
+        most = self.policy.staging_nbytes
         if most is None:
             world_size = self._communicator.world_size
             ranks_here = min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size)

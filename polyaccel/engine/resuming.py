@@ -32,6 +32,7 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.mesh.block import Block
+from polyaccel.plain import bytes_in
 from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Slot
 
@@ -52,15 +53,22 @@ class TrainingRun:
     schedule: Any
     """The learning-rate schedule; None without one."""
 
-    def scalars(self, client_state: Any) -> dict[str, Any]:
+    def scalars(self, client_state: Any, *, may_have_bytes: bool) -> dict[str, Any]:
         """The plain values of a checkpoint. Frontends replace those that differ between them.
 
-        Raises CheckpointError for a `client_state` that is no mapping.
+        Raises CheckpointError for a `client_state` that is no mapping, or has bytes and may not.
         """
         if not isinstance(client_state, Mapping):
             kind = type(client_state).__name__
             cure = 'give a dict of plain values, such as {"epoch": 3}'
             raise CheckpointError(f"client_state is a {kind}, not a dict", cure=cure, value=kind)
+        if not may_have_bytes and (where := bytes_in(client_state, "client_state")):
+            raise CheckpointError(
+                f"{where} is bytes: a checkpoint holds plain values and tensors, which run nothing when they are read",
+                cure='keep what they stand for; "checkpoint": {"allow_bytes": true} lets bytes in, which must not be '
+                "unpickled",
+                value=where,
+            )
         groups = None if self.groups is None else {"param_groups": [hyperparameters(group) for group in self.groups]}
         return {
             "counters": self.counters.state_dict(),

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint
-from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.saver import Saver
+from polyaccel.checkpoint.views.given_values import GivenReader
+from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.errors import CheckpointError
+from polyaccel.jax.custom_loading import OwnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
 
@@ -33,7 +35,7 @@ def save_run(
     PolyaccelError after half an update."""
     run.zero.require_whole()
     run.zero.params.fence()
-    scalars = run.scalars(client_state)
+    scalars = run.scalars(client_state, may_have_bytes=saver.policy.allows_bytes)
     scalars["param_steps"] = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
     if isinstance(run.zero.optimizer, OptaxOptimizer):
         scalars["client_optimizer"] = {_OPTAX: dict(run.zero.optimizer.numbers)}
@@ -62,8 +64,10 @@ def load_run(
     optimizer_states: bool,
     schedule: bool,
     name_map: NameMap | None,
+    custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state.
+    """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
+    parameters, see [Note: A user's own loading] in `checkpoint.views.given_values`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
@@ -71,7 +75,15 @@ def load_run(
     saved = open_checkpoint(storage, tag, communicator=run.communicator, fallback=True)
 
     def check() -> Takeover:
-        return _check(run, stacking, saved, optimizer_states=optimizer_states, schedule=schedule, name_map=name_map)
+        return _check(
+            run,
+            stacking,
+            saved,
+            optimizer_states=optimizer_states,
+            schedule=schedule,
+            name_map=name_map,
+            custom=custom,
+        )
 
     run.load_together(saved, check)
     return f"{storage.location}/{saved.tag}", saved.scalars["client_state"]
@@ -85,12 +97,20 @@ def _check(
     optimizer_states: bool,
     schedule: bool,
     name_map: NameMap | None,
+    custom: OwnTree | None,
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
-    reader = RenamedReader(saved, name_map, shapes, stacking.layers)
+    renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
+    reader: RenamedReader | GivenReader = renamed
     values = SavedValues.of(reader)
-    check_names(run.zero, reader, strict=True)
+    if custom is None:
+        check_names(run.zero, reader, strict=True)
+    else:
+        given = custom.values(saved, run.accelerator.allocate)
+        given.check(shapes)
+        own = {param.fqn: param.global_shape for param in run.zero.layout.params}
+        reader = GivenReader(renamed, given.in_parts(stacking.layers), own)
     run.check_progress(values)
     resumes = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
     wanted = wanted_state(run.zero, reader, optimizer_states=optimizer_states, strict=True)

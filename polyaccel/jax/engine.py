@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyaccel.checkpoint.name_map import NameMap
+from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine
 from polyaccel.engine.resuming import TrainingRun
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import load_run, save_run
+from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.runtime import Runtime
@@ -181,9 +182,11 @@ class JaxEngine(Engine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         name_map: NameMap | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here.
+        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
+        dst=)` gives the tree of parameters itself.
 
         Raises CheckpointError for one that is missing, incomplete, damaged, of another model or another optimizer.
         """
@@ -199,6 +202,7 @@ class JaxEngine(Engine):
                 optimizer_states=load_optimizer_states,
                 schedule=load_lr_scheduler_states,
                 name_map=name_map,
+                custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
             )
 
     def _run(self) -> TrainingRun:

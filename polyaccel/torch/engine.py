@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint import open_checkpoint
-from polyaccel.checkpoint.name_map import NameMap
+from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
@@ -27,6 +27,7 @@ from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import TorchRun, frozen_with_states, load_run, optimizer_kind, save_run
+from polyaccel.torch.states.custom_loading import CustomLoad
 from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.states.unfreezing import follow, is_due
 from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
@@ -285,10 +286,12 @@ class TorchEngine(nn.Module, Engine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         name_map: NameMap | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
-        state. `name_map` says what the parameters are called there, where it is not as here. Without a tag, the newest
-        complete checkpoint is taken, with a warning, where the one that `latest` names is not.
+        state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
+        dst=)` writes them itself. Without a tag, the newest complete checkpoint is taken, with a warning, where the one
+        that `latest` names is not.
 
         Raises CheckpointError, on every rank and with nothing changed, for one that is missing, incomplete or damaged,
         has optimizer states that this run's optimizer cannot take over, or, with `load_module_strict`, lacks parameters
@@ -308,6 +311,7 @@ class TorchEngine(nn.Module, Engine):
                 schedule=load_lr_scheduler_states and not load_module_only,
                 module_only=load_module_only,
                 name_map=name_map,
+                custom=custom_load_fn,
             )
         self._own_data = None  # its position has changed
         self.adapter.forget_changes()
@@ -342,8 +346,8 @@ class TorchEngine(nn.Module, Engine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the module's whole state dict to one file, in the types that it computes with; safetensors if the name
-        ends so. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
+        """Write the module's whole state dict to one file (safetensors if the name ends so), in the types that it
+        computes with. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
         with self.timer(OUTSIDE):
             save_whole_model(self.adapter, self.zero, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -355,11 +359,9 @@ class TorchEngine(nn.Module, Engine):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory until `reload_states`, between phases in which the engine does nothing.
-
-        `include` names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the
-        module if its parameters (`lp_params`) are away.
-        """
+        """Move states to host memory until `reload_states`, between phases in which the engine does nothing. `include`
+        names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the module if its
+        parameters (`lp_params`) are away."""
         self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -378,10 +380,8 @@ class TorchEngine(nn.Module, Engine):
         return list(learning_rates(self.optimizer.param_groups)) if self.optimizer is not None else []
 
     def destroy(self) -> None:
-        """Remove the hooks and let go of buffers. The module keeps its parameters' values.
-
-        With sharded parameters it is collective, and every rank then holds all of them.
-        """
+        """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
+        is collective, and every rank then holds all of them."""
         self._saver.close()
         if self.adapter.away:
             self.reload_states()

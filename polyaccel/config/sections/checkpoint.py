@@ -29,6 +29,9 @@ class CheckpointConfig(Section):
     """Saved states. With `keep_last`, `keep_every` or `keep_best`, each save deletes the tags of its folder that none
     of the three keeps, but never the newest good one, nor the one that `latest` names."""
 
+    allow_bytes: bool = False
+    """polyaccel's own: a `client_state` may hold bytes, which are saved as they are. What reads them must not
+    unpickle."""
     keep_best: KeepBestConfig | None = None
     """polyaccel's own: keep those with the best metric."""
     keep_every: PositiveInt | None = None

@@ -3,19 +3,17 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
-from torch import Tensor
-
-from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
-from polyaccel.checkpoint.name_map import NameMap, RenamedReader
 from polyaccel.checkpoint.saver import Saver
 from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.checkpoint.views.given_values import BUFFER, GivenReader
+from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.frozen_base import base_checksums
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
@@ -25,21 +23,21 @@ from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.packing import packed, unpacked
-from polyaccel.torch.params.buffers import plain_values, set_plain_values, strided_tensors
+from polyaccel.torch.params.buffers import plain_values
+from polyaccel.torch.states.custom_loading import CustomLoad, CustomLoading
 from polyaccel.torch.states.extra_states import (
     extra_state_blobs,
-    is_extra_state,
     saved_extra_states,
     set_extra_states,
 )
 from polyaccel.torch.states.random_states import RandomStates
+from polyaccel.torch.states.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
 
-_BUFFER = "buffer"
 _CLIENT_OPTIMIZER, _CLIENT_SCHEDULE, _CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
 
 
@@ -69,7 +67,7 @@ def save_run(
     run.zero.params.fence()
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
-    scalars = run.scalars(client_state)
+    scalars = run.scalars(client_state, may_have_bytes=saver.policy.allows_bytes)
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
         scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)
@@ -117,14 +115,16 @@ def load_run(
     schedule: bool,
     module_only: bool,
     name_map: NameMap | None,
+    custom: CustomLoad | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Take over a checkpoint's state. Collective. Returns its path and the client state.
+    """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` writes the module's
+    tensors, see [Note: A user's own loading] in `checkpoint.views.given_values`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
-    base = {}
-    if strict and (saved.scalars.get("frozen_base")):
+    base, loading = {}, CustomLoading.prepare(custom, run.adapter, run.zero)
+    if strict and loading is None and (saved.scalars.get("frozen_base")):
         names = {param.fqn for param in run.zero.layout.params}
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
@@ -138,6 +138,7 @@ def load_run(
             schedule=schedule,
             module_only=module_only,
             name_map=name_map,
+            loading=loading,
         )
 
     run.load_together(saved, check)
@@ -185,13 +186,21 @@ def _check(
     schedule: bool,
     module_only: bool,
     name_map: NameMap | None,
+    loading: CustomLoading | None,
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
     `base` has the checksums of parameters that `saved` may have left out."""
-    reader = RenamedReader(saved, name_map, {param.fqn: param.global_shape for param in run.zero.layout.params})
+    shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
+    renamed = RenamedReader(saved, name_map, shapes)
+    reader: Reader = renamed
     values = SavedValues.of(reader)
-    left_out = _same_base(reader, values, base) if strict else frozenset()
-    check_names(run.zero, reader, strict=strict, left_out=left_out)
+    if loading is None:
+        left_out: Collection[str] = _same_base(renamed, values, base) if strict else frozenset()
+        check_names(run.zero, reader, strict=strict, left_out=left_out)
+    else:
+        given = loading.values(run.adapter, saved, run.accelerator.allocate, renamed.saved_name)
+        given.check({param.fqn: param.shape for param in run.zero.layout.params})
+        reader, left_out = GivenReader(renamed, given, shapes), given.untouched
     client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
     resumes_optimizer = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
     if resumes_optimizer and client is not None:
@@ -207,7 +216,7 @@ def _check(
     if wanted.kept and run.communicator.rank == 0:
         names = ", ".join(wanted.kept[:8])
         log.warning("%d parameters or their states were not saved and stay as they are: %s", len(wanted.kept), names)
-    buffers = _saved_buffers(run, reader)
+    buffers = saved_buffers(run.adapter, reader)
     blobs = reader.rank_blobs(0)
     client_state_of(saved)
     extra_states = saved_extra_states(run.adapter.module, blobs)
@@ -228,7 +237,7 @@ def _check(
     def read() -> None:
         wanted.read(reader, run.accelerator)
         for name, tensor in buffers.items():
-            _read_buffer(run.accelerator, reader, name, tensor)
+            read_buffer(run.accelerator, reader, name, tensor)
         set_extra_states(run.adapter.module, extra_states)
         if not module_only:
             run.load_progress(values)
@@ -266,10 +275,10 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
             param = slot.param
             yield TensorPiece(fqn, kind, param.global_shape, buffer.dtype, start, buffer, param.block)
     if run.communicator.rank == 0:
-        for name, tensor in _buffers(run.adapter).items():
+        for name, tensor in module_buffers(run.adapter).items():
             values = plain_values(tensor)
             yield TensorPiece(
-                name, _BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
+                name, BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
             )
 
 
@@ -296,58 +305,15 @@ def _is_left_out(param: ParamSpec) -> bool:
     return not param.trainable and param.block is None
 
 
-def _buffers(adapter: TorchAdapter) -> dict[str, Tensor]:
-    """The strided tensors that hold the values of the module's persistent buffers, by name. Every parameter is up to
-    date."""
-    parameters = set(map(id, adapter.names))
-    buffers = []
-    for name, value in adapter.module.state_dict(keep_vars=True).items():
-        if id(value) in parameters or is_extra_state(name):
-            continue
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            cure = "keep it in client_state, in get_extra_state, or in tensors registered as buffers"
-            raise CheckpointError(f"the module's state {name!r} is a {kind}", cure=cure, value=kind)
-        buffers.append((name, value))
-    return dict(strided_tensors(buffers))
-
-
-def _saved_buffers(run: TorchRun, reader: RenamedReader) -> dict[str, Tensor]:
-    """The module's buffers that were saved, verified. Raises CheckpointError where one has another shape."""
-    found = {}
-    for name, tensor in _buffers(run.adapter).items():
-        if not reader.has(name, _BUFFER):
-            log.warning("the checkpoint has no buffer %r; it keeps its value", name)
-            continue
-        shape, values = reader.tensor(name, _BUFFER).shape, plain_values(tensor)
-        if shape != tuple(values.shape):
-            raise CheckpointError(
-                f"the buffer {name!r} has the shape {shape} in checkpoint {reader.tag!r}, and "
-                f"{tuple(values.shape)} in the model",
-                cure="build the model that was saved",
-                value=shape,
-            )
-        reader.verify(name, _BUFFER, 0, values.numel(), dtype_of(values.dtype))
-        found[name] = tensor
-    return found
-
-
-def _read_buffer(accelerator: Accelerator, reader: RenamedReader, name: str, tensor: Tensor) -> None:
-    present = plain_values(tensor)
-    flat = accelerator.allocate(present.numel(), dtype_of(present.dtype))
-    reader.read_into(name, _BUFFER, 0, flat.numel, flat, cast_through=accelerator.allocate)
-    set_plain_values(tensor, flat.raw.view(present.shape))
-
-
 def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
     """The kind of optimizer whose states those of `optimizer` are; None without one."""
     return None if optimizer is None else optimizer.kind
 
 
-def _allocate_client_states(zero: ZeroStep, reader: RenamedReader) -> None:
+def _allocate_client_states(zero: ZeroStep, reader: Reader) -> None:
     saved: dict[str, list[tuple[str, DType]]] = {}
     for entry in reader.tensors():
-        if entry.kind not in (PARAM, _BUFFER):
+        if entry.kind not in (PARAM, BUFFER):
             saved.setdefault(entry.fqn, []).append((entry.kind, entry.dtype))
     for shard in zero.shards:
         for piece in shard.slices:
@@ -369,7 +335,7 @@ def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, byte
     return state
 
 
-def _saved_random_states(run: TorchRun, reader: RenamedReader) -> RandomStates | None:
+def _saved_random_states(run: TorchRun, reader: Reader) -> RandomStates | None:
     """The states that this rank's generators go on from; None where they keep their own."""
     if reader.world_size != run.communicator.world_size:
         log.warning(

@@ -101,8 +101,7 @@ class Net(torch.nn.Module):
         return self.second(torch.tanh(self.first(batch))).square().mean()
 
 
-@pytest.mark.parametrize("name_map", ["flax", "function"])
-@pytest.mark.parametrize("saver", ["torch", "jax"])
+@pytest.mark.parametrize(("saver", "name_map"), [("torch", "flax"), ("jax", "function"), ("torch", "patterns")])
 def test_kernels_are_transposed_with_their_optimizer_states(tmp_path, saver, name_map):
     data = np.random.default_rng(0).standard_normal((2 * STEPS, 3), dtype=np.float32)
     config = make_config(2, zero={"reduce_bucket_size": 8})
@@ -128,11 +127,59 @@ def test_kernels_are_transposed_with_their_optimizer_states(tmp_path, saver, nam
         expected = train[first](first, range(STOP, STEPS))
         with pytest.raises(CheckpointError, match=r"first\.(weight|kernel)"):
             second.load_checkpoint(str(tmp_path))
-        second.load_checkpoint(str(tmp_path), name_map="flax" if name_map == "flax" else names)
+        patterns = {r"^(\w+)\.kernel$": (r"\1.weight", (1, 0))}
+        second.load_checkpoint(str(tmp_path), name_map={"flax": "flax", "patterns": patterns}.get(name_map, names))
         assert train[second](second, range(STOP, STEPS)) == pytest.approx(expected, rel=1e-5)
 
     models = [flax_like() for _ in range(2)]
     run_threads(2, lambda ranks: go(ranks, *models[ranks.rank]))
+
+
+def test_a_function_of_the_user_s_own_makes_the_parameters(tmp_path):
+    """Stacked layers of separate ones, and more rows than were saved; what it gets wrong changes nothing."""
+    start = np.random.default_rng(0).standard_normal((2, 4, 4), dtype=np.float32)
+
+    def fn(params, batch, rng):
+        hidden = scan_units(lambda layer, x: jax.numpy.tanh(x @ layer["w"]), batch, params["layers"])
+        return jax.numpy.square(hidden @ params["out"]).mean()
+
+    def stack(src, dst):
+        dst["out"][:4] = src["out"]
+        return {"layers": {"w": np.stack([src["w.0"], src["w.1"]])}, "out": dst["out"]}
+
+    def go(ranks, stage):
+        saver = polyaccel.initialize(
+            model=lambda params, batch, rng: jax.numpy.square(batch @ params["w"][0] @ params["out"]).mean(),
+            params={"w": list(start), "out": np.ones((4, 2), np.float32)},
+            config=make_config(0),
+        )
+        saver.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
+        params = {"layers": {"w": np.zeros_like(start)}, "out": np.full((4, 3), 5.0, np.float32)}
+        loader = polyaccel.initialize(model=fn, params=params, config=make_config(stage), stacked=["layers"])
+        for wrong, said in ((lambda src, dst: None, "a tree of the structure"), (lambda src, dst: {}["x"], "KeyError")):
+            with pytest.raises(CheckpointError, match=f"custom_load_fn .*{said}"):
+                loader.load_checkpoint(str(tmp_path), custom_load_fn=wrong)
+            assert (np.asarray(loader.params["out"]) == 5).all()
+
+        def narrow(src, dst):
+            return {**stack({**src, "out": 1.0}, dst), "out": src["out"]}
+
+        with pytest.raises(CheckpointError, match=r"another shape .*'out': \(\(4, 2\), \(4, 3\)\)"):
+            loader.load_checkpoint(str(tmp_path), custom_load_fn=narrow, load_optimizer_states=False)
+
+        def widen(src, dst):
+            dst["out"][:, :2] = src["out"]
+            return {"layers": {"w": np.stack([src["w.0"], src["w.1"]])}, "out": dst["out"]}
+
+        state = loader.load_checkpoint(str(tmp_path), custom_load_fn=widen, load_optimizer_states=False)[1]
+        assert state == {"epoch": 2}
+        np.testing.assert_array_equal(loader.params["layers"]["w"], start)
+        np.testing.assert_array_equal(loader.params["out"], [[1, 1, 5]] * 4)
+        loader.destroy()
+        saver.destroy()
+
+    for stage in (1, 3):
+        run_threads(1, go, stage)
 
 
 def test_stacked_layers_are_read_from_transposed_ones(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -65,6 +66,20 @@ def test_whole_states_go_out_and_in_by_deepspeeds_arguments(engine: Any) -> None
     assert sorted(found) == ["a", "model.bias", "model.weight"]
     engine.load_module_state_dict({"module": {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}})
     assert torch.equal(engine.module.weight, torch.ones(2, 3))
+
+
+def test_a_function_of_the_script_loads(engine: Any, tmp_path: Path) -> None:
+    """`custom_load_fn` is called with `src` and `dst`, in `load_checkpoint` and in `load_module_state_dict`."""
+
+    def load(src: Any, dst: nn.Module) -> None:
+        dst.load_state_dict({name: value + 1 for name, value in src.items()})
+
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.save_checkpoint(tmp_path, tag=3)
+    engine.load_checkpoint(tmp_path, tag=3, custom_load_fn=load)
+    assert all(torch.equal(value, before[name] + 1) for name, value in engine.module_state_dict().items())
+    engine.load_module_state_dict({"module": engine.module_state_dict()}, custom_load_fn=load)
+    assert all(torch.equal(value, before[name] + 2) for name, value in engine.module_state_dict().items())
 
 
 def test_loaders_take_a_sampler_or_cut_the_data_themselves(engine: Any) -> None:

@@ -15,6 +15,7 @@ from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.states.custom_loading import CustomLoading
 from polyaccel.torch.states.whole_model import entries_of_writer
 from polyaccel.zero.update.walk import StepResult
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
@@ -77,10 +78,14 @@ class DeepSpeedEngine(Settings, TorchEngine):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """As `TorchEngine.load_module_state_dict`, for a state dict or a dict that has one as `module`."""
-        _refuse_custom_loading(custom_load_fn, "load_module_state_dict")
+        """As `TorchEngine.load_module_state_dict`, for a state dict or a dict that has one as `module`, which
+        `custom_load_fn(src=, dst=)` may write into a copy of the module."""
         state = checkpoint.get("module")
-        super().load_module_state_dict(state if isinstance(state, Mapping) else checkpoint, strict)
+        state = state if isinstance(state, Mapping) else checkpoint
+        if loading := CustomLoading.prepare(custom_load_fn, self.adapter, self.zero):
+            self.adapter.adopt_changes()
+            state = loading.state_dict(self.adapter, state)
+        super().load_module_state_dict(state, strict)
 
     # Data.
 
@@ -134,7 +139,6 @@ class DeepSpeedEngine(Settings, TorchEngine):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """As `TorchEngine.load_checkpoint`; but where there is no such checkpoint, a warning and (None, None)."""
-        _refuse_custom_loading(custom_load_fn, "load_checkpoint")
         if not self._is_there(str(load_dir), tag):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
@@ -146,6 +150,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
             load_optimizer_states,
             load_lr_scheduler_states,
             load_module_only,
+            custom_load_fn=custom_load_fn,
         )
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
@@ -227,9 +232,3 @@ class DeepSpeedEngine(Settings, TorchEngine):
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
         return self._is_compiled
-
-
-def _refuse_custom_loading(custom_load_fn: Any, where: str) -> None:
-    if custom_load_fn is not None:
-        cure = "leave it out; pass name_map to polyaccel"
-        raise ConfigError([Problem("custom_load_fn", custom_load_fn, "cannot be called", cure)], source=where)

@@ -6,6 +6,7 @@ Nothing is rewritten: a range is read from where it was saved, and only a tensor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,10 +23,12 @@ from polyaccel.mesh.block import Block
 from polyaccel.types import DType
 
 Axes = tuple[int, ...]
-NameMap = Literal["flax"] | Callable[[str], str | tuple[str, Axes]]
+NameMap = Literal["flax"] | Mapping[str, str | tuple[str, Axes]] | Callable[[str], str | tuple[str, Axes]]
 """Where a parameter was saved: a function from its name to the saved name, or to (saved name, axes), where the
-parameter is the saved array with its axes in this order, as `numpy.transpose(saved, axes)`. "flax" knows how flax and
-torch call and lay out the same layers, in both directions: kernel, embedding and scale are weight."""
+parameter is the saved array with its axes in this order, as `numpy.transpose(saved, axes)`. A dict has patterns:
+`{r"^model\\.(.*)": r"\\1"}` finds what is called `model.` and something here under that something, as `re.sub` would
+write it once; what no pattern matches keeps its name, buffers are renamed too. "flax" knows how flax and torch call and
+lay out the same layers, in both directions: kernel, embedding and scale are weight."""
 
 
 class Part(Protocol):
@@ -52,8 +55,9 @@ class _Source:
 class RenamedReader:
     """`reader` as seen by parameters of these `shapes` (by name); reads like a `CheckpointReader`.
 
-    `parts`, by name, are listed in place of the parameters that they are parts of. Raises CheckpointError when two
-    parameters are mapped to one.
+    `parts`, by name, are listed in place of the parameters that they are parts of. Raises CheckpointError, which lists
+    them, for parameters that are mapped to one, or that several patterns rename in different ways, and for a pattern
+    that cannot be read.
     """
 
     def __init__(
@@ -64,17 +68,22 @@ class RenamedReader:
         parts: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         self._reader = reader
-        self._sources = {fqn: _source(fqn, shape, names, reader) for fqn, shape in shapes.items()}
-        taken: dict[str, str] = {}
+        self._patterns = _Patterns(names) if isinstance(names, Mapping) else None
+        if self._patterns is not None:
+            self._patterns.check(shapes)
+        how = names if self._patterns is None else self._patterns.source
+        self._sources = {fqn: _source(fqn, shape, how, reader) for fqn, shape in shapes.items()}
+        taken: dict[str, list[str]] = {}
         for fqn, source in self._sources.items():
-            if source.name in taken:
-                raise CheckpointError(
-                    f"{taken[source.name]!r} and {fqn!r} are both mapped to {source.name!r}",
-                    cure="let name_map give each parameter a name of its own",
-                    value=source.name,
-                )
-            taken[source.name] = fqn
-        self._names = taken
+            taken.setdefault(source.name, []).append(fqn)
+        if clashes := {name: fqns for name, fqns in taken.items() if len(fqns) > 1}:
+            told = "; ".join(f"{' and '.join(map(repr, fqns))} to {name!r}" for name, fqns in clashes.items())
+            raise CheckpointError(
+                f"several parameters are mapped to one: {told}",
+                cure="let name_map give each parameter a name of its own",
+                value=sorted(clashes),
+            )
+        self._names = {name: fqn for name, (fqn,) in taken.items()}
         self._parts: dict[str, list[str]] = {}
         for name, part in parts.items():
             self._parts.setdefault(part.fqn, []).append(name)
@@ -144,7 +153,10 @@ class RenamedReader:
         buffer.copy_from(part)
 
     def _source_of(self, fqn: str) -> _Source:
-        return self._sources.get(fqn, _Source(fqn))
+        found = self._sources.get(fqn)
+        if found is None:  # a buffer, or a parameter that is not asked for
+            found = _Source(fqn if self._patterns is None else self._patterns.source(fqn)[0])
+        return found
 
     def _in_parts(self, entry: TensorEntry) -> Sequence[TensorEntry]:
         parts = self._parts.get(entry.fqn)
@@ -160,13 +172,57 @@ class RenamedReader:
         return replace(entry, fqn=fqn, shape=tuple(entry.shape[axis] for axis in axes), pieces=())
 
 
-def _source(fqn: str, shape: tuple[int, ...], names: NameMap | None, reader: CheckpointReader) -> _Source:
+class _Patterns:
+    """Regular expressions and what they write in the place of what they match."""
+
+    def __init__(self, patterns: Mapping[str, str | tuple[str, Axes]]) -> None:
+        self._rules: list[tuple[re.Pattern[str], str, Axes | None]] = []
+        for pattern, written in patterns.items():
+            name, axes = (written, None) if isinstance(written, str) else written
+            try:
+                self._rules.append((compiled := re.compile(pattern), name, axes))
+                re.sub(compiled.pattern + "|", name, "")  # groups that it has not
+            except (re.error, IndexError) as error:
+                raise CheckpointError(
+                    f"name_map: the pattern {pattern!r} -> {name!r} cannot be used: {error}",
+                    cure="write it as for re.sub",
+                    value=pattern,
+                ) from error
+
+    def check(self, fqns: Mapping[str, object]) -> None:
+        """Raise CheckpointError for names that patterns rename in different ways, listing all of them."""
+        found = {fqn: {name: pattern for pattern, name, _ in self._matches(fqn)} for fqn in fqns}
+        if apart := {fqn: names for fqn, names in found.items() if len(names) > 1}:
+            told = "; ".join(
+                f"{fqn!r} to {' or '.join(f'{name!r} (by {pattern!r})' for name, pattern in names.items())}"
+                for fqn, names in apart.items()
+            )
+            raise CheckpointError(
+                f"name_map: patterns rename {len(apart)} parameters in different ways: {told}",
+                cure="let one pattern match each name: '^' and '$' bind it to the ends",
+                value=sorted(apart),
+            )
+
+    def source(self, fqn: str) -> tuple[str, Axes | None]:
+        """The saved name, and the order of axes."""
+        return next(((name, axes) for _, name, axes in self._matches(fqn)), (fqn, None))
+
+    def _matches(self, fqn: str) -> list[tuple[str, str, Axes | None]]:
+        return [
+            (pattern.pattern, pattern.sub(written, fqn, count=1), axes)
+            for pattern, written, axes in self._rules
+            if pattern.search(fqn)
+        ]
+
+
+def _source(fqn: str, shape: tuple[int, ...], names: Any, reader: CheckpointReader) -> _Source:
     if names is None:
         return _Source(fqn)
     if names == "flax":
         return next((source for source in _flax(fqn, len(shape)) if reader.has(source.name, "param")), _Source(fqn))
     found: Any = names(fqn)
-    source = _Source(found) if isinstance(found, str) else _Source(found[0], tuple(found[1]))
+    name, axes = (found, None) if isinstance(found, str) else found
+    source = _Source(name, None if axes is None else tuple(axes))
     if source.axes is not None and sorted(source.axes) != list(range(len(shape))):
         raise CheckpointError(
             f"axes {source.axes} of {fqn!r} are no order of {len(shape)} axes",
