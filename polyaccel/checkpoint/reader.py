@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,14 @@ from polyaccel.checkpoint.background.client import settle
 from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_latest, read_manifest, tag_names
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
+from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
+from polyaccel.checkpoint.sharing.reading import SharedReading, Whereabouts
+from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
-from polyaccel.ops.native.checksum import crc32 as checksum
 from polyaccel.types import DType
 
 _log = logging.getLogger(__name__)
@@ -53,11 +56,17 @@ class TagStatus:
 class CheckpointReader:
     """The complete checkpoint that `commit` names, for reading. Holds no file open."""
 
-    def __init__(self, storage: Storage, commit: Commit, manifest: Manifest) -> None:
+    def __init__(
+        self, storage: Storage, commit: Commit, manifest: Manifest, whereabouts: Whereabouts | None = None
+    ) -> None:
         self.storage = storage
         self.commit = commit
         self._manifest = manifest
+        self._whereabouts = whereabouts
         self._verified: set[Piece] = set()
+        self._together: SharedReading | None = None
+        self._blobs: dict[int, dict[str, bytes]] = {}
+        """Those of some ranks, already read."""
 
     @property
     def tag(self) -> str:
@@ -104,13 +113,16 @@ class CheckpointReader:
         (None: of the whole tensor), each once in the life of this reader; they will be read as `dtype`. Memory is that
         of a piece.
 
-        Raises CheckpointError naming file, tensor and elements.
+        Inside `together` the pieces are only noted, for all ranks to read them. Raises CheckpointError naming file,
+        tensor and elements.
         """
         tensor = self.tensor(fqn, kind)
         self._check_range(tensor, block, start, length)
         self._check_dtype(tensor, dtype, may_cast=True)
         for piece, _ in tensor.touched(block, start, length):
-            if piece not in self._verified:
+            if self._together is not None:
+                self._together.want(Extent.of_piece(tensor, piece))
+            elif piece not in self._verified:
                 self._read_piece(tensor, piece)
                 self._verified.add(piece)
 
@@ -159,28 +171,58 @@ class CheckpointReader:
                 cure="compare with `world_size` first: states such as random numbers do not carry over to more ranks",
                 value=rank,
             )
+        if rank in self._blobs:
+            return dict(self._blobs[rank])
+        folder = self.commit.folder
         return {
-            blob.name: self._read_verified(
-                blob.file, blob.offset, blob.nbytes, blob.crc32, f"{blob.name!r} of rank {rank}"
-            )
-            for blob in self._manifest.blobs[rank]
+            blob.name: Extent.of_blob(blob, rank).read(self.storage, folder) for blob in self._manifest.blobs[rank]
         }
 
-    def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes:
-        name = f"elements {piece.elements} of {tensor.fqn!r} ({tensor.kind})"
-        return self._read_verified(piece.file, piece.offset, piece.length * tensor.dtype.itemsize, piece.crc32, name)
+    @contextmanager
+    def together(
+        self, communicator: Communicator, step: str, *, most_nbytes: int | None = None
+    ) -> Iterator[SharedReading]:
+        """All ranks of `communicator`, which have opened the same save, read it together: each byte range once per host.
 
-    def _read_verified(self, file: str, offset: int, nbytes: int, crc32: int, name: str) -> bytes:
-        path = f"{self.commit.folder}/{file}"
-        data = self.storage.read(path, offset, nbytes)
-        if (found := checksum(data)) != crc32:
-            raise CheckpointError(
-                f"{path} in {self.storage.location} is damaged: bytes [{offset}, {offset + nbytes}), "
-                f"which hold {name}, have the crc32 {found:08x} and not {crc32:08x}",
-                cure="load another tag",
-                value=path,
-            )
-        return data
+        Blobs of rank 0 and of this rank are read at once. In the block `verify` notes what this rank will read, then
+        `SharedReading.verify` reads it, then `read_into` is for `SharedReading.take_over`. Collective. `most_nbytes`
+        is as there. Raises CheckpointError on every rank, naming `step`.
+        """
+        where = self._whereabouts or Whereabouts.shared(communicator.world_size)
+        groups = MemoryGroups.found(communicator, where.places)
+        try:
+            self._read_blobs(communicator, step, where, groups)
+            table, folder = ExtentTable.of_tensors(self._manifest), self.commit.folder
+            with SharedReading(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
+                self._together = reading
+                yield reading
+        finally:
+            self._together = None
+            groups.close()
+
+    def _read_blobs(self, communicator: Communicator, step: str, where: Whereabouts, groups: MemoryGroups) -> None:
+        wanted = {rank for rank in (0, communicator.rank) if rank < self.world_size}
+        table, folder = ExtentTable.of_blobs(self._manifest), self.commit.folder
+        if not table.extents:
+            return
+        extents = {
+            rank: [Extent.of_blob(blob, rank) for blob in self._manifest.blobs[rank]] for rank in sorted(wanted)
+        }
+        everything = sum(extent.nbytes for extent in table.extents)
+        with SharedReading(communicator, self.storage, folder, table, where, groups, 2 * everything) as reading:
+            for extent in (each for of_rank in extents.values() for each in of_rank if each.nbytes):
+                reading.want(extent)
+            reading.verify(step)
+            for rank, of_rank in extents.items():
+                names = [blob.name for blob in self._manifest.blobs[rank]]
+                data = [bytes(reading.get(extent)) if extent.nbytes else b"" for extent in of_rank]
+                self._blobs[rank] = dict(zip(names, data, strict=True))
+
+    def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes | memoryview:
+        extent = Extent.of_piece(tensor, piece)
+        if self._together is not None:
+            return self._together.get(extent)
+        return extent.read(self.storage, self.commit.folder)
 
     def _check_range(self, tensor: TensorEntry, block: Block | None, start: int, length: int) -> None:
         if block is not None and block.shape != tensor.shape:

@@ -38,13 +38,15 @@ _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, e
 
 
 class Storage(ABC):
-    """A place for files, shared by all ranks. A file has one writer at a time; many may read.
+    """A place for files, of all ranks or of one host's. A file has one writer at a time; many may read.
 
     Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
     API_VERSION: ClassVar[tuple[int, int]] = (1, 4)
     name: ClassVar[str]
+    is_shared: ClassVar[bool] = True
+    """Whether all ranks see the same files. False: only those of one host do, such as on a disk of its own."""
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         """`options` are those of `checkpoint.storage`. Raises ConfigError for what `check_options` refuses."""
@@ -78,6 +80,10 @@ class Storage(ABC):
     @abstractmethod
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from byte `offset`. Raises CheckpointError when the file ends before."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill `target`, bytes, with those from byte `offset`. As it is here, by way of `read`."""
+        target[:] = self.read(path, offset, target.nbytes)
 
     @abstractmethod
     def size(self, path: str) -> int | None:
@@ -154,13 +160,28 @@ class FileStorage(Storage):
         with self._explain(path, "read"), open(self._resolve(path), "rb") as file:
             file.seek(offset)
             data = file.read(nbytes)
-        if len(data) != nbytes:
+        self._require(path, offset, nbytes, len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        if type(self).read is not FileStorage.read:  # a storage that derives from this one reads its own way
+            super().read_into(path, offset, target)
+            return
+        reached = 0
+        with self._explain(path, "read"), open(self._resolve(path), "rb", buffering=0) as file:
+            file.seek(offset)
+            while reached < target.nbytes and (count := file.readinto(target[reached:])):
+                reached += count
+        self._require(path, offset, target.nbytes, reached)
+
+    def _require(self, path: str, offset: int, nbytes: int, found_nbytes: int) -> None:
+        """Raise CheckpointError where fewer than `nbytes` bytes were found."""
+        if found_nbytes != nbytes:
             raise CheckpointError(
-                f"{self._show(path)} ends at byte {offset + len(data)}, {nbytes - len(data)} bytes too early",
+                f"{self._show(path)} ends at byte {offset + found_nbytes}, {nbytes - found_nbytes} bytes too early",
                 cure="the file was truncated: load another tag",
                 value=path,
             )
-        return data
 
     def size(self, path: str) -> int | None:
         target = self._resolve(path)

@@ -4,15 +4,16 @@ slices, taking over counts.
 [Note: A refused load]
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
 plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
-read the pieces again, into the buffers of the engine: the second reading comes from the system's cache of files as far
-as memory reaches, and no copy of the states is held beside them. Pieces are verified the second time too. What fails
-there (a file that changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained
-nor saved until a load has succeeded.
+bring the pieces into the buffers of the engine: from the memory that they were verified in where they all fit, else by
+a second reading, verified too ([Note: Passes] in `checkpoint.sharing.reading`). What fails there (a file that changed
+in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a load has
+succeeded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -52,6 +53,9 @@ class TrainingRun:
     """Equal for optimizers that understand each other's states; None without an optimizer."""
     schedule: Any
     """The learning-rate schedule; None without one."""
+    loading_nbytes: int | None = None
+    """The memory that this rank may use for what a load keeps between verifying and taking over; None: its share of
+    half of what the host has left."""
 
     def scalars(self, client_state: Any, *, may_have_bytes: bool) -> dict[str, Any]:
         """The plain values of a checkpoint. Frontends replace those that differ between them.
@@ -125,21 +129,27 @@ class TrainingRun:
         Raises CheckpointError on every rank, whichever rank refused.
         """
         tag, found = saved.tag, list[Takeover]()
-        try:
-            agreed(self.communicator, f"loading {tag!r} (nothing was changed)", lambda: found.append(check()))
-        except CheckpointError as error:
-            raise self._refusal(saved, error) from error
-        takeover = found[0]
-        try:
-            agreed(self.communicator, f"taking over {tag!r}", takeover.read)
-            self.zero.discard_gradients()
-            if takeover.is_whole:
-                self.zero.mend()
-            self.zero.steps.update(takeover.steps)  # before master weights are rounded, which depends on it
-            self.zero.params.publish_masters()
-        except BaseException:
-            self.zero.mark_half(f"loading {tag!r}")
-            raise
+        step = f"loading {tag!r} (nothing was changed)"
+        with ExitStack() as stack:
+            try:
+                reading = stack.enter_context(
+                    saved.together(self.communicator, step, most_nbytes=self.loading_nbytes)
+                )
+                agreed(self.communicator, step, lambda: found.append(check()))
+                reading.verify(step)
+            except CheckpointError as error:
+                raise self._refusal(saved, error) from error
+            takeover = found[0]
+            try:
+                reading.take_over(f"taking over {tag!r}", takeover.read)
+                self.zero.discard_gradients()
+                if takeover.is_whole:
+                    self.zero.mend()
+                self.zero.steps.update(takeover.steps)  # before master weights are rounded, which depends on it
+                self.zero.params.publish_masters()
+            except BaseException:
+                self.zero.mark_half(f"loading {tag!r}")
+                raise
 
     def _refusal(self, saved: CheckpointReader, error: CheckpointError) -> CheckpointError:
         """`error` with the other checkpoints that there are."""
@@ -219,6 +229,8 @@ class StateReader(Protocol):
     def steps_of(self, fqn: str) -> int: ...
 
     def was_trained(self, fqn: str) -> bool: ...
+
+    def saved_name(self, fqn: str) -> str: ...
 
     def tensors(self) -> Sequence[TensorEntry]: ...
 
@@ -350,6 +362,7 @@ def wanted_state(
             "load_module_strict=False leaves alone what was not saved",
             value=missing,
         )
+    pieces.sort(key=lambda piece: (reader.saved_name(piece.fqn), piece.kind, piece.start))  # as they are stored
     return WantedState(pieces, tuple(kept), tuple(fresh.values()))
 
 
