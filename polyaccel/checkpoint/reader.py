@@ -174,15 +174,13 @@ class CheckpointReader:
         if rank in self._blobs:
             return dict(self._blobs[rank])
         folder = self.commit.folder
-        return {
-            blob.name: Extent.of_blob(blob, rank).read(self.storage, folder) for blob in self._manifest.blobs[rank]
-        }
+        return {blob.name: Extent.of_blob(blob, rank).read(self.storage, folder) for blob in self._manifest.blobs[rank]}
 
     @contextmanager
     def together(
         self, communicator: Communicator, step: str, *, most_nbytes: int | None = None
     ) -> Iterator[SharedReading]:
-        """All ranks of `communicator`, which have opened the same save, read it together: each byte range once per host.
+        """All ranks of `communicator`, which opened the same save, read it together: each byte range once per host.
 
         Blobs of rank 0 and of this rank are read at once. In the block `verify` notes what this rank will read, then
         `SharedReading.verify` reads it, then `read_into` is for `SharedReading.take_over`. Collective. `most_nbytes`
@@ -205,9 +203,7 @@ class CheckpointReader:
         table, folder = ExtentTable.of_blobs(self._manifest), self.commit.folder
         if not table.extents:
             return
-        extents = {
-            rank: [Extent.of_blob(blob, rank) for blob in self._manifest.blobs[rank]] for rank in sorted(wanted)
-        }
+        extents = {rank: [Extent.of_blob(blob, rank) for blob in self._manifest.blobs[rank]] for rank in sorted(wanted)}
         everything = sum(extent.nbytes for extent in table.extents)
         with SharedReading(communicator, self.storage, folder, table, where, groups, 2 * everything) as reading:
             for extent in (each for of_rank in extents.values() for each in of_rank if each.nbytes):

@@ -132,9 +132,7 @@ class TrainingRun:
         step = f"loading {tag!r} (nothing was changed)"
         with ExitStack() as stack:
             try:
-                reading = stack.enter_context(
-                    saved.together(self.communicator, step, most_nbytes=self.loading_nbytes)
-                )
+                reading = stack.enter_context(saved.together(self.communicator, step, most_nbytes=self.loading_nbytes))
                 agreed(self.communicator, step, lambda: found.append(check()))
                 reading.verify(step)
             except CheckpointError as error:

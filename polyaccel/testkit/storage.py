@@ -43,6 +43,9 @@ class StorageContract(ABC):
         same_bytes(_contents(storage, "a/b/one"), b"12345", "a file of three chunks")
         same_bytes(storage.read("a/b/one", 1, 3), b"234", "three bytes from byte 1")
         same_bytes(storage.read("a/two", 0, 0), b"", "nothing of an empty file")
+        target = bytearray(b"....")
+        storage.read_into("a/b/one", 1, memoryview(target)[:3])
+        same_bytes(bytes(target), b"234.", "three bytes from byte 1, read into the first three of four")
         sizes = (storage.size("a/two"), storage.size("a/b"), storage.size("a/none"))
         equal(sizes, (0, None, None), "sizes of an empty file, a folder and nothing")
 
@@ -189,6 +192,8 @@ class StorageContract(ABC):
         storage.write("file", [b"12345"])
         refused(lambda: storage.read("file", 3, 4), "reading behind the end of a file", CheckpointError)
         refused(lambda: storage.read("none", 0, 1), "reading a file that does not exist", CheckpointError)
+        four = memoryview(bytearray(4))
+        refused(lambda: storage.read_into("file", 3, four), "reading into memory behind the end", CheckpointError)
 
     def test_paths_stay_inside(self) -> None:
         """A path that leads out of the place is a CheckpointError, whatever a manifest says."""

@@ -49,7 +49,8 @@ class CheckpointConfig(Section):
     durable."""
     staging_memory: PositiveInt | None = None
     """polyaccel's own: the bytes of host memory that a rank's copy may take. Null is half of what the host has left,
-    shared by its ranks. A rank that needs more writes while training waits, and says so once."""
+    shared by its ranks. A rank that needs more writes while training waits, and says so once. A load may keep as much
+    between verifying and taking over; where that is too little it reads twice."""
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     """The reaction when ranks save or load under different tags."""
 
