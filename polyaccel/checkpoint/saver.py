@@ -55,12 +55,6 @@ class Saver:
         self._image: Image | None = None
         self._has_told = False
 
-    @property
-    def staging_nbytes(self) -> int | None:
-        """The memory that a rank may use for a copy, of a save or of a load; None: its share of half of what the host
-        has left."""
-        return self._policy.staging_nbytes
-
     def save(
         self,
         location: str,

@@ -217,7 +217,7 @@ class JaxEngine(Engine):
             groups=None if kind is None else self.optimizer.param_groups,
             optimizer_kind=kind,
             schedule=self.lr_scheduler,
-            loading_nbytes=self._saver.staging_nbytes,
+            loading_nbytes=self._saver.policy.staging_nbytes,
         )
 
     # What users ask.

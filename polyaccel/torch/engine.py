@@ -328,7 +328,7 @@ class TorchEngine(nn.Module, Engine):
             groups=None if self.optimizer is None else self.optimizer.param_groups,
             optimizer_kind=optimizer_kind(self.zero.optimizer),
             schedule=self.lr_scheduler,
-            loading_nbytes=self._saver.staging_nbytes,
+            loading_nbytes=self._saver.policy.staging_nbytes,
             adapter=self.adapter,
             data=self.training_dataloader,
         )
