@@ -290,7 +290,7 @@ class TorchEngine(nn.Module, Engine):
     ) -> tuple[str, dict[str, Any]]:
         """Go on from a checkpoint, whatever world size, stage and framework wrote it; returns its path and client
         state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
-        dst=)` writes them itself. Without a tag, the newest complete one is taken where that of `latest` is not, and said.
+        dst=)` writes them itself. Without a tag, the newest complete one is taken, with a warning, if `latest` is not.
 
         Raises CheckpointError, on every rank and with nothing changed, for one that is missing, incomplete or damaged,
         has optimizer states that this run's optimizer cannot take over, or, with `load_module_strict`, lacks parameters
