@@ -7,7 +7,7 @@ too where others wait to meet it, as they say through the arrival pipe. A signal
 ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
 later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight
 recorders, is passed on too and ends nothing. Processes that ranks leave behind are ended in the same way, so that
-nothing outlives the job. Of a launcher that is killed itself, the keeper ends the job (`keeper`).
+nothing outlives the job. Of a launcher that is killed itself, the guard ends the job (`guard`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from polyaccel.arrival import HAS_MET, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import LaunchPlan
-from polyaccel.launch.keeper import Keeper
+from polyaccel.launch.guard import Guard
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
     ProcessState,
@@ -75,7 +75,7 @@ class Supervisor:
         self._is_ending = False
         self._kill_at_s = inf
         self._kill_rounds = 0
-        self._keeper: Keeper | None = None
+        self._guard: Guard | None = None
         self._arrivals = ArrivalPipe()
         self._words: dict[int, str] = {}
 
@@ -91,19 +91,19 @@ class Supervisor:
                         break
             finally:
                 self._kill_what_is_left()
-                if self._keeper is not None:
-                    self._keeper.dismiss()
+                if self._guard is not None:
+                    self._guard.dismiss()
                 self._arrivals.close()
                 self._conclude()
         return self._verdict.code if self._verdict else 0
 
     def _start(self) -> None:
-        self._keeper = Keeper(self._plan.job_id)
+        self._guard = Guard(self._plan.job_id)
         for spec in self._plan.ranks:
             owns_stdout, owns_stderr = self._output.owns(spec)
             rank = start_rank(spec, self._arrivals, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
             self._tree.add(rank.pid)
-            self._keeper.add(rank.pid)
+            self._guard.add(rank.pid)
             self._ranks.append(rank)
             self._output.attach(rank)
         self._output.start()  # last: a process with threads should not fork

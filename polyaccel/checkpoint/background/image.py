@@ -10,12 +10,14 @@ from weakref import finalize
 
 from polyaccel.checkpoint.pieces import FileLayout, Read, TensorPiece
 from polyaccel.errors import CheckpointError
+from polyaccel.launch.keeper.protocol import seal_length
 
 _NAME = "polyaccel-checkpoint"
 
 
 class Image:
-    """Memory for files of up to `nbytes`, which has no name: it is gone when no process has it open any more."""
+    """Memory for files of up to `nbytes`, which has no name: it is gone when no process has it open any more. Its
+    length cannot change."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
@@ -28,8 +30,9 @@ class Image:
         """New memory. Raises CheckpointError when the system gives none."""
         descriptor = -1
         try:
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
+            seal_length(descriptor)
             return cls(descriptor, nbytes)
         except OSError as error:
             if descriptor >= 0:

@@ -1,11 +1,11 @@
-"""The keeper of a job: a process that does nothing while its launcher lives, and ends the job of one that was killed.
+"""The guard of a job: a process that does nothing while its launcher lives, and ends the job of one that was killed.
 
 [Note: A launcher that is killed]
 Nobody can catch SIGKILL. On Linux the ranks ask the kernel to die with their launcher, but what they have started
 themselves (workers of data loaders, servers) would live on, and no signal to a group reaches all of it. So the launcher
 starts one more process, in a session of its own, and holds a pipe to it. When the pipe ends, the launcher has; then the
-keeper kills what `JobTree` finds, and ends too. What it cannot find is a process that has left its rank's session and
-has another environment too; and who kills the keeper first has killed the keeper.
+guard kills what `JobTree` finds, and ends too. What it cannot find is a process that has left its rank's session and
+has another environment too; and who kills the guard first has killed the guard.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from polyaccel.launch.tree import JobTree
 _ROUNDS = 200
 _EVERY_S = 0.05
 # Isolated: no file of the folder that the launcher was started in stands in for a module of Python.
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from polyaccel.launch.keeper import main; main(sys.argv)"
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from polyaccel.launch.guard import main; main(sys.argv)"
 
 
-class Keeper:
+class Guard:
     """The launcher's end: start it before the first rank, tell it of every rank, and `dismiss` it when none is left.
     Raises LaunchError when it cannot be started."""
 
@@ -42,7 +42,7 @@ class Keeper:
             )
         except OSError as error:
             raise LaunchError(
-                f"the job's keeper could not be started: {error}",
+                f"the job's guard could not be started: {error}",
                 cure="see whether memory or a limit on processes (ulimit -u) is missing",
             ) from error
 

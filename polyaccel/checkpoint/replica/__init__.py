@@ -1,0 +1,1 @@
+"""Replicas: checkpoints in the memory of a keeper, one of each optimizer step."""

@@ -1,0 +1,197 @@
+"""The keeper's process, which `start` starts: entries by key, each a note of bytes and memory without a name.
+
+It understands nothing of what it holds. Its memory is what ranks hand over, up to a bound: an entry that would go past
+it is refused, and what was there stays. It ends when its launcher has: standard input is a pipe of the launcher's, and
+its end is the end of all that is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import BoundedSemaphore, Lock, Thread
+from typing import Any
+
+from polyaccel.launch.keeper.protocol import (
+    MOST_KEY_LENGTH,
+    Refused,
+    address_of,
+    greet_as_keeper,
+    has_sealed_length,
+    is_own_user,
+    receive,
+    send,
+)
+
+READY = b"ready\n"
+_GREETING_S = 10.0
+_MOST_CONNECTIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is kept under a key. `memory` is an open file or None, `place` says which memory that is."""
+
+    note: bytes
+    memory: int | None
+    place: tuple[int, int] | None
+    nbytes: int
+
+
+@dataclass
+class Shelf:
+    """All entries, which take at most `limit_nbytes`; memory that stands under two keys counts once."""
+
+    limit_nbytes: int
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def put(self, key: str, note: bytes, memory: int | None) -> None:
+        """Keep an entry in the place of the one of that key; `memory` is the shelf's from now on, kept or not. Raises
+        Refused for a key that is none, memory whose length may change, and where there is no room."""
+        try:
+            entry = self._checked(key, note, memory)
+            with self._lock:
+                rest = {other: each for other, each in self._entries.items() if other != key}
+                taken = _taken([*rest.values(), entry])
+                if taken > self.limit_nbytes:
+                    raise Refused(f"{taken:,} bytes would be kept, and {self.limit_nbytes:,} are the most")
+                former = self._entries.get(key)
+                self._entries[key], memory = entry, None
+            _close(former)
+        finally:
+            if memory is not None:
+                os.close(memory)
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of a key, with a file of its own, which the caller closes."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.memory is None:
+                return entry
+            return Entry(entry.note, os.dup(entry.memory), entry.place, entry.nbytes)
+
+    def names(self, key: str) -> list[list[Any]]:
+        """The key, if there is an entry, or the keys below one that ends with a slash, or all for none; sorted, with
+        the length of their memory."""
+        with self._lock:
+            return [[each, self._entries[each].nbytes] for each in self._below(key)]
+
+    def drop(self, key: str) -> int:
+        """Forget the entries that `names` gives. Returns how many there were."""
+        with self._lock:
+            gone = [self._entries.pop(each) for each in self._below(key)]
+        for entry in gone:
+            _close(entry)
+        return len(gone)
+
+    def _below(self, key: str) -> list[str]:
+        if key and not key.endswith("/"):
+            return [key] if key in self._entries else []
+        return sorted(each for each in self._entries if each.startswith(key))
+
+    def _checked(self, key: str, note: bytes, memory: int | None) -> Entry:
+        if not 0 < len(key) <= MOST_KEY_LENGTH:
+            raise Refused(f"a key of {len(key)} characters")
+        if memory is None:
+            return Entry(note, None, None, 0)
+        if not has_sealed_length(memory):
+            raise Refused("only memory without a name whose length is sealed is kept")
+        status = os.fstat(memory)
+        return Entry(note, memory, (status.st_dev, status.st_ino), status.st_size)
+
+
+def _taken(entries: Sequence[Entry]) -> int:
+    memory = {entry.place: entry.nbytes for entry in entries}
+    return sum(memory.values()) + sum(len(entry.note) for entry in entries)
+
+
+def _close(entry: Entry | None) -> None:
+    if entry is not None and entry.memory is not None:
+        os.close(entry.memory)
+
+
+def serve(listener: socket.socket, secret: bytes, shelf: Shelf) -> None:
+    """Answer whoever connects, for ever: a thread a peer."""
+    room = BoundedSemaphore(_MOST_CONNECTIONS)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed, or no descriptor is left just now
+            if listener.fileno() < 0:
+                return
+            continue
+        if is_own_user(connection) and room.acquire(blocking=False):
+            Thread(target=_attend, args=(connection, secret, shelf, room), daemon=True).start()
+        else:
+            connection.close()
+
+
+def _attend(connection: socket.socket, secret: bytes, shelf: Shelf, room: BoundedSemaphore) -> None:
+    """Answer one peer until it ends, or says what nobody of ours says."""
+    try:
+        with connection, suppress(OSError, EOFError, Refused):
+            connection.settimeout(_GREETING_S)
+            greet_as_keeper(connection, secret)
+            connection.settimeout(None)
+            while (message := receive(connection)) is not None:
+                _answer(connection, shelf, *message)
+    finally:
+        room.release()
+
+
+def _answer(connection: socket.socket, shelf: Shelf, head: dict[str, Any], note: bytes, memory: int | None) -> None:
+    key = head.get("key")
+    try:
+        if not isinstance(key, str):
+            raise Refused(f"{key!r:.100} is no key")
+        match head.get("do"):
+            case "put":
+                handed, memory = memory, None
+                shelf.put(key, note, handed)
+                send(connection, {})
+            case "get":
+                entry = shelf.get(key)
+                try:
+                    send(connection, {"found": entry is not None}, entry.note if entry else b"", entry and entry.memory)
+                finally:
+                    _close(entry)
+            case "names":
+                send(connection, {"names": shelf.names(key)})
+            case "drop":
+                send(connection, {"dropped": shelf.drop(key)})
+            case other:
+                raise Refused(f"{other!r:.100} is no request")
+    except Refused as error:
+        send(connection, {"refused": str(error)})
+    finally:
+        if memory is not None:
+            os.close(memory)
+
+
+def listen(name: str) -> socket.socket:
+    """The keeper's socket. Raises OSError where somebody has the name."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address_of(name))
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Keep what ranks hand over under the name `arguments[-2]`, at most `arguments[-1]` bytes, until standard input
+    ends. Its first line is the job's secret."""
+    secret = bytes.fromhex(sys.stdin.buffer.readline().decode("ascii"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    listener = listen(arguments[-2])
+    Thread(target=serve, args=(listener, secret, Shelf(int(arguments[-1]))), daemon=True).start()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    while sys.stdin.buffer.read(1):
+        pass
