@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
 
+from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
@@ -245,7 +246,7 @@ def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
 def save_policy_of(config: ResolvedConfig) -> SavePolicy:
     """How engines save."""
     storage, options = config.checkpoint.storage_plugin
-    best = config.checkpoint.keep_best
+    best, replica = config.checkpoint.keep_best, config.checkpoint.replica_section
     return SavePolicy(
         tag_validation=config.checkpoint.tag_validation,
         in_background=config.checkpoint.in_background,
@@ -255,6 +256,7 @@ def save_policy_of(config: ResolvedConfig) -> SavePolicy:
             keep_every=config.checkpoint.keep_every,
             keep_best=KeepBest(best.metric, best.mode, best.count) if best else None,
         ),
+        replica=None if replica is None else ReplicaPolicy(replica.memory),
         storage=storage,
         options=json.loads(json.dumps(options)),  # without the tables that refuse to change
         allows_bytes=config.checkpoint.allow_bytes,

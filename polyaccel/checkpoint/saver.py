@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.background import client
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.pieces import TensorPiece
+from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
-from polyaccel.checkpoint.steps import SavePart, TagValidation, abandon, agree_on_parts
+from polyaccel.checkpoint.steps import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.checkpoint.writer import write_parts
 from polyaccel.comm.base import Communicator
@@ -39,6 +39,8 @@ class SavePolicy:
     in_background: bool = True
     staging_nbytes: int | None = None
     retention: Retention = KEEP_ALL
+    replica: ReplicaPolicy | None = None
+    """How each step is replicated; None: not at all."""
     storage: str = "file"
     options: Mapping[str, Any] = field(default_factory=dict)
     allows_bytes: bool = False
@@ -59,21 +61,19 @@ class Saver:
         self,
         location: str,
         tag: str,
+        contents: SaveContents,
         *,
-        pieces: Callable[[], Iterable[TensorPiece]],
-        scalars: Mapping[str, Any],
-        rank_blobs: Mapping[str, bytes],
         save_latest: bool,
     ) -> None:
         """As `polyaccel.checkpoint.save_checkpoint`; what is written in the background is complete and durable when
-        `poll` or `wait` has said so. Returns once what `pieces` gives may change. Collective.
+        `poll` or `wait` has said so. Returns once what `contents` gives may change. Collective.
 
         Raises CheckpointError on every rank, for the save before too if that failed.
         """
         self.wait()
         storage = open_storage(self.policy.storage, location, self.policy.options)
         rank = self._communicator.rank
-        make = partial(SavePart.checked, rank, pieces, scalars, rank_blobs, self._about)
+        make = partial(SavePart.checked, rank, contents, self._about)
         tag, part, intents = agree_on_parts(
             self._communicator, tag, make, self.policy.tag_validation, has_room=self._has_room
         )

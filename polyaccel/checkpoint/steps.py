@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from polyaccel.checkpoint.commit import (
@@ -39,6 +40,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class SaveContents:
+    """What a rank saves, as `save_checkpoint` takes it. `frozen` are parameters that no update writes."""
+
+    pieces: Callable[[], Iterable[TensorPiece]]
+    scalars: Mapping[str, Any]
+    rank_blobs: Mapping[str, Any]
+    """Bytes, which is checked."""
+    frozen: Collection[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class SavePart:
     """One rank's part of a save: its file, with what its segments hold, and the values of which rank 0's are saved."""
 
@@ -51,13 +63,11 @@ class SavePart:
     def checked(
         cls,
         rank: int,
-        give: Callable[[], Iterable[TensorPiece]],
-        scalars: Mapping[str, Any],
-        rank_blobs: Mapping[str, Any],
+        contents: SaveContents,
         about: Mapping[str, Any],
     ) -> SavePart:
-        """The part of a rank, of the pieces that `give` gives. Raises CheckpointError for what cannot be saved."""
-        pieces, blobs = tuple(give()), dict(rank_blobs)
+        """The part of a rank. Raises CheckpointError for what cannot be saved."""
+        pieces, blobs, scalars = tuple(contents.pieces()), dict(contents.rank_blobs), contents.scalars
         encode_plain(dict(scalars), "scalars")
         encode_plain(dict(about), "about")
         for piece in pieces:
@@ -122,12 +132,14 @@ def commit_files(
     files: Sequence[RankFile],
     scalars: Mapping[str, Any],
     about: Mapping[str, Any],
+    beside: Mapping[str, int] = MappingProxyType({}),
 ) -> Commit:
-    """Verify that all is there, then write the manifest, then the marker."""
+    """Verify that all is there, then write the manifest, then the marker. `beside` has the names and lengths of files
+    that hold nothing but blobs."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
-        files={file.name: file.nbytes for file in files},
+        files={file.name: file.nbytes for file in files} | dict(beside),
         tensors=build_tensors((rank, entry) for rank, file in enumerate(files) for entry in file.tensors),
         scalars=dict(scalars),
         blobs=tuple(tuple(file.blobs) for file in files),

@@ -17,7 +17,15 @@ from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import clear_leftovers, new_save
 from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
-from polyaccel.checkpoint.steps import SavePart, TagValidation, abandon, agree_on_parts, commit_files, finish
+from polyaccel.checkpoint.steps import (
+    SaveContents,
+    SavePart,
+    TagValidation,
+    abandon,
+    agree_on_parts,
+    commit_files,
+    finish,
+)
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -50,7 +58,7 @@ def save_checkpoint(
     tag, part, intents = agree_on_parts(
         communicator,
         tag,
-        lambda: SavePart.checked(communicator.rank, lambda: pieces, scalars, rank_blobs, about),
+        lambda: SavePart.checked(communicator.rank, SaveContents(lambda: pieces, scalars, rank_blobs), about),
         tag_validation,
     )
     nbytes = sum(intent.nbytes for intent in intents)

@@ -4,14 +4,17 @@ users hold."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
+from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
+from polyaccel.checkpoint.replica.replicas import Replicas
 from polyaccel.checkpoint.saver import SavePolicy, Saver
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
@@ -88,6 +91,9 @@ class Engine(ABC):
     config: ResolvedConfig
     _settings: EngineSettings
     _saver: Saver
+    _replicas: Replicas | None
+    client_state: dict[str, Any]
+    """What replicas in memory have as `client_state`: that of the last save or load, unless a script sets another."""
     accelerator: Accelerator
     communicator: Communicator
     counters: StepCounters
@@ -99,6 +105,8 @@ class Engine(ABC):
     _recorder: StepRecorder
     _result: StepResult | None = None
     _has_applied_not_finite = False
+    _replicates_in_background = True
+    """Whether buffers of pieces count their writes, and stay where they are while nothing is updated."""
 
     @abstractmethod
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -137,6 +145,9 @@ class Engine(ABC):
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
         self._saver = Saver(parts.communicator, parts.settings.saving, parts.about)
+        replica = parts.settings.saving.replica
+        self._replicas = None if replica is None else Replicas(parts.communicator, replica, parts.about)
+        self.client_state = {}
         self.loss_scaler = parts.loss_scaler
         self.counters = StepCounters(
             gradient_accumulation_steps=parts.settings.accumulation_steps,
@@ -155,6 +166,66 @@ class Engine(ABC):
         """Wait until the last `save_checkpoint` is complete and durable. Every rank calls it. Raises CheckpointError on
         all of them if it failed on any."""
         self._saver.wait()
+
+    @abstractmethod
+    def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
+        """What this rank saves of the state as it is now. Collective."""
+
+    def _replicate(self) -> None:
+        """Copy the state after a step to where it survives this process, if the config says so. Collective."""
+        if self._replicas is not None:
+            culprit = "" if self._result is None or not self._has_applied_not_finite else self._result.culprit or "?"
+            self._replicas.replicate(
+                self.global_steps,
+                lambda: self._contents(self.client_state),
+                in_background=self._replicates_in_background,
+                culprit=culprit,
+            )
+
+    def _settle_replica(self) -> None:
+        """Wait until a copy that is under way has ended: then states may be written."""
+        if self._replicas is not None:
+            self._replicas.settle()
+
+    def _state_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a save holds as client state. Waits until states may be read by whoever moves them."""
+        self._settle_replica()
+        if client_state is None:
+            return {}
+        # A save refuses what is no mapping.
+        self.client_state = dict(client_state) if isinstance(client_state, Mapping) else {}
+        return client_state  # type: ignore[return-value]
+
+    def _resume(
+        self,
+        storage: Storage,
+        tag: str | None,
+        load: Callable[[CheckpointReader], tuple[str, dict[str, Any]]],
+        *,
+        is_whole: bool,
+    ) -> tuple[str, dict[str, Any]]:
+        """`load` the checkpoint `tag` of `storage`, or the newest, which may be a replica where `is_whole` says that
+        all of it is loaded. Collective. Returns what `load` does."""
+        self._settle_replica()
+
+        def open_saved() -> CheckpointReader:
+            return open_checkpoint(storage, tag, communicator=self.communicator, fallback=True)
+
+        if self._replicas is None or tag is not None or not is_whole:
+            loaded = load(open_saved())
+            if self._replicas is not None:
+                self._replicas.forget()
+        else:
+            loaded = self._replicas.resume(storage, open_saved, load)
+        self.client_state, self._has_applied_not_finite = dict(loaded[1]), False
+        return loaded
+
+    def _close_saving(self) -> None:
+        """Wait for this rank's part of a save that is under way, and let go of what saves and replicas hold. Raises
+        CheckpointError if the save failed."""
+        if self._replicas is not None:
+            self._replicas.close()
+        self._saver.close()
 
     # How far the run is.
 
@@ -275,6 +346,7 @@ class Engine(ABC):
             self.lr_scheduler.step(**lr_kwargs)
         self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
         self._saver.poll()
+        self._replicate()
 
 
 def learning_rates(groups: Sequence[Group]) -> tuple[float, ...]:

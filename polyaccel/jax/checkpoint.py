@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyaccel.checkpoint import CheckpointReader, Storage, TensorPiece, open_checkpoint
-from polyaccel.checkpoint.saver import Saver
+from polyaccel.checkpoint import CheckpointReader, TensorPiece
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.given_values import GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
@@ -21,29 +21,20 @@ from polyaccel.jax.program.stacking import Stacking
 _OPTAX = "optax"
 
 
-def save_run(
-    run: TrainingRun,
-    stacking: Stacking,
-    saver: Saver,
-    location: str,
-    tag: str,
-    *,
-    client_state: Mapping[str, Any],
-    save_latest: bool,
-) -> None:
-    """Let `saver` write the whole state of `run`, whose layers are cut as `stacking` says. Collective. Raises
-    PolyaccelError after half an update."""
+def contents_of(
+    run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
+) -> SaveContents:
+    """What this rank saves of the whole state of `run`, as it is now, whose layers are cut as `stacking` says;
+    `client_state` may have bytes if it `allows_bytes`. Raises PolyaccelError after half an update."""
     run.zero.require_whole()
     run.zero.params.fence()
-    scalars = run.scalars(client_state, may_have_bytes=saver.policy.allows_bytes)
+    scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
     scalars["param_steps"] = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
     if isinstance(run.zero.optimizer, OptaxOptimizer):
         scalars["client_optimizer"] = {_OPTAX: dict(run.zero.optimizer.numbers)}
     if run.schedule is not None:
         scalars["lr_scheduler"] = run.schedule.state_dict()
-    saver.save(
-        location,
-        tag,
+    return SaveContents(
         pieces=lambda: (
             TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
             for slot, kind, start, buffer in run.zero.owned_pieces()
@@ -51,15 +42,13 @@ def save_run(
         ),
         scalars=scalars,
         rank_blobs={},
-        save_latest=save_latest,
     )
 
 
 def load_run(
     run: TrainingRun,
     stacking: Stacking,
-    storage: Storage,
-    tag: str | None,
+    saved: CheckpointReader,
     *,
     optimizer_states: bool,
     schedule: bool,
@@ -72,7 +61,6 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
-    saved = open_checkpoint(storage, tag, communicator=run.communicator, fallback=True)
 
     def check() -> Takeover:
         return _check(
@@ -86,7 +74,7 @@ def load_run(
         )
 
     run.load_together(saved, check)
-    return f"{storage.location}/{saved.tag}", saved.scalars["client_state"]
+    return f"{saved.storage.location}/{saved.tag}", saved.scalars["client_state"]
 
 
 def _check(

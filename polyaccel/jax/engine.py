@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine
 from polyaccel.engine.resuming import TrainingRun
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
-from polyaccel.jax.checkpoint import load_run, save_run
+from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.views import CopyCount, fence
@@ -119,6 +121,7 @@ class JaxEngine(Engine):
         fence()  # for what still reads the parameters, and lest the update be timed with what was before
         loss = float(jnp.stack(self._losses).mean()) if self._losses else None
         self._losses.clear()
+        self._settle_replica()
         self._apply_update(self.optimizer.param_groups)
         self._end_step(self.optimizer.param_groups, loss, {})
 
@@ -163,17 +166,15 @@ class JaxEngine(Engine):
         """
         self._require_own_process()
         self._require_whole_step()
+        state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
-            save_run(
-                self._run(),
-                self.adapter.stacking,
-                self._saver,
-                save_dir,
-                tag or f"global_step{self.global_steps}",
-                client_state=client_state or {},
-                save_latest=save_latest,
-            )
+            contents = self._contents(state)
+            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
         return True
+
+    def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
+        allows_bytes = self._saver.policy.allows_bytes
+        return contents_of(self._run(), self.adapter.stacking, client_state, allows_bytes=allows_bytes)
 
     def load_checkpoint(
         self,
@@ -192,18 +193,24 @@ class JaxEngine(Engine):
         """
         self._require_own_process()
         fence()
-        with self.timer(OUTSIDE):
-            self._saver.wait()
+
+        def load(saved: CheckpointReader) -> tuple[str, dict[str, Any]]:
             return load_run(
                 self._run(),
                 self.adapter.stacking,
-                self.runtime.storage(load_dir),
-                tag,
+                saved,
                 optimizer_states=load_optimizer_states,
                 schedule=load_lr_scheduler_states,
                 name_map=name_map,
                 custom=None if custom_load_fn is None else OwnTree(custom_load_fn, self.params),
             )
+
+        with self.timer(OUTSIDE):
+            self._saver.wait()
+            is_whole = (
+                load_optimizer_states and load_lr_scheduler_states and name_map is None and custom_load_fn is None
+            )
+            return self._resume(self.runtime.storage(load_dir), tag, load, is_whole=is_whole)
 
     def _run(self) -> TrainingRun:
         """The parts that a checkpoint holds, as they are now."""

@@ -96,7 +96,7 @@ class ViewsEngine(JaxEngine):
 
     def destroy(self) -> None:
         """Let go of buffers and connections. `params` taken before keep their values."""
-        self._saver.close()
+        self._close_saving()
         self.zero.params.fence()
         if isinstance(self._function, ShardedFunction):
             self._function.close()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
-from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
@@ -26,7 +27,8 @@ from polyaccel.torch.gathering.transforms import explaining_refusal, is_transfor
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.settings import ModuleSettings
-from polyaccel.torch.states.checkpoint import TorchRun, frozen_with_states, load_run, optimizer_kind, save_run
+from polyaccel.torch.states.checkpoint import WantedLoad, frozen_with_states, load_run, optimizer_kind
+from polyaccel.torch.states.contents import TorchRun, contents_of
 from polyaccel.torch.states.custom_loading import CustomLoad
 from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
 from polyaccel.torch.states.unfreezing import follow, is_due
@@ -186,6 +188,7 @@ class TorchEngine(nn.Module, Engine):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """The update, which `optimizer.step()` calls: parameters change, and gradients are forgotten. `closure` is
         there for an optimizer that evaluates the loss itself; returns what such a one returns."""
+        self._settle_replica()
         self.adapter.before_update()
         result = None
         if closure is None:
@@ -265,17 +268,15 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
         self._require_whole_step()
+        state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
-            save_run(
-                self._run(),
-                self._saver,
-                save_dir,
-                tag or f"global_step{self.global_steps}",
-                client_state=client_state or {},
-                exclude_frozen=exclude_frozen_parameters,
-                save_latest=save_latest,
-            )
+            contents = self._contents(state, exclude_frozen=exclude_frozen_parameters)
+            self._saver.save(save_dir, tag or f"global_step{self.global_steps}", contents, save_latest=save_latest)
         return True
+
+    def _contents(self, client_state: Mapping[str, Any], *, exclude_frozen: bool = False) -> SaveContents:
+        allows_bytes = self._saver.policy.allows_bytes
+        return contents_of(self._run(), client_state, allows_bytes=allows_bytes, exclude_frozen=exclude_frozen)
 
     def load_checkpoint(
         self,
@@ -297,21 +298,17 @@ class TorchEngine(nn.Module, Engine):
         of this model or their states; without it, those stay as they are.
         """
         self.adapter.require_nothing_away()
-        takes_states = load_optimizer_states and not load_module_only
+        choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
+        wanted = WantedLoad.chosen(load_module_strict, *choices, name_map, custom_load_fn)
+
+        def load(saved: CheckpointReader) -> tuple[str, dict[str, Any]]:
+            resumed = frozen_with_states(self._run(), saved, name_map) if wanted.optimizer_states else ()
+            self._train_unfrozen(resumed)
+            return load_run(self._run(), saved, wanted)
+
         with self.timer(OUTSIDE):
             self._saver.wait()
-            saved = open_checkpoint(self.runtime.storage(load_dir), tag, communicator=self.communicator, fallback=True)
-            self._train_unfrozen(frozen_with_states(self._run(), saved, name_map) if takes_states else ())
-            loaded = load_run(
-                self._run(),
-                saved,
-                strict=load_module_strict,
-                optimizer_states=takes_states,
-                schedule=load_lr_scheduler_states and not load_module_only,
-                module_only=load_module_only,
-                name_map=name_map,
-                custom=custom_load_fn,
-            )
+            loaded = self._resume(self.runtime.storage(load_dir), tag, load, is_whole=wanted.is_whole)
         self._own_data = None  # its position has changed
         self.adapter.forget_changes()
         return loaded
@@ -362,6 +359,7 @@ class TorchEngine(nn.Module, Engine):
         """Move states to host memory until `reload_states`, between phases in which the engine does nothing. `include`
         names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the module if its
         parameters (`lp_params`) are away."""
+        self._settle_replica()
         self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -382,7 +380,7 @@ class TorchEngine(nn.Module, Engine):
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
         is collective, and every rank then holds all of them."""
-        self._saver.close()
+        self._close_saving()
         if self.adapter.away:
             self.reload_states()
         self.zero.params.fence()

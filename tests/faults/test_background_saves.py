@@ -23,6 +23,7 @@ from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.background import client
 from polyaccel.checkpoint.saver import SavePolicy, Saver
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads
@@ -95,11 +96,11 @@ def save(communicator: Communicator, place: Path, tag: str, value: float, **opti
         saver.save(
             str(place),
             tag,
-            pieces=lambda: [
-                TensorPiece("w", "param", (2, NUMEL), DType.FLOAT32, NUMEL * communicator.rank, data),
-            ],
-            scalars={"value": value},
-            rank_blobs={"rng": str(value).encode()},
+            SaveContents(
+                lambda: [TensorPiece("w", "param", (2, NUMEL), DType.FLOAT32, NUMEL * communicator.rank, data)],
+                {"value": value},
+                {"rng": str(value).encode()},
+            ),
             save_latest=True,
         )
         data.fill(-1.0)  # it was copied
@@ -204,9 +205,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
             saver.save(
                 str(tmp_path / "saved"),
                 tag,
-                pieces=lambda data=data: [TensorPiece("w", "param", (NUMEL,), DType.FLOAT32, 0, data)],
-                scalars={},
-                rank_blobs={},
+                SaveContents(lambda data=data: [TensorPiece("w", "param", (NUMEL,), DType.FLOAT32, 0, data)], {}, {}),
                 save_latest=True,
             )
             if tag == "two":

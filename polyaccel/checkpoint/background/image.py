@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from weakref import finalize
@@ -62,6 +64,23 @@ class Image:
                 return memory[start : start + nbytes]
 
         return read
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the memory to read or overwrite, to be released before `close`."""
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+    def take(self, offset: int, address: int, nbytes: int) -> None:
+        """Copy in `nbytes` bytes of this process's memory. Other threads run meanwhile."""
+        ctypes.memmove(self._address + offset, address, nbytes)
+
+    def crc32(self, offset: int, nbytes: int, before: int = 0) -> int:
+        """zlib's crc32 of so many bytes, going on from the one `before` them. Other threads run meanwhile."""
+        with self.view(offset, nbytes) as data:
+            return zlib.crc32(data, before)
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
         """Let go of the memory in this process."""

@@ -25,6 +25,14 @@ class KeepBestConfig(Section):
     """How many stay."""
 
 
+class ReplicaConfig(Section):
+    """How replicas are made, which are on with this section."""
+
+    memory: PositiveInt | None = None
+    """The most bytes of host memory that a rank's two copies may take. Null is half of what the host has left, shared
+    by its ranks. A rank that needs more makes no replicas, and says so."""
+
+
 class CheckpointConfig(Section):
     """Saved states. With `keep_last`, `keep_every` or `keep_best`, each save deletes the tags of its folder that none
     of the three keeps, but never the newest good one, nor the one that `latest` names."""
@@ -38,6 +46,11 @@ class CheckpointConfig(Section):
     """polyaccel's own: keep those whose global step is a multiple of this."""
     keep_last: PositiveInt | None = None
     """polyaccel's own: keep this many of the newest."""
+    replica: bool | ReplicaConfig = False
+    """polyaccel's own: after each optimizer step, a copy of every rank's state in the memory of a process that
+    `polyaccel run --restarts N` keeps beside the ranks. When ranks are killed and the job is started again,
+    `load_checkpoint` without a tag goes on from there if no checkpoint on disk is newer. Without such a keeper it has
+    no effect, and a warning says so."""
     storage: str | Annotated[PluginTable, Field(min_length=1, max_length=1)] = "file"
     """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
     or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees. What is
@@ -53,6 +66,13 @@ class CheckpointConfig(Section):
     between verifying and taking over; where that is too little it reads twice."""
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     """The reaction when ranks save or load under different tags."""
+
+    @property
+    def replica_section(self) -> ReplicaConfig | None:
+        """The section in `replica`; None where replicas are off."""
+        if isinstance(self.replica, bool):
+            return ReplicaConfig() if self.replica else None
+        return self.replica
 
     @property
     def storage_plugin(self) -> tuple[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ class NativeEngine(JaxEngine):
     """A JAX function in training on `mesh`, for `"jax": {"execution": "native"}`."""
 
     zero: NativeStep
+    _replicates_in_background = False  # what is copied to the host are arrays of JAX, which an update may use again
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class NativeEngine(JaxEngine):
 
     def destroy(self) -> None:
         """Let go of arrays and connections. `params` taken before keep their values."""
-        self._saver.close()
+        self._close_saving()
         self.zero.close()
         self._recorder.close()
 

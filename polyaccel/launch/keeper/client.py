@@ -64,7 +64,7 @@ class KeeperClient:
     def names(self, key: str) -> dict[str, int]:
         """`key`, if something is kept under it, or the keys below one that ends with a slash; sorted, with the length
         of their memory in bytes."""
-        return {each: nbytes for each, nbytes in self._ask({"do": "names", "key": key})[0]["names"]}
+        return dict(self._ask({"do": "names", "key": key})[0]["names"])
 
     def drop(self, key: str) -> int:
         """Let it forget the keys that `names` gives. Returns how many there were."""

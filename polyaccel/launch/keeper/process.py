@@ -156,9 +156,10 @@ def _answer(connection: socket.socket, shelf: Shelf, head: dict[str, Any], note:
                 shelf.put(key, note, handed)
                 send(connection, {})
             case "get":
-                entry = shelf.get(key)
+                found = shelf.get(key)
+                entry = found or Entry(b"", None, None, 0)
                 try:
-                    send(connection, {"found": entry is not None}, entry.note if entry else b"", entry and entry.memory)
+                    send(connection, {"found": found is not None}, entry.note, entry.memory)
                 finally:
                     _close(entry)
             case "names":
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str]) -> None:
     """Keep what ranks hand over under the name `arguments[-2]`, at most `arguments[-1]` bytes, until standard input
     ends. Its first line is the job's secret."""
     secret = bytes.fromhex(sys.stdin.buffer.readline().decode("ascii"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     listener = listen(arguments[-2])

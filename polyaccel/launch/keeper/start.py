@@ -12,7 +12,12 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.keeper.process import READY
 
 # Isolated: no file of the folder that the launcher was started in stands in for a module of Python.
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from polyaccel.launch.keeper.process import main; main(sys.argv)"
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from polyaccel.launch.keeper.process import main
+main(sys.argv)
+"""
 _START_S = 60.0
 _SHARE_OF_MEMORY = 0.75
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -44,7 +49,8 @@ class KeeperProcess:
                 bufsize=0,
                 start_new_session=True,  # the interrupt from a keyboard is the launcher's to pass on
             )
-            assert process.stdin is not None and process.stdout is not None  # as asked for
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(self._secret.hex().encode() + b"\n")
             ready, _, _ = select.select([process.stdout], [], [], _START_S)
             if not ready or process.stdout.read(len(READY)) != READY:

@@ -233,7 +233,9 @@ def test_a_forged_message_ends_the_connection_and_nothing_else(keeper: Served, f
     client.close()
 
 
-@pytest.mark.parametrize("head", [{}, {"do": "put"}, {"do": "eat", "key": "a"}, {"do": "get", "key": 3}], ids=json.dumps)
+@pytest.mark.parametrize(
+    "head", [{}, {"do": "put"}, {"do": "eat", "key": "a"}, {"do": "get", "key": 3}], ids=json.dumps
+)
 def test_a_request_that_is_none_is_refused_by_name(keeper: Served, head: dict[str, object]) -> None:
     client = keeper.connect()
     with pytest.raises(CheckpointError, match=r"is no (key|request)"):
@@ -268,7 +270,8 @@ def test_the_process_keeps_until_its_launcher_ends_and_loads_no_framework() -> N
     keeper = KeeperProcess(SECRET)
     try:
         modules = Path(f"/proc/{keeper.pid}/maps").read_text()
-        assert "numpy" not in modules and "torch" not in modules
+        assert "numpy" not in modules
+        assert "torch" not in modules
         client = KeeperClient(keeper.name, SECRET)
         client.put("kept", b"1")
         client.close()
@@ -277,7 +280,7 @@ def test_the_process_keeps_until_its_launcher_ends_and_loads_no_framework() -> N
         assert not keeper.ensure()
         os.kill(keeper.pid, signal.SIGKILL)
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(KeeperGone, match="has ended|does not answer"):
+        with pytest.raises(KeeperGone, match=r"has ended|does not answer"):
             again.names("")
         assert keeper.ensure()  # under the same name, empty
         with pytest.raises(KeeperGone):

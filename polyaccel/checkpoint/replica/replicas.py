@@ -1,0 +1,193 @@
+"""The replicas of an engine: one of each step in the keeper's memory, and the one to go on from after a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from secrets import token_hex
+from typing import Any, TypeVar
+
+from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
+from polyaccel.checkpoint.replica.parts import files_of
+from polyaccel.checkpoint.replica.storage import KeptStorage
+from polyaccel.checkpoint.replica.survivors import Survivor, as_checkpoint, drop_others, find_survivor, last_step
+from polyaccel.checkpoint.replica.writer import ReplicaWriter
+from polyaccel.checkpoint.shared_outcome import on_rank_0
+from polyaccel.checkpoint.steps import SaveContents
+from polyaccel.checkpoint.storage import Storage
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+from polyaccel.launch.keeper.client import KeeperClient
+
+_log = logging.getLogger(__name__)
+_engines = count()
+"""Numbers of the engines that this process has with replicas: the same after a restart."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPolicy:
+    """How an engine makes replicas: in at most `memory_nbytes` a rank (None: half of what the host has left)."""
+
+    memory_nbytes: int | None = None
+
+
+class Replicas:
+    """The replicas of one engine, whose ranks are those of `communicator`. All ranks make the same calls.
+
+    They begin with the first call, which is collective. Without a keeper on every rank's host there are none, and the
+    log says so.
+    """
+
+    def __init__(self, communicator: Communicator, policy: ReplicaPolicy, about: Mapping[str, Any]) -> None:
+        self._communicator = communicator
+        self._policy = policy
+        self._about = about
+        self._writer: ReplicaWriter | None = None
+        self._client: KeeperClient | None = None
+        self._engine = 0
+        self._attempt = ""
+        self._has_begun = False
+        self._has_survivors = True
+        self._survivor: Survivor | None = None
+        """On rank 0, which has chosen it."""
+
+    def replicate(self, step: int, contents: Callable[[], SaveContents], *, in_background: bool, culprit: str) -> None:
+        """Make the replica of a step that has just ended; see `ReplicaWriter.begin`. Collective."""
+        self._begin()
+        if self._writer is not None:
+            self._writer.begin(step, contents(), in_background=in_background, not_finite=culprit)
+
+    def settle(self) -> None:
+        """Wait until everything may be written again."""
+        if self._writer is not None:
+            self._writer.settle()
+
+    def resume(self, storage: Storage, open_saved: Callable[[], CheckpointReader], load: Callable[..., T]) -> T:
+        """`load` the replica that the starts of this job before this one have left, if it is newer than every good
+        checkpoint in `storage`, else what `open_saved` gives. Collective.
+
+        A replica that cannot be used is passed over with a warning that says why. Raises what `open_saved` and `load`
+        raise for the checkpoint that is not in memory.
+        """
+        self._begin()
+        found, self._has_survivors = self._newer_than(storage), False
+        if found is not None:
+            step, tag = found
+            try:
+                assert self._client is not None  # who found something
+                kept = KeptStorage(self._client, files_of(self._engine))
+                loaded = load(open_checkpoint(kept, tag, communicator=self._communicator))
+                kept.close()
+                if self._survivor is not None:
+                    drop_others(self._client, self._survivor, self._engine)
+                return loaded
+            except CheckpointError as error:
+                if self._communicator.rank == 0:
+                    _log.warning("the replica of step %d in memory cannot be used: %s", step, error.message)
+        loaded = load(open_saved())
+        self.forget()
+        return loaded
+
+    def forget(self) -> None:
+        """The engine's state is another one than was replicated in this start of the job. Collective where there are
+        replicas."""
+        if self._writer is not None:
+            self._writer.forget()
+            self._communicator.barrier(label="replicas forgotten")  # before anybody makes another
+
+    def close(self) -> None:
+        """Let go of memory and connections of this rank."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._client is not None:
+            self._client.close()
+        self._writer = self._client = None
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        error = ""
+        try:
+            self._client = KeeperClient.of(os.environ)
+        except CheckpointError as found:
+            error = found.message
+        mine = (f"{time.time_ns():020d}-{token_hex(4)}", next(_engines), self._client is not None, error)
+        told = self._communicator.all_gather_object(mine)
+        self._attempt, self._engine = told[0][:2]
+        without = [rank for rank, (_, _, has_keeper, _) in enumerate(told) if not has_keeper]
+        if without:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            if self._communicator.rank == 0:
+                why = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
+                _log.warning('"checkpoint.replica" has no effect: ranks %s have no keeper: %s', without[:8], why)
+            return
+        self._writer = ReplicaWriter(
+            self._communicator, self._engine, self._attempt, self._about, self._policy.memory_nbytes
+        )
+
+    def _newer_than(self, storage: Storage) -> tuple[int, str] | None:
+        """The step of the replica to go on from, and its tag; None to go on from `storage`. Says which in the log."""
+        if self._client is None or not self._has_survivors:
+            return None
+        client, communicator = self._client, self._communicator
+
+        def choose() -> list[Any]:
+            try:
+                survivor = find_survivor(client, self._engine, self._attempt)
+                last = last_step(client, self._engine, self._attempt)
+                if survivor is None and not last:  # the first start
+                    return []
+                saved = _newest_good(storage)
+                if survivor is None or not _is_newer(survivor, saved):
+                    _tell_of_saved(saved, survivor, last)
+                    return []
+                tag = as_checkpoint(client, survivor, self._engine)
+            except CheckpointError as error:
+                _log.warning("replicas in memory cannot be used: %s", error.message)
+                return []
+            self._survivor, lost = survivor, survivor.last_step - survivor.step
+            _log.info(
+                "going on from the replica of step %d in memory: %s%s",
+                survivor.step, _steps_are_lost(lost), f"; on disk there is step {saved[1]}" if saved else "",
+            )  # fmt: skip
+            return [survivor.step, tag]
+
+        found = on_rank_0(communicator, "looking for a replica", choose)
+        return (found[0], found[1]) if found else None
+
+
+def _newest_good(storage: Storage) -> tuple[TagStatus, int] | None:
+    """The newest checkpoint to go on from, with its step; None where there is none."""
+    for status in list_checkpoints(storage):
+        if status.is_good:
+            counters = open_checkpoint(storage, status.tag).scalars.get("counters")
+            step = counters.get("global_steps") if isinstance(counters, Mapping) else None
+            return status, step if isinstance(step, int) else 0
+    return None
+
+
+def _is_newer(survivor: Survivor, saved: tuple[TagStatus, int] | None) -> bool:
+    """By step or, where a run has gone back to an earlier one, by the clock."""
+    if saved is None:
+        return True
+    status, step = saved
+    return survivor.step > step or (survivor.step < step and survivor.saved_at_s > status.saved_at_s)
+
+
+def _tell_of_saved(saved: tuple[TagStatus, int] | None, survivor: Survivor | None, last: int) -> None:
+    what = "no replica in memory is whole" if survivor is None else f"the replica in memory is of step {survivor.step}"
+    if saved is not None:
+        status, step = saved
+        _log.info("%s: going on from %r on disk: %s", what, status.tag, _steps_are_lost(max(0, last - step)))
+
+
+def _steps_are_lost(steps: int) -> str:
+    return "no step is lost" if not steps else "1 step is lost" if steps == 1 else f"{steps} steps are lost"
