@@ -167,6 +167,11 @@ class Engine(ABC):
         all of them if it failed on any."""
         self._saver.wait()
 
+    def has_replica(self) -> bool:
+        """Whether an earlier start of this job has left a replica, from which `load_checkpoint` without a tag goes on if
+        it is newer. Every rank calls it."""
+        return self._replicas is not None and self._replicas.has_survivor()
+
     @abstractmethod
     def _contents(self, client_state: Mapping[str, Any]) -> SaveContents:
         """What this rank saves of the state as it is now. Collective."""

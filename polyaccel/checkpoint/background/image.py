@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from weakref import finalize
@@ -13,6 +12,7 @@ from weakref import finalize
 from polyaccel.checkpoint.pieces import FileLayout, Read, TensorPiece
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.protocol import seal_length
+from polyaccel.ops.native.checksum import crc32
 
 _NAME = "polyaccel-checkpoint"
 
@@ -76,7 +76,7 @@ class Image:
     def crc32(self, offset: int, nbytes: int, before: int = 0) -> int:
         """zlib's crc32 of so many bytes, going on from the one `before` them. Other threads run meanwhile."""
         with self.view(offset, nbytes) as data:
-            return zlib.crc32(data, before)
+            return crc32(data, before)
 
     @property
     def _address(self) -> int:

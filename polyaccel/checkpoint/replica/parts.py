@@ -2,7 +2,7 @@
 
 The keys of a keeper's entries: `parts/ENGINE/ATTEMPT/STEP-WORLD/RANK` has a part, `begun/ENGINE/ATTEMPT/RANK` the step
 that a rank has finished last, copied or not, and `files/ENGINE/...` a checkpoint made of parts. ENGINE tells a job's
-engines apart, ATTEMPT its starts.
+engines apart, by their first rank and a number, ATTEMPT its starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyaccel.checkpoint.parsing import json_object
 from polyaccel.checkpoint.pieces import RankFile
 from polyaccel.errors import CheckpointError
 
-_PART = re.compile(r"parts/(\d+)/([\w-]+)/(\d{12})-(\d{6})/(\d{6})")
+_PART = re.compile(r"parts/([\d.]+)/([\w-]+)/(\d{12})-(\d{6})/(\d{6})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,7 +29,7 @@ class PartKey:
 
     step: int
     attempt: str
-    engine: int
+    engine: str
     world_size: int
     rank: int
 
@@ -40,20 +40,20 @@ class PartKey:
     def parse(cls, key: str) -> PartKey | None:
         """The inverse of `str`; None for any other key."""
         found = _PART.fullmatch(key)
-        return None if found is None else cls(int(found[3]), found[2], int(found[1]), int(found[4]), int(found[5]))
+        return None if found is None else cls(int(found[3]), found[2], found[1], int(found[4]), int(found[5]))
 
 
-def parts_of(engine: int) -> str:
+def parts_of(engine: str) -> str:
     """The folder of an engine's parts."""
     return f"parts/{engine}/"
 
 
-def begun_of(engine: int) -> str:
+def begun_of(engine: str) -> str:
     """The folder of the steps that ranks of an engine have finished."""
     return f"begun/{engine}/"
 
 
-def files_of(engine: int) -> str:
+def files_of(engine: str) -> str:
     """The folder of the checkpoint that an engine's parts were made into, without a slash."""
     return f"files/{engine}"
 

@@ -25,7 +25,7 @@ from polyaccel.launch.keeper.client import KeeperClient
 
 _log = logging.getLogger(__name__)
 _engines = count()
-"""Numbers of the engines that this process has with replicas: the same after a restart."""
+"""Numbers of the engines with replicas whose rank 0 this process is: the same after a restart."""
 T = TypeVar("T")
 
 
@@ -49,7 +49,7 @@ class Replicas:
         self._about = about
         self._writer: ReplicaWriter | None = None
         self._client: KeeperClient | None = None
-        self._engine = 0
+        self._engine = ""
         self._attempt = ""
         self._has_begun = False
         self._has_survivors = True
@@ -66,6 +66,21 @@ class Replicas:
         """Wait until everything may be written again."""
         if self._writer is not None:
             self._writer.settle()
+
+    def has_survivor(self) -> bool:
+        """Whether the starts of this job before this one have left a replica. Collective."""
+        self._begin()
+        if self._client is None or not self._has_survivors:
+            return False
+        client = self._client
+
+        def look() -> bool:
+            try:
+                return find_survivor(client, self._engine, self._attempt) is not None
+            except CheckpointError:  # `resume` says why it cannot be used
+                return False
+
+        return on_rank_0(self._communicator, "looking for a replica", look)
 
     def resume(self, storage: Storage, open_saved: Callable[[], CheckpointReader], load: Callable[..., T]) -> T:
         """`load` the replica that the starts of this job before this one have left, if it is newer than every good
@@ -117,7 +132,9 @@ class Replicas:
             self._client = KeeperClient.of(os.environ)
         except CheckpointError as found:
             error = found.message
-        mine = (f"{time.time_ns():020d}-{token_hex(4)}", next(_engines), self._client is not None, error)
+        is_first = self._communicator.rank == 0
+        engine = f"{self._communicator.ranks[0]}.{next(_engines)}" if is_first else ""
+        mine = (f"{time.time_ns():020d}-{token_hex(4)}", engine, self._client is not None, error)
         told = self._communicator.all_gather_object(mine)
         self._attempt, self._engine = told[0][:2]
         without = [rank for rank, (_, _, has_keeper, _) in enumerate(told) if not has_keeper]

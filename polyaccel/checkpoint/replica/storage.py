@@ -36,7 +36,7 @@ class KeptStorage(Storage):
     def probe(cls) -> Probe:
         return Probe(usable=can_keep(), reason="the memory of a keeper, on Linux")
 
-    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         memory = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             for chunk in chunks:

@@ -30,8 +30,9 @@ class Survivor:
         return self.parts[0].step
 
 
-def find_survivor(client: KeeperClient, engine: int, attempt: str) -> Survivor | None:
-    """What is left of engine `engine` from the starts of the job before `attempt`; None where no step is whole.
+def find_survivor(client: KeeperClient, engine: str, attempt: str) -> Survivor | None:
+    """What is left of engine `engine` from the starts of the job before `attempt`; None where no step is whole, with
+    weights that are finite as far as is known.
 
     Raises CheckpointError where the keeper is lost or the note of rank 0's part is damaged.
     """
@@ -40,16 +41,18 @@ def find_survivor(client: KeeperClient, engine: int, attempt: str) -> Survivor |
         key = PartKey.parse(name)
         if key is not None and key.attempt != attempt:
             found[key.step, key.attempt, key.world_size].append(key)
-    whole = {each: parts for each, parts in found.items() if len(parts) == each[2]}
-    if not whole:
-        return None
-    parts = sorted(whole[max(whole)], key=lambda key: key.rank)
-    note, memory = _part(client, parts[0])
-    os.close(memory)
-    return Survivor(tuple(parts), note.saved_at_s, max(parts[0].step, last_step(client, engine, attempt)))
+    for (_, _, world_size), keys in sorted(found.items(), reverse=True):
+        parts = sorted(keys, key=lambda key: key.rank)
+        if len(parts) == world_size:
+            note, memory = _part(client, parts[0])
+            os.close(memory)
+            if not note.file.not_finite:
+                last = max(parts[0].step, last_step(client, engine, attempt))
+                return Survivor(tuple(parts), note.saved_at_s, last)
+    return None
 
 
-def last_step(client: KeeperClient, engine: int, attempt: str) -> int:
+def last_step(client: KeeperClient, engine: str, attempt: str) -> int:
     """The last step that a rank finished before `attempt`; 0 where none is known. Raises CheckpointError."""
     steps, folder = [0], begun_of(engine)
     for name in client.names(folder):
@@ -59,7 +62,7 @@ def last_step(client: KeeperClient, engine: int, attempt: str) -> int:
     return max(steps)
 
 
-def as_checkpoint(client: KeeperClient, survivor: Survivor, engine: int) -> str:
+def as_checkpoint(client: KeeperClient, survivor: Survivor, engine: str) -> str:
     """Make a checkpoint of a survivor, in the keeper's memory and of the memory that is there. Returns its tag.
 
     Raises CheckpointError for a note that is damaged, and where the keeper is lost.
@@ -88,7 +91,7 @@ def as_checkpoint(client: KeeperClient, survivor: Survivor, engine: int) -> str:
     return tag
 
 
-def drop_others(client: KeeperClient, survivor: Survivor, engine: int) -> None:
+def drop_others(client: KeeperClient, survivor: Survivor, engine: str) -> None:
     """Let go of the parts of earlier starts but for those of `survivor`. Raises CheckpointError."""
     kept = set(map(str, survivor.parts))
     for name in client.names(parts_of(engine)):

@@ -75,7 +75,7 @@ class ReplicaWriter:
     def __init__(
         self,
         communicator: Communicator,
-        engine: int,
+        engine: str,
         attempt: str,
         about: Mapping[str, Any],
         limit_nbytes: int | None,

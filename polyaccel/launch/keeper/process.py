@@ -34,7 +34,7 @@ _MOST_CONNECTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ShelfEntry:
     """What is kept under a key. `memory` is an open file or None, `place` says which memory that is."""
 
     note: bytes
@@ -48,7 +48,7 @@ class Shelf:
     """All entries, which take at most `limit_nbytes`; memory that stands under two keys counts once."""
 
     limit_nbytes: int
-    _entries: dict[str, Entry] = field(default_factory=dict)
+    _entries: dict[str, ShelfEntry] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def put(self, key: str, note: bytes, memory: int | None) -> None:
@@ -68,13 +68,13 @@ class Shelf:
             if memory is not None:
                 os.close(memory)
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> ShelfEntry | None:
         """The entry of a key, with a file of its own, which the caller closes."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.memory is None:
                 return entry
-            return Entry(entry.note, os.dup(entry.memory), entry.place, entry.nbytes)
+            return ShelfEntry(entry.note, os.dup(entry.memory), entry.place, entry.nbytes)
 
     def names(self, key: str) -> list[list[Any]]:
         """The key, if there is an entry, or the keys below one that ends with a slash, or all for none; sorted, with
@@ -95,23 +95,23 @@ class Shelf:
             return [key] if key in self._entries else []
         return sorted(each for each in self._entries if each.startswith(key))
 
-    def _checked(self, key: str, note: bytes, memory: int | None) -> Entry:
+    def _checked(self, key: str, note: bytes, memory: int | None) -> ShelfEntry:
         if not 0 < len(key) <= MOST_KEY_LENGTH:
             raise Refused(f"a key of {len(key)} characters")
         if memory is None:
-            return Entry(note, None, None, 0)
+            return ShelfEntry(note, None, None, 0)
         if not has_sealed_length(memory):
             raise Refused("only memory without a name whose length is sealed is kept")
         status = os.fstat(memory)
-        return Entry(note, memory, (status.st_dev, status.st_ino), status.st_size)
+        return ShelfEntry(note, memory, (status.st_dev, status.st_ino), status.st_size)
 
 
-def _taken(entries: Sequence[Entry]) -> int:
+def _taken(entries: Sequence[ShelfEntry]) -> int:
     memory = {entry.place: entry.nbytes for entry in entries}
     return sum(memory.values()) + sum(len(entry.note) for entry in entries)
 
 
-def _close(entry: Entry | None) -> None:
+def _close(entry: ShelfEntry | None) -> None:
     if entry is not None and entry.memory is not None:
         os.close(entry.memory)
 
@@ -157,7 +157,7 @@ def _answer(connection: socket.socket, shelf: Shelf, head: dict[str, Any], note:
                 send(connection, {})
             case "get":
                 found = shelf.get(key)
-                entry = found or Entry(b"", None, None, 0)
+                entry = found or ShelfEntry(b"", None, None, 0)
                 try:
                     send(connection, {"found": found is not None}, entry.note, entry.memory)
                 finally:

@@ -43,7 +43,7 @@ class TorchRun(TrainingRun):
 def contents_of(
     run: TorchRun, client_state: Mapping[str, Any], *, allows_bytes: bool, exclude_frozen: bool = False
 ) -> SaveContents:
-    """What this rank saves of the whole state of `run`, as it is now; `client_state` may have bytes if it `allows_bytes`.
+    """What this rank saves of the whole state of `run`, as it is now. `allows_bytes`: a client state may have bytes.
     Collective. Raises PolyaccelError after half an update, and CheckpointError for a state of a client's optimizer that
     cannot be saved."""
     run.zero.require_whole()

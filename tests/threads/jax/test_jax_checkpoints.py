@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,15 @@ pytest.importorskip("jax")
 
 import jax
 from jax_models import jax_gpt, leaves, make_config, tokens, torch_gpt
+from served_keeper import SECRET, Served
 
 import polyaccel
+from polyaccel.checkpoint.replica import replicas
 from polyaccel.errors import CheckpointError
 from polyaccel.jax import scan_units
+from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
+from polyaccel.launch.keeper.start import can_keep
+from polyaccel.seal import SECRET_VARIABLE
 from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS, STOP = 6, 3
@@ -215,3 +222,37 @@ def test_unfinished_accumulation_is_not_saved(tmp_path):
 
     model = jax_gpt()
     run_threads(1, go)
+
+
+@pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
+@pytest.mark.parametrize("execution", ["views", "native"])
+def test_a_start_goes_on_from_the_replica_of_the_one_before(execution, tmp_path, monkeypatch):
+    """Out of the keeper's memory, bit by bit."""
+    keeper = Served(f"replicas-{tmp_path}")
+    monkeypatch.setenv(KEEPER_VARIABLE, keeper.name)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+
+    def start(ranks, steps, is_restart=True):
+        monkeypatch.setattr(replicas, "_engines", count())
+        fn, params = jax_gpt()
+        config = make_config(1, accumulation=2) | {"checkpoint": {"replica": True}, "jax": {"execution": execution}}
+        engine = polyaccel.initialize(model=fn, params=params, config=config)
+        if is_restart:
+            engine.load_checkpoint(str(tmp_path))
+        assert engine.global_steps == steps[0]
+        losses = [float(engine.train_batch(iter(micro_batches(step, ranks, 1)))) for step in steps]
+        found = losses, leaves(engine.params)
+        engine.destroy()
+        return found
+
+    losses, whole = run_threads(1, start, range(STEPS), False)[0]
+    client = keeper.connect()
+    client.drop("")
+    client.close()
+    run_threads(1, start, range(STOP), False)
+    run_threads(1, start, range(STOP, STOP + 1))
+    resumed = run_threads(1, start, range(STOP + 1, STEPS))[0]
+    assert resumed[0] == losses[STOP + 1 :]
+    for fqn, value in resumed[1].items():
+        np.testing.assert_array_equal(value, whole[fqn])
+    keeper.close()

@@ -16,18 +16,18 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from served_keeper import SECRET, Served
 
 from polyaccel.checkpoint.replica.storage import KeptStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper import process, protocol
 from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
-from polyaccel.launch.keeper.process import Shelf, listen, serve
+from polyaccel.launch.keeper.process import listen
 from polyaccel.launch.keeper.protocol import address_of, greet_as_keeper, greet_as_rank, seal_length
 from polyaccel.launch.keeper.start import KeeperProcess, can_keep
 from polyaccel.testkit.storage import StorageContract
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-SECRET = b"a secret of the job's ranks"
 LIMIT_NBYTES = 256 << 20
 
 
@@ -62,28 +62,9 @@ def has_ended(peer: socket.socket) -> bool:
             return True
 
 
-class Served:
-    """A keeper in a thread of this process."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.shelf = Shelf(LIMIT_NBYTES)
-        self._listener = listen(name)
-        Thread(target=serve, args=(self._listener, SECRET, self.shelf), daemon=True).start()
-
-    def connect(self, secret: bytes = SECRET) -> KeeperClient:
-        return KeeperClient(self.name, secret)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.shelf.drop("")
-
-
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Served]:
-    served = Served(f"test-{tmp_path}")
+    served = Served(f"test-{tmp_path}", LIMIT_NBYTES)
     yield served
     served.close()
 

@@ -139,7 +139,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """As `TorchEngine.load_checkpoint`; but where there is no such checkpoint, a warning and (None, None)."""
-        if not self._is_there(str(load_dir), tag):
+        if not self._is_there(str(load_dir), tag) and (tag is not None or not self.has_replica()):
             if self.communicator.rank == 0:
                 log.warning("%s has no checkpoint %s: nothing was loaded", load_dir, tag or "")
             return None, None
