@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
-from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher
+from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher, LaunchPlan
 from polyaccel.launch.local import plan_local
 from polyaccel.launch.program import check_not_nested, python_command
+from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 
 if TYPE_CHECKING:
@@ -71,6 +73,21 @@ def add_parser(subparsers: _SubParsers) -> None:
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="also write each rank's output to DIR/rank_N.log, at its end"
     )
+    parser.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the ranks again when one fails, at most N times, and keep replicas in memory for them meanwhile "
+        '("checkpoint.replica" in the config); not when the job was asked to end by a signal (default: %(default)s)',
+    )
+    parser.add_argument(
+        "--elastic",
+        type=_nproc,
+        metavar="MIN",
+        help="a restart has one rank fewer for each that a signal killed, but not fewer than MIN; with --nproc auto as "
+        "many as there are devices then",
+    )
     parser.add_argument("script", help="the Python file (or, with --module, module) that every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to it")
     parser.set_defaults(func=run)
@@ -83,17 +100,25 @@ def run(args: argparse.Namespace) -> int:
     """
     check_not_nested(os.environ)
     launcher = choose_launcher(args.launcher)
-    plan = plan_local(
-        python_command(args.script, args.arguments, module=args.module),
-        nproc=args.nproc or count_ranks(),
-        environment=os.environ,
-        master_port=args.master_port,
-        bind_cores=args.bind_cores,
-        grace_s=args.grace,
-        stop_timeout_s=args.stop_timeout,
-        log_dir=args.log_dir,
-    )
-    return launcher.run(plan)
+    command = python_command(args.script, args.arguments, module=args.module)
+
+    def plan(ranks: int, environment: Mapping[str, str]) -> LaunchPlan:
+        return plan_local(
+            command,
+            nproc=ranks,
+            environment=environment,
+            master_port=args.master_port,
+            bind_cores=args.bind_cores,
+            grace_s=args.grace,
+            stop_timeout_s=args.stop_timeout,
+            log_dir=args.log_dir,
+        )
+
+    if not args.restarts:
+        return launcher.run(plan(args.nproc or count_ranks(), os.environ))
+    counted = count_ranks if args.nproc is None and args.elastic is not None else None
+    policy = RestartPolicy(args.restarts, args.elastic, counted)
+    return run_with_restarts(launcher, plan, args.nproc or count_ranks(), policy, os.environ)
 
 
 def choose_launcher(name: str) -> Launcher:
@@ -129,6 +154,12 @@ def _nproc(text: str) -> int | None:
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST_RANKS:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise argparse.ArgumentTypeError(f"{shown!r} is neither a number of ranks from 1 to {_MOST_RANKS} nor auto")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of restarts")
     return int(text)
 
 

@@ -168,8 +168,8 @@ class Engine(ABC):
         self._saver.wait()
 
     def has_replica(self) -> bool:
-        """Whether an earlier start of this job has left a replica, from which `load_checkpoint` without a tag goes on if
-        it is newer. Every rank calls it."""
+        """Whether an earlier start of this job has left a replica, from which `load_checkpoint` without a tag goes on
+        if it is newer. Every rank calls it."""
         return self._replicas is not None and self._replicas.has_survivor()
 
     @abstractmethod

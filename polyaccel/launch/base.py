@@ -6,8 +6,9 @@ A plan is a value: a test, or a dry run, reads it without starting a process.
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -53,10 +54,26 @@ class LaunchPlan:
     log_dir: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended: its exit `code`, and for one that is not 0 the `cause`, a sentence. `killed` counts the ranks
+    that a signal had ended before the others were asked to end. `was_asked`: it ended of a signal that was passed
+    on."""
+
+    code: int
+    cause: str = ""
+    killed: int = 0
+    was_asked: bool = False
+
+
+def _nothing() -> None:
+    pass
+
+
 class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
@@ -74,3 +91,11 @@ class Launcher(ABC):
         128 + N when signal N ended it. The reason stands on standard error, with the rank's number. When this returns
         or raises, no process of the job is left. Raises LaunchError when a rank cannot be started.
         """
+
+    def run_to_end(self, plan: LaunchPlan, look: Callable[[], object] = _nothing) -> JobEnd:
+        """As `run`, and how the job ended, for whoever starts it again. `look` is called while it runs, at least when a
+        process that is a child of this one has ended. New in version 1.1; what a launcher without a method of its own
+        knows is the code."""
+        code = self.run(plan)
+        names = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        return JobEnd(code, f"the job ended with code {code}", was_asked=code in names)

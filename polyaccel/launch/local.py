@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
-from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Launcher, LaunchPlan, RankSpec
+from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, JobEnd, Launcher, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.program import check_not_nested, rank_environment
 from polyaccel.launch.supervise import Supervisor
@@ -85,4 +85,7 @@ class LocalLauncher(Launcher):
         return Probe(usable=True, reason="starts ranks on this machine")
 
     def run(self, plan: LaunchPlan) -> int:
-        return Supervisor(plan, JobOutput(plan)).run()
+        return self.run_to_end(plan).code
+
+    def run_to_end(self, plan: LaunchPlan, look: Callable[[], object] = lambda: None) -> JobEnd:
+        return Supervisor(plan, JobOutput(plan), look).run()

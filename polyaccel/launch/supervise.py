@@ -16,7 +16,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -26,7 +26,7 @@ from typing import Any
 
 from polyaccel.arrival import HAS_MET, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import LaunchPlan
+from polyaccel.launch.base import JobEnd, LaunchPlan
 from polyaccel.launch.guard import Guard
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
@@ -54,19 +54,22 @@ _DRAIN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Why the job failed. `rank` is the one whose last lines explain it."""
+    """Why the job failed. `rank` is the one whose last lines explain it; without one, a signal was passed on. `killed`
+    ranks had been ended by signals of others by then."""
 
     code: int
     sentence: str
     rank: RankProcess | None = None
+    killed: int = 0
 
 
 class Supervisor:
-    """Runs one job, once. See [Note: How a job ends]."""
+    """Runs one job, once. `look` is called whenever something may have happened. See [Note: How a job ends]."""
 
-    def __init__(self, plan: LaunchPlan, output: JobOutput) -> None:
+    def __init__(self, plan: LaunchPlan, output: JobOutput, look: Callable[[], object] = lambda: None) -> None:
         self._plan = plan
         self._output = output
+        self._look = look
         self._tree = JobTree(plan.job_id)
         self._ranks: list[RankProcess] = []
         self._verdict: _Verdict | None = None
@@ -79,8 +82,8 @@ class Supervisor:
         self._arrivals = ArrivalPipe()
         self._words: dict[int, str] = {}
 
-    def run(self) -> int:
-        """The exit code of the job, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
+    def run(self) -> JobEnd:
+        """How the job ended, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
         with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD), self._arrivals.read_fd) as inbox:
             try:
                 self._start()
@@ -95,7 +98,8 @@ class Supervisor:
                     self._guard.dismiss()
                 self._arrivals.close()
                 self._conclude()
-        return self._verdict.code if self._verdict else 0
+        why = self._verdict
+        return JobEnd(why.code, why.sentence, why.killed, was_asked=why.rank is None) if why else JobEnd(0)
 
     def _start(self) -> None:
         self._guard = Guard(self._plan.job_id)
@@ -127,6 +131,7 @@ class Supervisor:
         return rank.changed_s + limit if waits else inf
 
     def _handle(self, signals: list[signal.Signals]) -> None:
+        self._look()
         for signum in signals:
             if signum in _FORWARDED:
                 self._pass_on(signum)
@@ -177,7 +182,8 @@ class Supervisor:
                 name = signal_name(code - 128)
                 self._fail(_Verdict(code, f"ended by {name}, which was passed on to the ranks"))
             else:
-                self._fail(_Verdict(code, describe_end(rank), rank))
+                killed = sum((each.returncode or 0) < 0 for each in self._ranks)
+                self._fail(_Verdict(code, describe_end(rank), rank, killed))
 
     def _note_absence(self) -> None:
         """Fail where ranks wait for one that has ended with code 0: it will not come."""

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import time
 from types import TracebackType
@@ -43,6 +44,7 @@ FOLDER_VARIABLE = "POLYACCEL_DUMP_DIR"
 _DEFAULT_ACTION = 0  # SIG_DFL of the C library
 _WRITING_S = 2.0  # until the thread has written, unless the disk stands still
 _SAYING_S = 0.2
+_HANGS_AFTER_S = 2.0
 _MOST_NBYTES = 1 << 26
 _MOST_RANKS = 1 << 20
 _JOB_PREFIX = "dump-"
@@ -211,10 +213,14 @@ class Dumper:
         return path, f"{reason}; the last calls are in {path}, compare all ranks with `{compare}`"
 
     def _write_last(self, reason: str) -> None:
-        """`write` of a process that ends now. The line is shown if nobody holds up the log: the main thread, which may
-        have been in the middle of a line of its own when the signal came, writes no more."""
+        """`write` of a process that ends now. The line is shown only where a call has not ended for a while, which
+        others may wonder about, and if nobody holds up the log: the main thread, which may have been in the middle of a
+        line of its own when the signal came, writes no more."""
+        waits_since_s = min((each.started_s for each in [*self._recorder.entries] if each.ended_s is None), default=inf)
         with self._writing:
-            _, said = self._write(reason)
+            path, said = self._write(reason)
+        if path is not None and time() - waits_since_s < _HANGS_AFTER_S:
+            return
         line = threading.Thread(target=_log.warning, args=(said,), daemon=True, name="polyaccel last line")
         line.start()
         line.join(_SAYING_S)

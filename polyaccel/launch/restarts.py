@@ -1,0 +1,112 @@
+"""A job that is started again when it fails: its ranks anew, its keeper the same.
+
+[Note: What a restart has]
+Each start is a job of its own, with another id and another port, after nothing of the one before is left. What they
+have in common is the secret and the keeper, in which ranks find what those before them have handed over. The ranks may
+be fewer: a rank that a signal killed may have taken something with it that is not there for the next one, such as a
+device or memory. Whether a number of ranks suits the training, the training says.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import JobEnd, Launcher, LaunchPlan
+from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
+from polyaccel.launch.keeper.start import KeeperProcess, can_keep
+from polyaccel.seal import SECRET_VARIABLE, secret_in
+
+RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
+"""The variable with how often the job was started before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a job is started again, and with how many ranks: as many as before, or, where `least` is not None, down
+    to that many: as many as `count_ranks` says, or without it one fewer for each that a signal killed."""
+
+    most: int
+    least: int | None = None
+    count_ranks: Callable[[], int] | None = None
+
+    def ranks_after(self, ranks: int, end: JobEnd) -> int:
+        """The ranks of the next start."""
+        if self.least is None:
+            return ranks
+        left = ranks - end.killed if self.count_ranks is None else self.count_ranks()
+        return max(left, min(self.least, ranks))
+
+
+def run_with_restarts(
+    launcher: Launcher,
+    plan: Callable[[int, Mapping[str, str]], LaunchPlan],
+    ranks: int,
+    policy: RestartPolicy,
+    environ: Mapping[str, str],
+) -> int:
+    """Start the job that `plan` makes of a number of ranks and an environment until it ends well, was asked to end, or
+    has been started again as often as `policy` allows. The exit code of the last start.
+
+    Raises LaunchError when it cannot be started, ConfigError or the like where `plan` does, CommError for a secret in
+    `environ` that can be guessed.
+    """
+    secret = secret_in(environ) or secrets.token_hex().encode()
+    given = {**environ, SECRET_VARIABLE: secret.decode()}
+    keeper = _Keeping.started(secret) if can_keep() else None
+    if keeper is not None:
+        given[KEEPER_VARIABLE] = keeper.name
+    try:
+        for attempt in range(policy.most + 1):
+            if keeper is not None:
+                keeper.look()
+            end = launcher.run_to_end(
+                plan(ranks, {**given, RESTART_VARIABLE: str(attempt)}), keeper.look if keeper else lambda: None
+            )
+            if end.code == 0 or end.was_asked or attempt == policy.most:
+                break
+            before, ranks = ranks, policy.ranks_after(ranks, end)
+            fewer = f" with {ranks} of {before} ranks" if ranks != before else ""
+            _say(f"restart {attempt + 1} of {policy.most}{fewer}: {end.cause}")
+        return end.code
+    finally:
+        if keeper is not None:
+            keeper.close()
+
+
+class _Keeping:
+    """A keeper that is started again when somebody has killed it, unless that fails."""
+
+    def __init__(self, process: KeeperProcess) -> None:
+        self._process = process
+        self._has_failed = False
+
+    @classmethod
+    def started(cls, secret: bytes) -> _Keeping:
+        return cls(KeeperProcess(secret))
+
+    @property
+    def name(self) -> str:
+        return self._process.name
+
+    def look(self) -> None:
+        """See whether it is there."""
+        if not self._has_failed:
+            try:
+                if self._process.ensure():
+                    _say("the keeper of replicas was killed, and begins anew")
+            except LaunchError as error:
+                self._has_failed = True
+                _say(f"{error.message}: the job goes on without replicas")
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"polyaccel: {sentence}\n".encode(errors="backslashreplace"))
