@@ -180,7 +180,7 @@ class _Polyaccel:
         from dataclasses import replace
 
         self._engine, self._folder = trainer._engine, folder
-        self._engine._saver._policy = replace(self._engine._saver._policy, in_background=background)
+        self._engine._saver.policy = replace(self._engine._saver.policy, in_background=background)
 
     def save(self, number: int) -> Callable[[], Any]:
         self._engine.save_checkpoint(str(self._folder), tag=str(number))
