@@ -19,6 +19,7 @@ import json
 import zlib
 from dataclasses import asdict, dataclass
 
+from polyaccel.checkpoint.identity import place_id
 from polyaccel.checkpoint.manifest import FORMAT, Manifest, check_format
 from polyaccel.checkpoint.parsing import CommitTree, json_object, parsed
 from polyaccel.checkpoint.storage import Storage
@@ -96,8 +97,8 @@ def read_commit(storage: Storage, tag: str) -> Commit | None:
 
 
 def read_manifest(storage: Storage, commit: Commit) -> Manifest:
-    """Read and verify the manifest that a marker names, and see that every file has its length. Raises
-    CheckpointError."""
+    """Read and verify the manifest that a marker names, and see that every file that belongs into this storage has its
+    length. Raises CheckpointError."""
     path = f"{commit.folder}/{MANIFEST}"
     _check_size(storage, path, commit.manifest_nbytes)
     data = storage.read(path, 0, commit.manifest_nbytes)
@@ -107,7 +108,8 @@ def read_manifest(storage: Storage, commit: Commit) -> Manifest:
     manifest.check()
     if manifest.tag != commit.tag:
         raise CheckpointError(f"{path} in {storage.location} is of the checkpoint {manifest.tag!r}", value=path)
-    for name, nbytes in manifest.files.items():
+    expected = manifest.expected_at(place_id(storage)) if manifest.held else manifest.files
+    for name, nbytes in expected.items():
         _check_size(storage, f"{commit.folder}/{name}", nbytes)
     return manifest
 

@@ -54,6 +54,8 @@ class Manifest:
     """The first parameter with a value that is not finite; empty where there is none."""
     about: dict[str, Any] = field(default_factory=dict)
     """The run that saved, for people and for later versions: plain values."""
+    held: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Where hosts have storages of their own: for each file the (id, name) of the places that have it."""
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], TensorEntry]:
@@ -106,6 +108,16 @@ class Manifest:
                         value=file,
                     )
 
+    def expected_at(self, place: str) -> dict[str, int]:
+        """The files, with their lengths, that the place of that id has; all of them where it is none that is named."""
+        if not any(place == found for places in self.held.values() for found, _ in places):
+            return self.files
+        return {
+            name: nbytes
+            for name, nbytes in self.files.items()
+            if name not in self.held or any(place == found for found, _ in self.held[name])
+        }
+
     def _check_inside(self, name: str, file: str, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files.get(file, -1):
             raise CheckpointError(
@@ -129,6 +141,8 @@ class Manifest:
         }
         if self.not_finite:
             tree["not_finite"] = self.not_finite
+        if self.held:
+            tree["held"] = self.held
         if self.about:
             tree["about"] = encode_plain(self.about, "about")
         return _json({**tree, "digest": _digest(tree)})
@@ -161,6 +175,7 @@ class Manifest:
             blobs=tuple(tuple(BlobEntry(name, *rest) for name, rest in rank.items()) for rank in checked.blobs),
             not_finite=checked.not_finite,
             about=about if isinstance(about, dict) else {},
+            held=checked.held,
         )
 
 

@@ -62,6 +62,7 @@ class ManifestTree(_Tree):
     blobs: tuple[dict[str, tuple[FileName, Count, Count, Crc32]], ...]
     not_finite: StrictStr = ""
     about: dict[str, Any] = {}
+    held: dict[FileName, tuple[tuple[StrictStr, StrictStr], ...]] = {}
 
 
 class RankFileTree(_Tree):

@@ -18,6 +18,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.background.client import settle
 from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_latest, read_manifest, tag_names
 from polyaccel.checkpoint.manifest import Manifest
+from polyaccel.checkpoint.places.choosing import choose_apart
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
 from polyaccel.checkpoint.sharing.reading import SharedReading, Whereabouts
@@ -173,8 +174,7 @@ class CheckpointReader:
             )
         if rank in self._blobs:
             return dict(self._blobs[rank])
-        folder = self.commit.folder
-        return {blob.name: Extent.of_blob(blob, rank).read(self.storage, folder) for blob in self._manifest.blobs[rank]}
+        return {blob.name: self._read_alone(Extent.of_blob(blob, rank)) for blob in self._manifest.blobs[rank]}
 
     @contextmanager
     def together(
@@ -216,8 +216,19 @@ class CheckpointReader:
 
     def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes | memoryview:
         extent = Extent.of_piece(tensor, piece)
-        if self._together is not None:
+        if self._together is not None and self._together.is_wanted(extent):
             return self._together.get(extent)
+        return self._read_alone(extent)
+
+    def _read_alone(self, extent: Extent) -> bytes:
+        path, places = f"{self.commit.folder}/{extent.file}", self._manifest.held.get(extent.file, ())
+        if places and self.storage.size(path) is None:
+            where = " or ".join(name for _, name in places)
+            raise CheckpointError(
+                f"{path} is not in {self.storage.location}: each host has its own part of {self.tag!r}",
+                cure=f"copy it here from {where}, or load on the hosts that saved",
+                value=path,
+            )
         return extent.read(self.storage, self.commit.folder)
 
     def _check_range(self, tensor: TensorEntry, block: Block | None, start: int, length: int) -> None:
@@ -279,7 +290,8 @@ def open_checkpoint(
 
     With `communicator`, which then all ranks must give, rank 0 chooses and all ranks read the very same save. With
     `fallback` and no `tag`, the newest complete checkpoint is taken, with a warning in the log, when `latest` is
-    missing or what it names is not complete.
+    missing or what it names is not complete. Where hosts have storages of their own, all ranks choose together what
+    they can have, and read by `CheckpointReader.together`.
 
     Raises CheckpointError, on all ranks, when there is no such checkpoint or it is incomplete or damaged; the message
     names the file and the tags that could be loaded instead.
@@ -289,6 +301,9 @@ def open_checkpoint(
     if communicator is None:
         return _choose(storage, tag, fallback)
     meet(communicator, "open_checkpoint")
+    if not storage.is_shared:
+        chosen = choose_apart(storage, tag, communicator, fallback=fallback)
+        return CheckpointReader(storage, chosen.commit, chosen.manifest, chosen.whereabouts)
     readers: list[CheckpointReader] = []
 
     def choose() -> bytes:

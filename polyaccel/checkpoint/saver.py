@@ -12,6 +12,7 @@ from typing import Any
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.background import client
 from polyaccel.checkpoint.background.image import Image
+from polyaccel.checkpoint.places.saving import save_places
 from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
@@ -78,7 +79,12 @@ class Saver:
             self._communicator, tag, make, self.policy.tag_validation, has_room=self._has_room
         )
         nbytes = sum(intent.nbytes for intent in intents)
-        if not all(intent.has_room for intent in intents):
+        places = None if storage.is_shared else save_places(storage, self._communicator)
+        is_apart = places is not None and places.count > 1
+        if is_apart and self.policy.in_background and rank == 0 and not self._has_told:
+            self._has_told = True
+            _log.info("checkpoints are written while training waits: hosts send each other copies of theirs; said once")
+        if is_apart or not all(intent.has_room for intent in intents):
             write_parts(
                 storage,
                 tag,
@@ -87,6 +93,7 @@ class Saver:
                 communicator=self._communicator,
                 save_latest=save_latest,
                 retention=self.policy.retention,
+                places=places,
             )
             return
         self._under_way = _UnderWay.begin(

@@ -54,16 +54,28 @@ def new_save(storage: Storage, tag: str) -> Iterator[str]:
     Warns where another living process is saving the same tag.
     """
     folder = new_folder(storage, tag)
+    with own_save(storage, tag, folder):
+        yield folder
+
+
+@contextmanager
+def own_save(storage: Storage, tag: str, folder: str) -> Iterator[None]:
+    """A new folder for a save of `tag`, which is this process's until the block is left."""
     with held(storage, f"{tag}/{folder}"):
         note_owner(storage, f"{tag}/{folder}", Owner.me())
-        yield folder
+        yield
+
+
+def save_number(folder: str) -> int:
+    """The number in the name of a save's folder; later saves of a tag have higher ones."""
+    return int(folder.split("-")[1])
 
 
 def new_folder(storage: Storage, tag: str) -> str:
     """A name that no other save of `tag` has. Warns where a living process is saving that tag."""
     numbers = [0]
     for name in save_folders(storage, tag):
-        numbers.append(int(name.split("-")[1]))
+        numbers.append(save_number(name))
         other = _living_owner(storage, f"{tag}/{name}")
         if other is not None:
             _log.warning(

@@ -136,6 +136,25 @@ def commit_files(
 ) -> Commit:
     """Verify that all is there, then write the manifest, then the marker. `beside` has the names and lengths of files
     that hold nothing but blobs."""
+    manifest = manifest_of(tag, files, scalars, about, beside=beside)
+    require_files(storage, f"{tag}/{folder}", manifest.files)
+    data = manifest.to_json()
+    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
+    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=next_saved_at_s(storage))
+    write_commit(storage, commit)
+    return commit
+
+
+def manifest_of(
+    tag: str,
+    files: Sequence[RankFile],
+    scalars: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    beside: Mapping[str, int] = MappingProxyType({}),
+    held: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of what the ranks wrote, checked. `beside` as in `commit_files`, `held` as in `Manifest`."""
     manifest = Manifest(
         tag=tag,
         world_size=len(files),
@@ -145,26 +164,28 @@ def commit_files(
         blobs=tuple(tuple(file.blobs) for file in files),
         not_finite=next((file.not_finite for file in files if file.not_finite), ""),
         about=dict(about),
+        held=dict(held),
     )
     manifest.check()
-    for name, nbytes in manifest.files.items():
-        path = f"{tag}/{folder}/{name}"
+    return manifest
+
+
+def require_files(storage: Storage, folder: str, files: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless `storage` shows each of these files, of which the lengths are given."""
+    for name, nbytes in files.items():
+        path = f"{folder}/{name}"
         found = storage.size(path)
         if found != nbytes:
             seen = "no file" if found is None else f"{found} bytes"
             raise CheckpointError(
                 f"rank 0 sees {seen} at {path} in {storage.location}, where {nbytes} bytes were written",
-                cure="save to a directory that all hosts share",
+                cure="save to a directory that all hosts share, or to each host's own by "
+                '"checkpoint": {"storage": "node_local"}',
                 value=path,
             )
-    data = manifest.to_json()
-    storage.write(f"{tag}/{folder}/{MANIFEST}", [data])
-    commit = Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=_now_s(storage))
-    write_commit(storage, commit)
-    return commit
 
 
-def _now_s(storage: Storage) -> float:
+def next_saved_at_s(storage: Storage) -> float:
     """The time, but later than that of every checkpoint there: they are told apart by it, and clocks are set back."""
     saved_at_s = [0.0]
     for tag in tag_names(storage):

@@ -13,6 +13,8 @@ from typing import Any
 
 from polyaccel.checkpoint.commit import Commit
 from polyaccel.checkpoint.pieces import RankFile, TensorPiece, reading
+from polyaccel.checkpoint.places.saving import save_places, write_apart
+from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import clear_leftovers, new_save
@@ -76,8 +78,16 @@ def write_parts(
     communicator: Communicator,
     save_latest: bool,
     retention: Retention,
+    places: Places | None = None,
 ) -> Commit:
-    """The rest of `save_checkpoint`: write what the ranks agreed on, `nbytes` in all. Collective."""
+    """The rest of `save_checkpoint`: write what the ranks agreed on, `nbytes` in all. Collective. `places`: where that
+    is known already."""
+    if not storage.is_shared:
+        places = places or save_places(storage, communicator)
+        if places.count > 1:
+            return write_apart(
+                storage, places, tag, part, communicator=communicator, save_latest=save_latest, retention=retention
+            )
     with ExitStack() as owned:
         folder = on_rank_0(
             communicator, f"preparing to save {tag!r}", lambda: owned.enter_context(_prepare(storage, tag, nbytes))

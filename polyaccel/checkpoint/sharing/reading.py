@@ -143,16 +143,20 @@ class SharedReading:
             raise self._over
         self._agree(lambda: _raise(failure) if failure is not None else None)
 
+    def is_wanted(self, extent: Extent) -> bool:
+        """Whether `get` gives an extent: this rank wanted it, and it was verified."""
+        return self._table.number_of[extent.key] in self._place_in
+
     def get(self, extent: Extent) -> memoryview | bytes:
         """The bytes of an extent, good until the next is got. Inside `take_over`; collective with what other ranks
         get."""
         number = self._table.number_of[extent.key]
-        at = self._place_in.get(number)
+        at = self._place_in[number]
         data: memoryview | bytes | None = self._kept.get(number)
         if data is None:
-            while at is not None and self._brought <= at[0]:
+            while self._brought <= at[0]:
                 self._bring()
-            if at is None or (not self._keeps_all and at[0] < self._brought - 1):  # got more often than wanted
+            if not self._keeps_all and at[0] < self._brought - 1:  # got more often than wanted
                 return extent.read(self._storage, self._folder)
             data = self._memory(*at, extent.nbytes)
         self._uses[number] -= 1

@@ -1,0 +1,139 @@
+"""Second copies: every rank's file goes to a rank of the neighbour place, in chunks, and is verified there.
+
+[Note: Turns]
+A rank sends one file and receives those of some ranks of the place before, one a turn. In a turn every pair exchanges
+its chunks in step, so each rank needs memory for two of them. Nobody leaves a turn before its end: a rank that cannot
+write what it receives takes the rest and drops it, one that cannot read what it sends sends zeros; both say so when the
+turns are over, and until then no rank has to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from polyaccel.checkpoint.pieces import RankFile
+from polyaccel.checkpoint.places.seen import Places
+from polyaccel.checkpoint.shared_outcome import agreed
+from polyaccel.checkpoint.sharing.extents import Extent
+from polyaccel.checkpoint.storage import Storage
+from polyaccel.comm.base import Communicator, message_from, message_to
+from polyaccel.errors import CheckpointError
+from polyaccel.types import DType
+
+CHUNK_NBYTES = 8 << 20
+
+Turn = dict[int, int]
+"""By rank that sends, the rank that receives: in a turn a rank receives from one at most."""
+
+
+def copy_turns(places: Places) -> tuple[Turn, ...]:
+    """Who sends its file to whom, turn by turn. Every rank sends once; nothing where there is one place."""
+    turns = list[Turn]()
+    for place in range(places.count if places.count > 1 else 0):
+        takers = places.members(places.neighbour(place))
+        for number, rank in enumerate(places.members(place)):
+            turn, taker = divmod(number, len(takers))
+            while len(turns) <= turn:
+                turns.append({})
+            turns[turn][rank] = takers[taker]
+    return tuple(turns)
+
+
+def write_copies(
+    storage: Storage, folder: str, places: Places, files: Sequence[RankFile], communicator: Communicator, step: str
+) -> None:
+    """Let each place have, verified, the files of the place before: `files` are those of all ranks. Collective.
+
+    Raises CheckpointError on every rank when a copy could not be made on any.
+    """
+    rank, failures = communicator.rank, list[Exception]()
+    for turn in copy_turns(places):
+        source = next((sender for sender, taker in turn.items() if taker == rank), None)
+        taker = turn.get(rank)
+        if source is None and taker is None:
+            continue
+        turned = _Exchange(storage, folder, communicator, files, taker, source)
+        try:
+            if source is not None:
+                storage.write(f"{folder}/{files[source].name}", turned.chunks())
+        except Exception as error:  # whatever it is, the others have to hear of it
+            failures.append(error)
+        turned.finish()
+        failures += turned.failures
+        if source is not None and not failures:
+            try:
+                _verify(storage, folder, files[source])
+            except CheckpointError as error:
+                failures.append(error)
+
+    def tell() -> None:
+        if failures:
+            raise failures[0]
+
+    agreed(communicator, step, tell)
+
+
+class _Exchange:
+    """One turn of a rank: the chunks of its own file to `taker`, and those of the rank `source` from there."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        communicator: Communicator,
+        files: Sequence[RankFile],
+        taker: int | None,
+        source: int | None,
+    ) -> None:
+        self._storage, self._communicator = storage, communicator
+        self._taker, self._source = taker, source
+        own = files[communicator.rank]
+        self._path = f"{folder}/{own.name}"
+        self._out_nbytes = 0 if taker is None else own.nbytes
+        self._in_nbytes = 0 if source is None else files[source].nbytes
+        self._done = 0
+        self._buffers = [communicator.allocate(CHUNK_NBYTES, DType.UINT8) for _ in range(2)]
+        self.failures: list[Exception] = []
+
+    def chunks(self) -> Iterator[bytes]:
+        """What arrives."""
+        while self._done * CHUNK_NBYTES < self._in_nbytes:
+            yield self._step()
+
+    def finish(self) -> None:
+        """Exchange what is left."""
+        while self._done * CHUNK_NBYTES < max(self._in_nbytes, self._out_nbytes):
+            self._step()
+
+    def _step(self) -> bytes:
+        start, messages = self._done * CHUNK_NBYTES, []
+        self._done += 1
+        out_nbytes = min(CHUNK_NBYTES, self._out_nbytes - start)
+        in_nbytes = min(CHUNK_NBYTES, self._in_nbytes - start)
+        if self._taker is not None and out_nbytes > 0:
+            out = self._buffers[0].view(0, out_nbytes)
+            out.from_bytes(self._read(start, out_nbytes))
+            messages.append(message_to(out, self._taker))
+        if self._source is None or in_nbytes <= 0:
+            self._communicator.batch(messages, label="copies of a checkpoint")
+            return b""
+        arrived = self._buffers[1].view(0, in_nbytes)
+        messages.append(message_from(arrived, self._source))
+        self._communicator.batch(messages, label="copies of a checkpoint")
+        return arrived.to_bytes()
+
+    def _read(self, start: int, nbytes: int) -> bytes:
+        try:
+            return self._storage.read(self._path, start, nbytes)
+        except CheckpointError as error:
+            self.failures.append(error)
+            return bytes(nbytes)
+
+
+def _verify(storage: Storage, folder: str, file: RankFile) -> None:
+    """Read a copy back. Raises CheckpointError where it has not the checksums of what was written."""
+    for tensor in file.tensors:
+        for piece in tensor.pieces:
+            Extent.of_piece(tensor, piece).read(storage, folder)
+    for number, blob in enumerate(file.blobs):
+        Extent.of_blob(blob, number).read(storage, folder)

@@ -1,0 +1,85 @@
+"""Engines on hosts with disks of their own: what any hosts saved, any others load, bit by bit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity_models import make_config, parity_loss, parity_model
+
+import polyaccel
+from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.checkpoint import open_checkpoint
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.join.threads import run_threads
+
+State = dict[tuple[str, str], bytes]
+
+
+def engine_of(stage: int) -> Any:
+    zero = {"reduce_bucket_size": 150, "stage3_param_persistence_threshold": 0}
+    return polyaccel.initialize(
+        model=parity_model(), config=make_config(stage, zero=zero, checkpoint={"storage": "node_local"})
+    )[0]
+
+
+def save(communicator: Communicator, place: Path, hosts: tuple[int, ...], stage: int) -> None:
+    engine = engine_of(stage)
+    for number in range(2):
+        engine.backward(parity_loss(engine, number, communicator.rank, 0))
+        engine.step()
+    engine.save_checkpoint(str(place / f"host{hosts[communicator.rank]}"), client_state={"epoch": 7})
+    engine.wait_for_checkpoint()
+    engine.destroy()
+
+
+def load(communicator: Communicator, place: Path, hosts: tuple[int, ...], stage: int, saved: State) -> int:
+    """Load, and compare this rank's states with what was saved. Returns how many bytes those are."""
+    engine, compared = engine_of(stage), 0
+    _, client_state = engine.load_checkpoint(str(place / f"host{hosts[communicator.rank]}"))
+    assert client_state == {"epoch": 7}
+    for slot, kind, start, buffer in engine.zero.needed_pieces():
+        first = start * buffer.dtype.itemsize
+        assert buffer.to_bytes() == saved[slot.param.fqn, kind][first : first + buffer.nbytes], (slot.param.fqn, kind)
+        compared += buffer.nbytes
+    engine.destroy()
+    return compared
+
+
+def contents(place: Path) -> State:
+    reader, host, found = open_checkpoint(place), CpuAccelerator("numpy"), {}
+    for entry in reader.tensors():
+        buffer = host.allocate(entry.numel, entry.dtype)
+        reader.read_into(entry.fqn, entry.kind, 0, entry.numel, buffer)
+        found[entry.fqn, entry.kind] = buffer.to_bytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "other", "readers"),
+    [(1, 0, [(0,), (1, 0), (0, 0, 0)]), (3, 2, [(1,), (0, 1, 2), (2, 1, 1)])],
+    ids=["1 to 0", "3 to 2"],
+)
+def test_two_hosts_of_two_ranks_are_loaded_by_others(
+    stage: int, other: int, readers: list[tuple[int, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run_threads(4, save, tmp_path, (0, 0, 1, 1), stage)
+    assert [record.message for record in caplog.records].count(
+        "checkpoints are written while training waits: hosts send each other copies of theirs; said once"
+    ) == 1
+    saved = contents(tmp_path / "host1")  # of two hosts each has all: its own and the other's copies
+    nbytes = sum(len(data) for (_, kind), data in saved.items() if kind != "buffer")
+    for hosts in readers:
+        loaded = run_threads(len(hosts), load, tmp_path, hosts, other, saved)
+        assert sum(loaded) >= nbytes * (len(hosts) if other == 0 else 1)
+
+
+def test_one_host_saves_beside_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run_threads(2, save, tmp_path, (0, 0), 2)
+    assert "training waits" not in caplog.text
+    assert f"all ranks see one storage, {tmp_path}/host0" in caplog.text
+    run_threads(3, load, tmp_path, (0, 0, 5), 2, contents(tmp_path / "host0"))
