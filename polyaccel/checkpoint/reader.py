@@ -164,6 +164,10 @@ class CheckpointReader:
                 _strided(run, copy.target_offset, copy.lengths, copy.target_strides)[...] = source
         _fill(buffer, run.view(np.uint8).data, tensor.dtype, through)
 
+    def is_elsewhere(self, file: str) -> bool:
+        """Whether a file of the save is on other hosts and not here, where each host has its own part."""
+        return file in self._manifest.held and self.storage.size(f"{self.commit.folder}/{file}") is None
+
     def rank_blobs(self, rank: int) -> dict[str, bytes]:
         """The bytes that rank `rank` of the saving ranks saved for itself, by name, verified."""
         if not 0 <= rank < self.world_size:
@@ -221,9 +225,9 @@ class CheckpointReader:
         return self._read_alone(extent)
 
     def _read_alone(self, extent: Extent) -> bytes:
-        path, places = f"{self.commit.folder}/{extent.file}", self._manifest.held.get(extent.file, ())
-        if places and self.storage.size(path) is None:
-            where = " or ".join(name for _, name in places)
+        if self.is_elsewhere(extent.file):
+            path = f"{self.commit.folder}/{extent.file}"
+            where = " or ".join(name for _, name in self._manifest.held[extent.file])
             raise CheckpointError(
                 f"{path} is not in {self.storage.location}: each host has its own part of {self.tag!r}",
                 cure=f"copy it here from {where}, or load on the hosts that saved",

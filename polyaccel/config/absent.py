@@ -243,7 +243,12 @@ ABSENT: tuple[Absent, ...] = (
         switch="data_efficiency.enabled",
     ),
     # Checkpoints and activations.
-    _alone("checkpoint.use_node_local_storage", False, "checkpoints on each host's own disk"),
+    _alone(
+        "checkpoint.use_node_local_storage",
+        False,
+        "DeepSpeed's checkpoints on each host's own disk",
+        'set "checkpoint": {"storage": "node_local"}, which has a second copy too',
+    ),
     _alone(
         f"checkpoint.writer{BELOW}", None, "DeepSpeed's fast checkpoint writer", 'name a plugin in "checkpoint.storage"'
     ),

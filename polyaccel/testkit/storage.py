@@ -33,6 +33,7 @@ class StorageContract(ABC):
         probe = type(self.make()).probe()
         equal(type(probe), Probe, "type of what probe() gives")
         equal(bool(probe.reason), True, "whether probe() gives a reason")
+        equal(type(self.make().is_shared), bool, "type of is_shared, which says whether all ranks see the same files")
 
     def test_files_are_written_and_read(self) -> None:
         """Chunks are put together, any part of a file is read, and `size` tells files from folders: readers of a

@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
             verdict = verified(reader, told)
         rate = f"{verdict.nbytes / verdict.seconds / 1e9:.2f} GB/s"
         state = f"{len(verdict.damages)} damaged" if verdict.damages else "whole"
-        print(f"{verdict.tag}: {state}; {size(verdict.nbytes)} in {verdict.seconds:.2f} s, {rate}")
+        rest = f"; {size(verdict.elsewhere_nbytes)} on other hosts" if verdict.elsewhere_nbytes else ""
+        print(f"{verdict.tag}: {state}; {size(verdict.nbytes)} in {verdict.seconds:.2f} s, {rate}{rest}")
         for damage in verdict.damages:
             print(f"  {damage}")
         is_whole = is_whole and not verdict.damages

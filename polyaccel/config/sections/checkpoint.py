@@ -53,7 +53,8 @@ class CheckpointConfig(Section):
     no effect, and a warning says so."""
     storage: str | Annotated[PluginTable, Field(min_length=1, max_length=1)] = "file"
     """polyaccel's own: where checkpoints are kept, by the name of an installed plugin of the group `polyaccel.storage`,
-    or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees. What is
+    or `{name: {option: value, ...}}` with options of the plugin's. "file" is a folder that every rank sees,
+    "node_local" one that the ranks of a host see, with a copy on the next host, "fsspec" an object store. What is
     passed to `save_checkpoint` and `load_checkpoint` as a directory is the plugin's location."""
     in_background: Annotated[bool, Field(alias="async")] = True
     """polyaccel's own: write checkpoints in a process beside each rank while training goes on, from a copy in memory

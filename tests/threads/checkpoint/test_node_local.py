@@ -21,6 +21,7 @@ from polyaccel.checkpoint.places import copies
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.retention.rules import Retention
 from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
+from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.join.threads import run_threads
 from polyaccel.errors import CheckpointError
@@ -324,3 +325,13 @@ def test_every_rank_sends_one_copy_to_the_next_place(of_rank: list[int]) -> None
         assert len(set(turn.values())) == len(turn)
         for sender, taker in turn.items():
             assert places.of_rank[taker] == places.neighbour(places.of_rank[sender]) != places.of_rank[sender]
+
+
+def test_verify_reads_what_is_on_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, (0, 1, 2), "t", 1.0)
+    assert main(["ckpt", "verify", str(tmp_path / "host0")]) == 0
+    assert "t: whole; 80 B in" in capsys.readouterr().out
+    piece = open_checkpoint(tmp_path / "host0").tensor("w", "param").pieces[2]  # of rank 2: a copy
+    flip(next(tmp_path.glob(f"host0/t/*/{piece.file}")), piece.offset)
+    assert main(["ckpt", "verify", str(tmp_path / "host0")]) == 1
+    assert "on other hosts" in capsys.readouterr().out
