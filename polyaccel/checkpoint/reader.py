@@ -21,7 +21,7 @@ from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.places.choosing import choose_apart
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
-from polyaccel.checkpoint.sharing.reading import SharedReading, Whereabouts
+from polyaccel.checkpoint.sharing.reading import SharedReading, Whereabouts, read_blobs
 from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.checkpoint.tensors import Piece, TensorEntry
@@ -193,30 +193,15 @@ class CheckpointReader:
         where = self._whereabouts or Whereabouts.shared(communicator.world_size)
         groups = MemoryGroups.found(communicator, where.places)
         try:
-            self._read_blobs(communicator, step, where, groups)
-            table, folder = ExtentTable.of_tensors(self._manifest), self.commit.folder
+            folder = self.commit.folder
+            self._blobs |= read_blobs(communicator, self.storage, folder, self._manifest, where, groups, step)
+            table = ExtentTable.of_tensors(self._manifest)
             with SharedReading(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
                 self._together = reading
                 yield reading
         finally:
             self._together = None
             groups.close()
-
-    def _read_blobs(self, communicator: Communicator, step: str, where: Whereabouts, groups: MemoryGroups) -> None:
-        wanted = {rank for rank in (0, communicator.rank) if rank < self.world_size}
-        table, folder = ExtentTable.of_blobs(self._manifest), self.commit.folder
-        if not table.extents:
-            return
-        extents = {rank: [Extent.of_blob(blob, rank) for blob in self._manifest.blobs[rank]] for rank in sorted(wanted)}
-        everything = sum(extent.nbytes for extent in table.extents)
-        with SharedReading(communicator, self.storage, folder, table, where, groups, 2 * everything) as reading:
-            for extent in (each for of_rank in extents.values() for each in of_rank if each.nbytes):
-                reading.want(extent)
-            reading.verify(step)
-            for rank, of_rank in extents.items():
-                names = [blob.name for blob in self._manifest.blobs[rank]]
-                data = [bytes(reading.get(extent)) if extent.nbytes else b"" for extent in of_rank]
-                self._blobs[rank] = dict(zip(names, data, strict=True))
 
     def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes | memoryview:
         extent = Extent.of_piece(tensor, piece)

@@ -23,6 +23,7 @@ import numpy as np
 
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed
 from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
 from polyaccel.checkpoint.sharing.rounds import Carried, Landing, Round, plan_rounds, window_for
@@ -36,6 +37,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 WINDOW_NBYTES = 32 << 20
 """The memory of a rank for one round."""
+_NO_BOUND = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,33 @@ class SharedReading:
             at = self._place_in.get(carried.extent)
             if at is not None and self._uses[carried.extent] > 0 and carried.extent not in self._kept:
                 self._kept[carried.extent] = bytes(self._memory(*at, self._table.extents[carried.extent].nbytes))
+
+
+def read_blobs(
+    communicator: Communicator,
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    whereabouts: Whereabouts,
+    groups: MemoryGroups,
+    step: str,
+) -> dict[int, dict[str, bytes]]:
+    """By rank, the blobs of rank 0 and of this rank, as far as it saved any. Collective. Raises CheckpointError on
+    every rank."""
+    table = ExtentTable.of_blobs(manifest)
+    if not table.extents:
+        return {}
+    ranks = sorted({rank for rank in (0, communicator.rank) if rank < manifest.world_size})
+    extents = {rank: [(blob.name, Extent.of_blob(blob, rank)) for blob in manifest.blobs[rank]] for rank in ranks}
+    with SharedReading(communicator, storage, folder, table, whereabouts, groups, _NO_BOUND) as reading:
+        for _, extent in (each for of_rank in extents.values() for each in of_rank):
+            if extent.nbytes:
+                reading.want(extent)
+        reading.verify(step)
+        return {
+            rank: {name: bytes(reading.get(extent)) if extent.nbytes else b"" for name, extent in of_rank}
+            for rank, of_rank in extents.items()
+        }
 
 
 def _raise(error: Exception) -> NoReturn:

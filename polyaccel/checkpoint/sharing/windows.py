@@ -100,5 +100,8 @@ def _new_file() -> int:
 
 
 def _host() -> str:
-    """What processes have in common that can share memory."""
-    return host_name()
+    """What processes have in common that can share memory; empty where the system does not say."""
+    try:
+        return host_name()
+    except OSError:
+        return ""
