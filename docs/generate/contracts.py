@@ -30,7 +30,7 @@ SECTIONS = {
     ),
     "Tier": ("polyaccel.offload.tier",),
     "Storage": ("polyaccel.checkpoint.storage",),
-    "Launcher": ("polyaccel.launch.base",),
+    "Launcher": ("polyaccel.launch.base", "polyaccel.launch.plan"),
     "Monitor": ("polyaccel.engine.metrics",),
     "Buffers and element types": ("polyaccel.buffer", "polyaccel.types"),
     "Kernels": (

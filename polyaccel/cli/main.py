@@ -28,7 +28,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
-        "run": Verb("polyaccel.cli.run", "start the ranks of a training script on this machine"),
+        "run": Verb("polyaccel.cli.run", "start the ranks of a training script"),
         "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
         "plan": Verb("polyaccel.cli.plan.verb", "say what training will need in memory, traffic and disk, by setting"),
         "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),

@@ -1,18 +1,21 @@
-"""The contract of a launcher plugin: `Launcher` runs a `LaunchPlan`, which describes the process of every rank
-beforehand.
+"""The contract of a launcher plugin: `Launcher` runs a `Job`, which says what runs on which hosts; a `LaunchPlan` has
+the process of every rank of one host.
 
-A plan is a value: a test, or a dry run, reads it without starting a process.
+Both are values: a test, or a dry run, reads them without starting a process, and a job travels to its hosts as JSON.
 """
 
 from __future__ import annotations
 
-import signal
+import json
+import secrets
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from polyaccel.errors import LaunchError
 from polyaccel.types import Probe
 
 JOB_ID = "POLYACCEL_JOB_ID"
@@ -36,13 +39,73 @@ class RankSpec:
     cores: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What runs where: every rank of every slot of `hosts`, numbered in their order, runs `command` and, after it,
+    `arguments`; between the two stands `--local_rank=N` if `names_local_rank`.
+
+    `node` is the number of this machine, where the command is given on every host; None leaves all to the launcher.
+    Ranks find each other at `master_addr` and `master_port`; None leaves the choice to the launcher. `exports` are
+    variables that ranks get beyond the environment of their host, and `device_variable`, if there is one, gets the
+    numbers of the host's slots. `folder` is where ranks run. `job_id` is unique, and every process of the job finds it
+    in POLYACCEL_JOB_ID; `secret` seals what ranks send each other (empty: nothing does).
+
+    `launcher_args` are more options for the command that reaches other hosts, `ssh_port` is the one that their servers
+    listen on, and a shell there reads `venv_script` first.
+
+    `bind_cores` gives each rank's process its share of the cores, `cores` (None: all that may be used) says of which.
+    After one rank failed the others get SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after
+    `stop_timeout_s`; 0 lets it be stopped for ever. `log_dir` gets one file a rank; None keeps no files.
+    """
+
+    command: tuple[str, ...]
+    hosts: Mapping[str, tuple[int, ...]]
+    arguments: tuple[str, ...] = ()
+    names_local_rank: bool = False
+    node: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    exports: Mapping[str, str] = field(default_factory=dict)
+    device_variable: str | None = None
+    folder: str = "."
+    job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    secret: str = field(default_factory=secrets.token_hex, repr=False)
+    bind_cores: bool = False
+    cores: tuple[int, ...] | None = None
+    grace_s: float = DEFAULT_GRACE_S
+    stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S
+    log_dir: str | None = None
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    venv_script: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all hosts."""
+        return sum(map(len, self.hosts.values()))
+
+    def first_rank(self, number: int) -> int:
+        """The first rank of the host of that number."""
+        return sum(len(slots) for slots in tuple(self.hosts.values())[:number])
+
+    def to_json(self) -> str:
+        """The job as one line of JSON. It has the secret: hand it to the job's own processes only."""
+        return json.dumps(asdict(self) | {"hosts": list(self.hosts.items())})
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The inverse of `to_json`."""
+        tree = json.loads(text)
+        for name in ("command", "arguments", "cores", "launcher_args"):
+            tree[name] = None if tree[name] is None else tuple(tree[name])
+        return cls(**tree | {"hosts": {host: tuple(slots) for host, slots in tree["hosts"]}})
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A job: its ranks, where they meet, and how long a launcher waits for them.
+    """The ranks of a job on one host, where they meet, and how long a launcher waits for them.
 
-    `job_id` is unique, and every process of the job finds it in POLYACCEL_JOB_ID. After one rank failed the others get
-    SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after `stop_timeout_s`; 0 lets it be stopped for
-    ever. `log_dir` gets one file a rank; None keeps no files.
+    The fields that a `Job` has too mean the same here.
     """
 
     job_id: str
@@ -58,7 +121,11 @@ class LaunchPlan:
 class JobEnd:
     """How a job ended: its exit `code`, and for one that is not 0 the `cause`, a sentence. `killed` counts the ranks
     that a signal had ended before the others were asked to end. `was_asked`: it ended of a signal that was passed
-    on."""
+    on.
+
+    The code is 0 only when every rank exited with 0, else that of the first rank that failed: its own exit code, or
+    128 + N when signal N ended it.
+    """
 
     code: int
     cause: str = ""
@@ -66,14 +133,14 @@ class JobEnd:
     was_asked: bool = False
 
 
-def _nothing() -> None:
-    pass
+def look_at_nothing() -> None:
+    """For who has nothing to look at while a job runs."""
 
 
 class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
@@ -83,19 +150,20 @@ class Launcher(ABC):
     def probe(cls) -> Probe:
         """Whether ranks could be started this way here. Starts nothing."""
 
-    @abstractmethod
-    def run(self, plan: LaunchPlan) -> int:
-        """Start the ranks, wait for them, and return the exit code of the job.
+    def plan(self, job: Job) -> LaunchPlan:
+        """The processes that `run` would start on this machine, for people to read (`polyaccel run --dry-run`).
 
-        The code is 0 only when every rank exited with 0, else that of the first rank that failed: its own exit code, or
-        128 + N when signal N ended it. The reason stands on standard error, with the rank's number. When this returns
-        or raises, no process of the job is left. Raises LaunchError when a rank cannot be started.
+        Raises LaunchError for a job that cannot be started this way. As it is here, it plans nothing and says so.
         """
+        raise LaunchError(
+            f"the launcher {self.name!r} does not say beforehand what it starts", cure="leave --dry-run out"
+        )
 
-    def run_to_end(self, plan: LaunchPlan, look: Callable[[], object] = _nothing) -> JobEnd:
-        """As `run`, and how the job ended, for whoever starts it again. `look` is called while it runs, at least when a
-        process that is a child of this one has ended. New in version 1.1; what a launcher without a method of its own
-        knows is the code."""
-        code = self.run(plan)
-        names = {128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        return JobEnd(code, f"the job ended with code {code}", was_asked=code in names)
+    @abstractmethod
+    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+        """Start the ranks, wait for them, and tell how the job ended.
+
+        The reason stands on standard error, with the rank's number. When this returns or raises, no process of the job
+        is left. `look` is called while the job runs, at least when a process that is a child of this one has ended.
+        Raises LaunchError when a rank cannot be started.
+        """

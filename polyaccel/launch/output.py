@@ -15,8 +15,10 @@ import os
 import queue
 import selectors
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import IO
@@ -38,12 +40,15 @@ class _Stream:
 
     pipe: IO[bytes]
     writer: LineWriter
+    hears: Callable[[bytes], bytes]
     log: IO[bytes] | None
     tail: bytes = b""
     fed_s: float = field(default_factory=monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def feed(self, data: bytes) -> None:
         self.fed_s = monotonic()
+        data = self.hears(data)
         self.tail = (self.tail + data)[-_TAIL_NBYTES:]
         if self.log is not None:
             try:
@@ -56,16 +61,17 @@ class _Stream:
 class JobOutput:
     """Shows the output of a job's ranks on the descriptors `stdout_fd` and `stderr_fd`.
 
-    `attach` every rank, then `start`, then `close`. `say` adds a line of the launcher's own to standard error.
+    `attach` every rank, then `start`, then `close`. `say` adds a line of the launcher's own, which
+    has `name` before it, to standard error.
     Raises LaunchError when the log directory cannot be written to.
     """
 
-    def __init__(self, plan: LaunchPlan, *, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
+    def __init__(self, plan: LaunchPlan, *, name: str = "polyaccel", stdout_fd: int = 1, stderr_fd: int = 2) -> None:
         self._sinks = LineSink(stdout_fd), LineSink(stderr_fd)
         self._is_terminal = os.isatty(stdout_fd), os.isatty(stderr_fd)
         self._log_dir = plan.log_dir
         self._streams: dict[int, list[_Stream]] = {}
-        self._own = LineWriter(self._sinks[1], b"polyaccel: ")
+        self._own = LineWriter(self._sinks[1], f"{name}: ".encode())
         self._sentences: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         with ExitStack() as files:
             self._logs = {spec.rank: _open_log(plan.log_dir, spec.rank, files) for spec in plan.ranks}
@@ -93,9 +99,8 @@ class JobOutput:
             if pipe is not None:
                 self._files.enter_context(pipe)
                 os.set_blocking(pipe.fileno(), False)
-                stream = _Stream(
-                    pipe, LineWriter(sink, f"[rank {rank.spec.rank}] ".encode()), self._logs[rank.spec.rank]
-                )
+                hears = partial(rank.hears, is_error=pipe is rank.stderr)
+                stream = _Stream(pipe, LineWriter(sink, rank.prefix), hears, self._logs[rank.spec.rank])
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
                 streams.append(stream)
 
@@ -115,6 +120,11 @@ class JobOutput:
         first."""
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
         return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
+
+    def await_end(self, rank: int, timeout_s: float) -> None:
+        """Wait until all that a rank, which has ended, wrote is read; not for others that have its pipes open."""
+        for stream in self._streams[rank]:
+            stream.ended.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Show what is in the pipes now and nothing more. False when the reader of our output did not take all of it
@@ -170,6 +180,7 @@ class JobOutput:
 
     def _drop(self, stream: _Stream) -> None:
         stream.writer.flush()
+        stream.ended.set()
         with suppress(KeyError):  # dropped before
             self._selector.unregister(stream.pipe)
 

@@ -57,6 +57,20 @@ class RankProcess:
         self._process = process
 
     @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"rank {self.spec.rank} (pid {self.pid})"
+
+    @property
+    def prefix(self) -> bytes:
+        """What stands before each line that it prints."""
+        return f"[rank {self.spec.rank}] ".encode()
+
+    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+        """What is to be shown of `data`, which it wrote to standard output, or to standard error."""
+        return data
+
+    @property
     def returncode(self) -> int | None:
         return self._process.returncode
 
@@ -100,7 +114,14 @@ class RankProcess:
             os.killpg(self.pid, signum)
 
 
-def start_rank(spec: RankSpec, arrivals: ArrivalPipe, *, owns_stdout: bool, owns_stderr: bool) -> RankProcess:
+def start_rank(
+    spec: RankSpec,
+    arrivals: ArrivalPipe,
+    *,
+    owns_stdout: bool,
+    owns_stderr: bool,
+    kind: type[RankProcess] = RankProcess,
+) -> RankProcess:
     """Start the process of a rank. Standard output and error are pipes to read, unless it `owns` the launcher's own.
 
     Local rank 0 reads the launcher's standard input, the others nothing. Raises LaunchError when it cannot start.
@@ -123,12 +144,7 @@ def start_rank(spec: RankSpec, arrivals: ArrivalPipe, *, owns_stdout: bool, owns
             cure="see whether the program, memory or a limit on processes (ulimit -u) is missing",
             value=spec.command,
         ) from error
-    return RankProcess(spec, process)
-
-
-def name_rank(rank: RankProcess) -> str:
-    """How messages name a rank."""
-    return f"rank {rank.spec.rank} (pid {rank.pid})"
+    return kind(spec, process)
 
 
 def signal_name(number: int) -> str:
@@ -143,21 +159,21 @@ def describe_end(rank: RankProcess) -> str:
     """How a rank ended: "rank 1 (pid 123) was killed by SIGKILL after 12 s (out of memory? check dmesg)"."""
     code, after = rank.returncode or 0, f"after {_seconds(rank.lifetime_s)}"
     if code >= 0:
-        return f"{name_rank(rank)} exited with code {code} {after}"
+        return f"{rank.name} exited with code {code} {after}"
     hint = f" ({_HINTS[signum]})" if (signum := -code) in _HINTS else ""
-    return f"{name_rank(rank)} was killed by {signal_name(signum)} {after}{hint}"
+    return f"{rank.name} was killed by {signal_name(signum)} {after}{hint}"
 
 
 def describe_absence(gone: RankProcess, waiting: Sequence[RankProcess]) -> str:
     """A sentence about a rank that the others wait for in vain."""
-    names = ", ".join(map(name_rank, waiting))
+    names = ", ".join(rank.name for rank in waiting)
     return f"{describe_end(gone)}, before it had met the others (init_distributed); {names} waited for it"
 
 
 def describe_stop(rank: RankProcess, stop_timeout_s: float) -> str:
     """A sentence about a rank that was stopped: how to continue it, and when the job ends otherwise."""
     limit = f"; the job ends in {_seconds(stop_timeout_s)} unless it is" if stop_timeout_s else ""
-    return f"{name_rank(rank)} is stopped by {rank.stop_signal.name}; continue it with: kill -CONT {rank.pid}{limit}"
+    return f"{rank.name} is stopped by {rank.stop_signal.name}; continue it with: kill -CONT {rank.pid}{limit}"
 
 
 def with_last_lines(sentence: str, lines: Sequence[str]) -> str:

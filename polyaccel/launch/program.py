@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import JOB_ID
+from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.seal import SECRET_VARIABLE
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -55,25 +55,25 @@ def check_not_nested(environment: Mapping[str, str]) -> None:
 
 def rank_environment(
     inherited: Mapping[str, str],
+    job: Job,
+    number: int,
     *,
-    job_id: str,
-    secret: str,
     local_rank: int,
-    local_world_size: int,
     master_addr: str,
     master_port: int,
     threads: int,
 ) -> dict[str, str]:
-    """The whole environment of a rank of a job on one host. `threads` is for OpenMP, and `secret` seals what the ranks
-    of the job send each other, unless the user chose others."""
+    """The whole environment of a rank on host `number` of the job. `threads` is for OpenMP, and the job's secret seals
+    what its ranks send each other, unless the user chose others."""
+    local_world_size = len(tuple(job.hosts.values())[number])
     ranks = {
-        "RANK": local_rank,
+        "RANK": job.first_rank(number) + local_rank,
         "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": local_world_size,
+        "WORLD_SIZE": job.world_size,
         "LOCAL_WORLD_SIZE": local_world_size,
         "LOCAL_SIZE": local_world_size,
-        "CROSS_RANK": 0,
-        "CROSS_SIZE": 1,
+        "CROSS_RANK": number,
+        "CROSS_SIZE": len(job.hosts),
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": master_port,
     }
@@ -81,9 +81,10 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed are worth more than faster prints
         "GLIBC_TUNABLES": HUGE_PAGES,
-        SECRET_VARIABLE: secret,
     }
-    return {**defaults, **inherited, **{name: str(value) for name, value in ranks.items()}, JOB_ID: job_id}
+    if job.secret:
+        defaults[SECRET_VARIABLE] = job.secret
+    return {**defaults, **inherited, **{name: str(value) for name, value in ranks.items()}, JOB_ID: job.job_id}
 
 
 def _check_module(name: str) -> None:

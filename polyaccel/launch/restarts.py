@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import JobEnd, Launcher, LaunchPlan
+from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.hosts import first_slots, is_here
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
 from polyaccel.launch.keeper.start import KeeperProcess, can_keep
 from polyaccel.seal import SECRET_VARIABLE, secret_in
@@ -42,37 +44,31 @@ class RestartPolicy:
         return max(left, min(self.least, ranks))
 
 
-def run_with_restarts(
-    launcher: Launcher,
-    plan: Callable[[int, Mapping[str, str]], LaunchPlan],
-    ranks: int,
-    policy: RestartPolicy,
-    environ: Mapping[str, str],
-) -> int:
-    """Start the job that `plan` makes of a number of ranks and an environment until it ends well, was asked to end, or
-    has been started again as often as `policy` allows. The exit code of the last start.
+def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobEnd:
+    """Start a job until it ends well, was asked to end, or has been started again as often as `policy` allows, and
+    tell how it ended the last time. Where all ranks are on this host, a keeper is there from start to start, and there
+    may be fewer ranks.
 
-    Raises LaunchError when it cannot be started, ConfigError or the like where `plan` does, CommError for a secret in
-    `environ` that can be guessed.
+    Raises LaunchError when it cannot be started, CommError for a secret that can be guessed.
     """
-    secret = secret_in(environ) or secrets.token_hex().encode()
-    given = {**environ, SECRET_VARIABLE: secret.decode()}
-    keeper = _Keeping.started(secret) if can_keep() else None
-    if keeper is not None:
-        given[KEEPER_VARIABLE] = keeper.name
+    secret = secret_in({SECRET_VARIABLE: job.secret}) or secrets.token_hex().encode()
+    is_here_alone = len(job.hosts) == 1 and is_here(next(iter(job.hosts)))
+    keeper = _Keeping.started(secret) if is_here_alone and can_keep() else None
+    kept = {} if keeper is None else {KEEPER_VARIABLE: keeper.name}
+    look = look_at_nothing if keeper is None else keeper.look
     try:
         for attempt in range(policy.most + 1):
-            if keeper is not None:
-                keeper.look()
-            end = launcher.run_to_end(
-                plan(ranks, {**given, RESTART_VARIABLE: str(attempt)}), keeper.look if keeper else lambda: None
-            )
+            look()
+            exports = {**job.exports, **kept, RESTART_VARIABLE: str(attempt)}
+            end = launcher.run(replace(job, job_id=uuid.uuid4().hex, secret=secret.decode(), exports=exports), look)
             if end.code == 0 or end.was_asked or attempt == policy.most:
                 break
-            before, ranks = ranks, policy.ranks_after(ranks, end)
-            fewer = f" with {ranks} of {before} ranks" if ranks != before else ""
+            before = job.world_size
+            if is_here_alone:
+                job = replace(job, hosts=first_slots(job.hosts, policy.ranks_after(before, end)))
+            fewer = f" with {job.world_size} of {before} ranks" if job.world_size != before else ""
             _say(f"restart {attempt + 1} of {policy.most}{fewer}: {end.cause}")
-        return end.code
+        return end
     finally:
         if keeper is not None:
             keeper.close()

@@ -16,17 +16,17 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from polyaccel.arrival import HAS_MET, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import JobEnd, LaunchPlan
+from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.guard import Guard
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
@@ -36,7 +36,6 @@ from polyaccel.launch.process import (
     describe_end,
     describe_stop,
     exit_code,
-    name_rank,
     signal_name,
     start_rank,
     with_last_lines,
@@ -52,27 +51,53 @@ _KILL_ROUNDS = 10
 _DRAIN_S = 0.2
 
 
+class Orders(Protocol):
+    """Whoever may tell a supervisor what to do, beside signals."""
+
+    read_fd: int
+    """Can be read when there is an order."""
+    silent_at_s: float
+    """When `take` will find that nobody is there any more, unless something comes before; `monotonic`."""
+
+    def take(self) -> tuple[list[signal.Signals], str]:
+        """The signals to pass on, and why the job is to end; empty where it is not."""
+        ...
+
+    def report(self, code: int, sentence: str) -> None:
+        """The job ends with this exit code, and why."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """Why the job failed. `rank` is the one whose last lines explain it; without one, a signal was passed on. `killed`
-    ranks had been ended by signals of others by then."""
+class JobFailure:
+    """Why the job failed. `rank` is the one whose last lines explain it. `killed` ranks had been ended by signals of
+    others by then. `was_asked`: a signal was passed on, which asks the ranks to end already."""
 
     code: int
     sentence: str
     rank: RankProcess | None = None
     killed: int = 0
+    was_asked: bool = False
 
 
 class Supervisor:
     """Runs one job, once. `look` is called whenever something may have happened. See [Note: How a job ends]."""
 
-    def __init__(self, plan: LaunchPlan, output: JobOutput, look: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        output: JobOutput,
+        *,
+        orders: Orders | None = None,
+        look: Callable[[], object] = look_at_nothing,
+    ) -> None:
         self._plan = plan
         self._output = output
+        self._orders = orders
         self._look = look
         self._tree = JobTree(plan.job_id)
         self._ranks: list[RankProcess] = []
-        self._verdict: _Verdict | None = None
+        self._verdict: JobFailure | None = None
         self._passed_on: dict[signal.Signals, float] = {}
         self._leftovers_until_s = inf
         self._is_ending = False
@@ -84,7 +109,8 @@ class Supervisor:
 
     def run(self) -> JobEnd:
         """How the job ended, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
-        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD), self._arrivals.read_fd) as inbox:
+        news = [self._arrivals.read_fd, *self._news()]
+        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD), news) as inbox:
             try:
                 self._start()
                 while self._is_going_on():
@@ -99,18 +125,25 @@ class Supervisor:
                 self._arrivals.close()
                 self._conclude()
         why = self._verdict
-        return JobEnd(why.code, why.sentence, why.killed, was_asked=why.rank is None) if why else JobEnd(0)
+        return JobEnd(why.code, why.sentence, why.killed, why.was_asked) if why else JobEnd(0)
 
     def _start(self) -> None:
         self._guard = Guard(self._plan.job_id)
         for spec in self._plan.ranks:
-            owns_stdout, owns_stderr = self._output.owns(spec)
-            rank = start_rank(spec, self._arrivals, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
+            rank = self._started(spec)
             self._tree.add(rank.pid)
             self._guard.add(rank.pid)
             self._ranks.append(rank)
             self._output.attach(rank)
         self._output.start()  # last: a process with threads should not fork
+
+    def _started(self, spec: RankSpec) -> RankProcess:
+        owns_stdout, owns_stderr = self._output.owns(spec)
+        return start_rank(spec, self._arrivals, owns_stdout=owns_stdout, owns_stderr=owns_stderr)
+
+    def _news(self) -> list[int]:
+        """Descriptors that are read where they can be."""
+        return [] if self._orders is None else [self._orders.read_fd]
 
     def _is_going_on(self) -> bool:
         if any(rank.state is not ProcessState.ENDED for rank in self._ranks):
@@ -122,7 +155,8 @@ class Supervisor:
         """Seconds for which nothing needs to be done unless a signal comes; None without a limit."""
         if self._leftovers_until_s < inf:
             return _POLL_S
-        until = min(self._kill_at_s, *(self._stopped_until_s(rank) for rank in self._ranks))
+        silent_s = inf if self._orders is None or self._is_ending else self._orders.silent_at_s
+        until = min(self._kill_at_s, silent_s, *(self._stopped_until_s(rank) for rank in self._ranks))
         return None if until == inf else max(0.0, until - monotonic())
 
     def _stopped_until_s(self, rank: RankProcess) -> float:
@@ -132,6 +166,11 @@ class Supervisor:
 
     def _handle(self, signals: list[signal.Signals]) -> None:
         self._look()
+        if self._orders is not None:
+            given, end = self._orders.take()
+            signals = [*signals, *given]
+            if end:
+                self._fail(JobFailure(128 + signal.SIGTERM, end))
         for signum in signals:
             if signum in _FORWARDED:
                 self._pass_on(signum)
@@ -146,9 +185,9 @@ class Supervisor:
         now = monotonic()
         for rank in self._ranks:
             if self._stopped_until_s(rank) <= now:
-                sentence = f"{name_rank(rank)} was stopped by {rank.stop_signal.name} and not continued"
+                sentence = f"{rank.name} was stopped by {rank.stop_signal.name} and not continued"
                 limit = f" within the {self._plan.stop_timeout_s:g} s of --stop-timeout"
-                self._fail(_Verdict(128 + rank.stop_signal, sentence + limit, rank))
+                self._fail(JobFailure(128 + rank.stop_signal, sentence + limit, rank))
         if self._leftovers_until_s <= now and not self._is_ending:
             self._output.say(f"ending what the ranks left behind: pid {_listed(self._tree.members())}")
             self._end(is_asked=False)
@@ -157,7 +196,7 @@ class Supervisor:
 
     def _pass_on(self, signum: signal.Signals) -> None:
         if signum is signal.SIGINT and signum in self._passed_on:
-            self._fail(_Verdict(128 + signum, "killed by a second SIGINT"))
+            self._fail(JobFailure(128 + signum, "killed by a second SIGINT", was_asked=True))
             self._kill_at_s = 0.0
             return
         self._output.say(f"{signum.name} is passed on to the ranks")
@@ -172,7 +211,10 @@ class Supervisor:
             if rank.state is ProcessState.STOPPED and not self._is_ending:
                 self._output.say(describe_stop(rank, self._plan.stop_timeout_s))
             elif rank.state is ProcessState.RUNNING and not self._is_ending:
-                self._output.say(f"{name_rank(rank)} goes on")
+                self._output.say(f"{rank.name} goes on")
+        self._note_failures(changed)
+
+    def _note_failures(self, changed: list[RankProcess]) -> None:
         # Of several that ended at the same time, one that a signal killed is the likelier cause: its peers lose their
         # connection and exit with a code.
         failed = sorted((rank for rank in changed if rank.returncode), key=lambda rank: (rank.returncode or 0) > 0)
@@ -180,10 +222,10 @@ class Supervisor:
             code = exit_code(rank.returncode or 0)
             if code - 128 in self._passed_on:
                 name = signal_name(code - 128)
-                self._fail(_Verdict(code, f"ended by {name}, which was passed on to the ranks"))
+                self._fail(JobFailure(code, f"ended by {name}, which was passed on to the ranks", was_asked=True))
             else:
                 killed = sum((each.returncode or 0) < 0 for each in self._ranks)
-                self._fail(_Verdict(code, describe_end(rank), rank, killed))
+                self._fail(JobFailure(code, describe_end(rank), rank, killed))
 
     def _note_absence(self) -> None:
         """Fail where ranks wait for one that has ended with code 0: it will not come."""
@@ -194,23 +236,29 @@ class Supervisor:
         ]
         gone = [rank for rank in self._ranks if rank.returncode == 0 and self._words.get(rank.spec.rank) != HAS_MET]
         if waiting and gone and not self._is_ending:
-            self._fail(_Verdict(1, describe_absence(gone[0], waiting), gone[0]))
+            self._fail(JobFailure(1, describe_absence(gone[0], waiting), gone[0]))
 
-    def _fail(self, verdict: _Verdict) -> None:
+    def _fail(self, verdict: JobFailure) -> None:
+        """The job ends for this reason."""
         if self._verdict is None:
             self._verdict = verdict
+            if self._orders is not None:
+                self._orders.report(verdict.code, verdict.sentence)
             if verdict.rank is not None and any(rank.state is not ProcessState.ENDED for rank in self._ranks):
                 self._output.say(f"{verdict.sentence}; ending the other ranks")
-            self._end(is_asked=verdict.rank is None)
+            self._end(is_asked=verdict.was_asked)
 
     def _end(self, *, is_asked: bool) -> None:
-        """Let the grace period run. `is_asked`: a signal that was passed on asks the ranks to end already."""
+        """Let the grace period run."""
         self._is_ending = True
         now = monotonic()
         self._kill_at_s = min(self._kill_at_s, now + self._plan.grace_s)
         if not is_asked and not any(now - passed_s < self._plan.grace_s for passed_s in self._passed_on.values()):
-            self._tree.signal(signal.SIGTERM)
-            self._tree.signal(signal.SIGCONT)
+            self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        self._tree.signal(signal.SIGTERM)
+        self._tree.signal(signal.SIGCONT)
 
     def _kill(self) -> None:
         members = self._tree.signal(signal.SIGKILL)
@@ -246,16 +294,16 @@ def _listed(pids: set[int]) -> str:
 class SignalInbox:
     """Signals as messages: they wake up the main loop, which reads their numbers in order.
 
-    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back. `news_fd` is a
-    descriptor that wakes the loop up too.
+    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back. `news` are
+    descriptors that wake the loop up too.
 
     A signal that is ignored on entry stays ignored (nohup, a shell's background job), SIGCHLD excepted.
     Python delivers signals to the main thread only; entering elsewhere raises LaunchError.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals], news_fd: int | None = None) -> None:
+    def __init__(self, signals: Iterable[signal.Signals], news: Sequence[int] = ()) -> None:
         self._signals = tuple(signals)
-        self._news = [] if news_fd is None else [news_fd]
+        self._news = tuple(news)
         self._former: dict[signal.Signals, Any] = {}
         self._former_fd = -1
         self._read_fd = self._write_fd = -1
@@ -282,7 +330,7 @@ class SignalInbox:
         os.close(self._write_fd)
 
     def wait(self, timeout_s: float | None) -> list[signal.Signals]:
-        """The signals that came since the last call, in order; blocks until there is one, or `news_fd` can be read, or
+        """The signals that came since the last call, in order; blocks until there is one, or `news` can be read, or
         `timeout_s` is over."""
         ready, _, _ = select.select([self._read_fd, *self._news], [], [], timeout_s)
         return [signal.Signals(number) for number in os.read(self._read_fd, 4096)] if self._read_fd in ready else []

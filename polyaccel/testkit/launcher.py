@@ -8,14 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Launcher, LaunchPlan, RankSpec
-from polyaccel.port import free_port
+from polyaccel.launch.base import Job, Launcher
 from polyaccel.testkit.comparison import equal
 from polyaccel.types import Probe
 
@@ -39,21 +36,21 @@ class LauncherContract(ABC):
         equal(bool(probe.reason), True, "whether probe() gives a reason")
 
     def test_every_rank_runs_with_its_own_environment(self) -> None:
-        """Each rank of the plan runs once, with its environment: rank and world size are read from there."""
+        """Each rank of the job runs once, with its environment: rank and world size are read from there."""
         with tempfile.TemporaryDirectory() as folder:
-            code = self.make().run(_plan([_WRITE.format(folder=folder)] * 3))
+            code = self.make().run(_job([_WRITE.format(folder=folder)] * 3)).code
             equal(code, 0, "exit code of a job whose ranks ended with 0")
             found = {file.name: file.read_text() for file in Path(folder).iterdir()}
             equal(found, {"0": "3", "1": "3", "2": "3"}, "world sizes that the ranks found")
 
     def test_the_code_of_the_first_failing_rank_is_the_jobs(self) -> None:
         """The job ends with the code of the rank that failed: schedulers decide by it."""
-        code = self.make().run(_plan(["pass", "raise SystemExit(7)"]))
+        code = self.make().run(_job(["pass", "raise SystemExit(7)"])).code
         equal(code, 7, "exit code of a job of which a rank ended with 7")
 
     def test_a_signal_is_told_from_a_code(self) -> None:
         """A rank that signal N ended gives 128 + N, as shells have it: a kill for memory is seen so."""
-        code = self.make().run(_plan(["import os; os.kill(os.getpid(), 9)"]))
+        code = self.make().run(_job(["import os; os.kill(os.getpid(), 9)"])).code
         equal(code, 137, "exit code of a job whose rank was killed by signal 9")
 
     def test_a_failing_rank_ends_the_others(self) -> None:
@@ -64,31 +61,23 @@ class LauncherContract(ABC):
                 f"import os, time\nwhile not os.path.exists({str(Path(folder, 'pid'))!r}): time.sleep(0.01)\n"
                 "raise SystemExit(5)"
             )
-            code = self.make().run(_plan([wait, fail]))
+            code = self.make().run(_job([wait, fail])).code
             equal(code, 5, "exit code of a job of which a rank ended with 5")
             pid = int(Path(folder, "pid").read_text() or 0)
             equal(Path(f"/proc/{pid}").exists(), False, f"whether process {pid} of the ended job is still there")
 
     def test_a_rank_that_cannot_be_started_is_an_error(self) -> None:
         """A program that does not exist is a LaunchError or a code that is not 0: nothing ran."""
-        plan = _plan(["pass"], python="/no/such/program")
+        job = _job(["pass"], python="/no/such/program")
         try:
-            code = self.make().run(plan)
+            code = self.make().run(job).code
         except LaunchError:
             return
         equal(code != 0, True, "whether a job whose program does not exist fails")
 
 
-def _plan(codes: list[str], *, python: str = sys.executable) -> LaunchPlan:
-    job, port = uuid.uuid4().hex, free_port()
-    ranks = tuple(
-        RankSpec(rank, rank, (python, "-c", code), _environment(job, rank, len(codes), port))
-        for rank, code in enumerate(codes)
-    )
-    return LaunchPlan(job, ranks, "127.0.0.1", port, grace_s=1.0)
-
-
-def _environment(job: str, rank: int, world_size: int, port: int) -> Mapping[str, str]:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "POLYACCEL_JOB_ID": job}
-    return {**os.environ, **{name: str(value) for name, value in variables.items()}, **meeting}
+def _job(codes: list[str], *, python: str = sys.executable) -> Job:
+    """A job on this machine whose ranks run these lines, each its own."""
+    program = f"import os; exec({codes!r}[int(os.environ['RANK'])])"
+    slots = tuple(range(len(codes)))
+    return Job(command=(python, "-c", program), hosts={"localhost": slots}, grace_s=1.0, folder=os.getcwd())

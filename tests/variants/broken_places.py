@@ -14,7 +14,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.storage import FileStorage, Storage
 from polyaccel.engine.metrics import JsonlMonitor, Monitor, StepMetrics
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.base import Launcher, LaunchPlan
+from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.tier import Fetch, Tier
@@ -266,19 +266,20 @@ class ClosesOnce(BrokenMonitor):
 
 
 class BrokenLauncher(Broken, LocalLauncher):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
 
 
 class SwallowsCodes(BrokenLauncher):
-    def run(self, plan: LaunchPlan) -> int:
-        return min(super().run(plan), 1)
+    def run(self, job: Job, look: Any = look_at_nothing) -> JobEnd:
+        return JobEnd(min(super().run(job).code, 1))
 
 
 class StartsOneTooFew(BrokenLauncher):
-    def run(self, plan: LaunchPlan) -> int:
+    def run(self, job: Job, look: Any = look_at_nothing) -> JobEnd:
         import dataclasses
 
-        return super().run(dataclasses.replace(plan, ranks=plan.ranks[: max(1, len(plan.ranks) - 1)]))
+        hosts = {host: slots[: max(1, len(slots) - 1)] for host, slots in job.hosts.items()}
+        return super().run(dataclasses.replace(job, hosts=hosts))
 
 
 STORAGES = named(globals(), Storage)

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import GIVE_UP, LAST, Job, receive, segments_of, send
+from polyaccel.checkpoint.background.job import GIVE_UP, LAST, SaveJob, receive, segments_of, send
 from polyaccel.checkpoint.owner import Owner
 from polyaccel.checkpoint.steps import SavePart
 from polyaccel.errors import CheckpointError
@@ -92,15 +92,15 @@ class Pending:
 
 
 def start(part: SavePart, image: Image, **job: Any) -> Pending:
-    """Hand a part, which `image` has been filled with, to the process beside this one; `job` are the fields of `Job`
-    that the part does not say. The image stays as it is until the outcome is known.
+    """Hand a part, which `image` has been filled with, to the process beside this one; `job` are the fields of
+    `SaveJob` that the part does not say. The image stays as it is until the outcome is known.
 
     Raises CheckpointError when there is no such process.
     """
     for earlier in list(_under_way):
         earlier.outcome()
     layout = part.layout
-    told = Job(
+    told = SaveJob(
         name=layout.name,
         nbytes=layout.nbytes,
         header=layout.header.decode("latin-1"),

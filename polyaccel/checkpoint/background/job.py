@@ -21,7 +21,7 @@ _PLAIN = ("scalars", "about", "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SaveJob:
     """One rank's part of a save.
 
     `storage`, `location` and `options` say which storage it is, `folder` where in it; `name`, `nbytes`, `header` and
@@ -55,7 +55,7 @@ class Job:
         return json.dumps(tree | {key: plain.to_tree(tree[key], key) for key in _PLAIN}).encode("ascii")
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Job:
+    def from_bytes(cls, data: bytes) -> SaveJob:
         """The inverse of `to_bytes`."""
         tree = json.loads(data)
         plain_values = {key: plain.from_tree(tree[key]) for key in _PLAIN}

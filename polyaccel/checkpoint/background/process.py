@@ -22,7 +22,7 @@ from threading import Event, Thread, get_ident
 from typing import Any
 
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import GIVE_UP, Job, receive, send
+from polyaccel.checkpoint.background.job import GIVE_UP, SaveJob, receive, send
 from polyaccel.checkpoint.parsing import json_object
 from polyaccel.checkpoint.pieces import RankFile
 from polyaccel.checkpoint.retention.deletion import prune
@@ -53,15 +53,17 @@ def main(descriptor: int) -> None:
         if message is None:
             break
         data, (image, answer) = message
-        jobs = [job for job in jobs if job.is_alive()]
-        jobs.append(Thread(target=_answered, args=(Job.from_bytes(data), image, socket.socket(fileno=answer), ended)))
+        jobs = [each for each in jobs if each.is_alive()]
+        jobs.append(
+            Thread(target=_answered, args=(SaveJob.from_bytes(data), image, socket.socket(fileno=answer), ended))
+        )
         jobs[-1].start()
     ended.set()
-    for job in jobs:
-        job.join()
+    for each in jobs:
+        each.join()
 
 
-def _answered(job: Job, image: int, answer: socket.socket, ended: Event) -> None:
+def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> None:
     """Do a job and tell how it ended."""
     told = _Told()
     try:
@@ -81,7 +83,7 @@ def _answered(job: Job, image: int, answer: socket.socket, ended: Event) -> None
         told.close()
 
 
-def _write(job: Job, descriptor: int, gives_up: Event, ended: Event) -> None:
+def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None:
     storage = open_storage(job.storage, job.location, job.options)
     with held(storage, f"{job.tag}/{job.folder}"):
         try:
@@ -104,7 +106,7 @@ def _write(job: Job, descriptor: int, gives_up: Event, ended: Event) -> None:
         prune(storage, job.retention)
 
 
-def _written(job: Job, storage: Storage, descriptor: int) -> RankFile:
+def _written(job: SaveJob, storage: Storage, descriptor: int) -> RankFile:
     layout, image = job.layout(), Image(descriptor, job.nbytes)
     try:
         written = RankFile(layout.name)
@@ -114,11 +116,11 @@ def _written(job: Job, storage: Storage, descriptor: int) -> RankFile:
         image.close()
 
 
-def _tell(storage: Storage, job: Job, tree: dict[str, Any]) -> None:
+def _tell(storage: Storage, job: SaveJob, tree: dict[str, Any]) -> None:
     storage.write(_note(job, job.rank), [json.dumps(tree).encode("ascii")])
 
 
-def _heard(storage: Storage, job: Job, rank: int, gives_up: Event, ended: Event) -> RankFile:
+def _heard(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Event) -> RankFile:
     """What another rank wrote, once it has said so."""
     path, began_s = _note(job, rank), time.monotonic()
     while (nbytes := storage.size(path)) is None:
@@ -132,7 +134,7 @@ def _heard(storage: Storage, job: Job, rank: int, gives_up: Event, ended: Event)
     return RankFile.from_tree(tree, f"what rank {rank} wrote")
 
 
-def _note(job: Job, rank: int) -> str:
+def _note(job: SaveJob, rank: int) -> str:
     return f"{job.tag}/{job.folder}/{TOLD}/rank{rank:05d}.json"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.launch.local import plan_local
+from polyaccel.launch.base import Job
+from polyaccel.launch.plan import plan_host
 from polyaccel.launch.program import HUGE_PAGES
 
 _PROGRAM = """
@@ -89,7 +90,7 @@ def test_large_blocks_of_a_launched_rank_ask_for_huge_pages() -> None:
         pytest.skip("this kernel has no transparent huge pages")
     if tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35):
         pytest.skip("glibc before 2.35")
-    (spec,) = plan_local([sys.executable, "-c", _LARGE], nproc=1, environment=PLAIN).ranks
+    (spec,) = plan_host(Job(command=(sys.executable, "-c", _LARGE), hosts={"here": (0,)}), 0, PLAIN).ranks
     command = [sys.executable, "-c", _LARGE]
     for environment, is_huge in ((spec.environment, "True"), (PLAIN, "False")):
         done = subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True, text=True)

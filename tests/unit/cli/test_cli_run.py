@@ -1,8 +1,10 @@
-"""The arguments of `polyaccel run` become the plan that a launcher gets."""
+"""The arguments of `polyaccel run` become the job that a launcher gets."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,24 +12,27 @@ import pytest
 
 from polyaccel.accelerators import detect
 from polyaccel.cli import run as verb
+from polyaccel.cli.job import read_environment
 from polyaccel.cli.main import main
+from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import Core
-from polyaccel.launch.base import Launcher, LaunchPlan
+from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.local import LocalLauncher
 from polyaccel.registry import PluginInfo
 from polyaccel.types import Probe
 
 
-class DryLauncher(Launcher):
+class DryLauncher(LocalLauncher):
     name = "local"
-    plans: list[LaunchPlan]
+    jobs: list[Job]
 
     @classmethod
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="starts nothing")
 
-    def run(self, plan: LaunchPlan) -> int:
-        DryLauncher.plans.append(plan)
-        return 5
+    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+        DryLauncher.jobs.append(job)
+        return JobEnd(5)
 
 
 class AbsentLauncher(DryLauncher):
@@ -42,7 +47,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {"local": DryLauncher, "acme": DryLaunche
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     """What `polyaccel run` would start, in a directory that has a train.py."""
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -50,37 +55,36 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(verb, "load_plugin", lambda group, name, *rest: LAUNCHERS[name])
     monkeypatch.setattr(verb, "find_plugin", lambda group, name: PluginInfo(group, name, "acme:Run", "acme", "1.5"))
-    DryLauncher.plans = []
-    return DryLauncher.plans
+    DryLauncher.jobs = []
+    return DryLauncher.jobs
 
 
-def test_options_stand_before_the_script_and_its_own_behind(plans: list[LaunchPlan]) -> None:
+def test_options_stand_before_the_script_and_its_own_behind(jobs: list[Job]) -> None:
     options = ["--nproc", "3", "--grace", "0.5", "--stop-timeout", "0", "--log-dir", "logs", "--master-port", "auto"]
     assert main(["run", *options, "train.py", "--nproc", "9", "--", "x"]) == 5
-    (plan,) = plans
-    assert len(plan.ranks) == 3
-    assert (plan.grace_s, plan.stop_timeout_s, plan.log_dir) == (0.5, 0.0, Path("logs"))
-    assert {spec.command for spec in plan.ranks} == {(sys.executable, "train.py", "--nproc", "9", "--", "x")}
-    assert {spec.environment["MASTER_PORT"] for spec in plan.ranks} == {str(plan.master_port)}
+    (job,) = jobs
+    assert job.hosts == {"localhost": (0, 1, 2)}
+    assert (job.grace_s, job.stop_timeout_s, job.log_dir, job.master_port) == (0.5, 0.0, "logs", None)
+    assert (job.command, job.arguments) == ((sys.executable, "train.py"), ("--nproc", "9", "--", "x"))
 
 
-def test_defaults_are_those_of_the_contract(plans: list[LaunchPlan]) -> None:
+def test_defaults_are_those_of_the_contract(jobs: list[Job]) -> None:
     assert main(["run", "--nproc", "1", "--module", "json.tool"]) == 5
-    (plan,) = plans
-    assert (plan.grace_s, plan.stop_timeout_s, plan.log_dir) == (5.0, 60.0, None)
-    assert plan.ranks[0].command == (sys.executable, "-m", "json.tool")
+    (job,) = jobs
+    assert (job.grace_s, job.stop_timeout_s, job.log_dir, job.node) == (5.0, 60.0, None, None)
+    assert job.command == (sys.executable, "-m", "json.tool")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nproc", "auto"]])
 @pytest.mark.parametrize(("name", "expected"), [("cpu", 2), ("cuda", 4)])
 def test_auto_is_one_rank_a_device_or_a_node_of_the_cpu(
-    plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch, arguments: list[str], name: str, expected: int
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, arguments: list[str], name: str, expected: int
 ) -> None:
     accelerator = SimpleNamespace(name=name, device_count=lambda: 4)
     monkeypatch.setattr(detect, "choose_accelerator", lambda name: accelerator)
     monkeypatch.setattr(verb, "find_cores", lambda cpus: (Core(0, (0,)), Core(0, (1,)), Core(1, (2,))))
     assert main(["run", *arguments, "train.py"]) == 5
-    assert len(plans[0].ranks) == expected
+    assert jobs[0].world_size == expected
 
 
 @pytest.mark.parametrize(
@@ -97,27 +101,25 @@ def test_auto_is_one_rank_a_device_or_a_node_of_the_cpu(
     ],
 )
 def test_wrong_options_start_nothing(
-    plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    jobs: list[Job], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert plans == []
+    assert jobs == []
 
 
-def test_a_launcher_is_chosen_by_name(plans: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_chosen_by_name(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAUNCHERS, "local", AbsentLauncher)
     assert main(["run", "--launcher", "acme", "--nproc", "2", "train.py"]) == 5
-    assert len(plans) == 1
+    assert len(jobs) == 1
 
 
-def test_a_launcher_that_cannot_be_used_starts_nothing(
-    plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_that_cannot_be_used_starts_nothing(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--launcher", "cluster", "--nproc", "2", "train.py"]) == 1
     said = capsys.readouterr().err
     assert "launcher 'cluster' cannot be used here: there is no cluster" in said
-    assert "choose another one: --launcher local" in said
-    assert plans == []
+    assert re.search(r"choose another one: --launcher (\w+ or )*local or ", said)
+    assert jobs == []
 
 
 def test_an_unknown_launcher_is_answered_with_those_there_are(
@@ -128,20 +130,106 @@ def test_an_unknown_launcher_is_answered_with_those_there_are(
     (tmp_path / "train.py").touch()
     assert main(["run", "--launcher", "loca", "--nproc", "2", str(tmp_path / "train.py")]) == 1
     said = capsys.readouterr().err
-    assert "no launcher plugin is called 'loca'; installed: local (polyaccel " in said
+    assert "no launcher plugin is called 'loca'; installed: " in said
+    assert ", local (polyaccel " in said
     assert "did you mean 'local'? Otherwise install the package that provides it" in said
 
 
-def test_a_missing_script_starts_nothing(plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_starts_nothing(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nproc", "2", "absent.py"]) == 1
     assert "polyaccel: error: no script 'absent.py' in " in capsys.readouterr().err
-    assert plans == []
+    assert jobs == []
 
 
 def test_a_rank_of_another_launcher_starts_nothing(
-    plans: list[LaunchPlan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    jobs: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["run", "train.py"]) == 1
     assert "WORLD_SIZE=4 is set" in capsys.readouterr().err
-    assert plans == []
+    assert jobs == []
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
+    return str(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        ([], {"a": (0, 1), "b": (0, 1, 2, 3)}),
+        (["--num-nodes", "1"], {"a": (0, 1)}),
+        (["--num_gpus", "3"], {"a": (0, 1, 2), "b": (0, 1, 2)}),
+        (["-i", "b:3,0-1"], {"b": (0, 1, 3)}),
+        (["--exclude", "a@b:1"], {"b": (0, 2, 3)}),
+    ],
+)
+def test_hosts_are_those_of_the_file_and_the_filters(
+    jobs: list[Job],
+    hostfile: str,
+    options: list[str],
+    hosts: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = SimpleNamespace(visible_devices_variable="SEEN", exported_variables=("ACME_",))
+    monkeypatch.setattr(detect, "choose_accelerator", lambda name: accelerator)
+    monkeypatch.setitem(LAUNCHERS, "ssh", DryLauncher)
+    monkeypatch.setenv("ACME_FAST", "1")
+    monkeypatch.setenv("PATH_OF_MINE", "1")
+    assert main(["run", "-H", hostfile, *options, "train.py"]) == 5
+    (job,) = jobs
+    assert job.hosts == hosts
+    assert job.node is None
+    assert job.device_variable == ("SEEN" if options and options[0] in ("-i", "--exclude") else None)
+    assert (job.exports.get("ACME_FAST"), job.exports.get("PATH_OF_MINE")) == ("1", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--include", "z"], "--include z: there is no host 'z'"),
+        (["--include", "a", "--exclude", "b"], "--include and --exclude cannot be given together"),
+        (["--include", "a", "--nproc", "1"], "--include and --nproc cannot be given together"),
+        (["--num-nodes", "3"], "--num_nodes 3, and 2 hosts are known"),
+        (["--no-ssh"], "--no-ssh, and 2 hosts"),
+        (["--node-rank", "2"], "--node-rank 2, and 2 hosts"),
+        (["--launcher", "local"], "the launcher 'local' starts ranks on this machine only"),
+        (["--export", "NO_SUCH_VARIABLE"], "--export NO_SUCH_VARIABLE: there is no such variable"),
+    ],
+)
+def test_what_cannot_be_started_is_one_sentence_and_a_cure(
+    jobs: list[Job], hostfile: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--dry-run", "-H", hostfile, *options, "train.py"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"polyaccel: error: {said}")
+    assert "cure: " in error
+    assert jobs == []
+
+
+def test_a_host_that_is_given_the_command_by_itself_has_its_number(jobs: list[Job], hostfile: str) -> None:
+    assert main(["run", "-H", hostfile, "--node-rank", "1", "train.py"]) == 5
+    (job,) = jobs
+    assert (job.node, job.master_addr, job.master_port, job.secret) == (1, "a", 29500, "")
+
+
+def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--dry-run", "--nproc", "2", "--export", "A=b c", "train.py", "it's"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "A='b c' " in first
+    assert "RANK=0 " in first
+    assert "RANK=1 " in second
+    assert first.endswith(f"{sys.executable} train.py 'it'\"'\"'s'")
+    assert "SECRET" not in first
+    assert jobs == []
+
+
+def test_a_file_of_variables_is_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / ".polyaccel_env"
+    file.write_text("# ours\n\nA=b=c d\n B=\n")
+    assert read_environment(file) == {"A": "b=c d", "B": ""}
+    file.write_text("A=1\nB\n")
+    with pytest.raises(LaunchError, match=r"_env, line 2: 'B' is no line NAME=VALUE"):
+        read_environment(file)

@@ -7,22 +7,30 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyaccel import port
 from polyaccel.errors import LaunchError
-from polyaccel.launch import local
+from polyaccel.launch import plan as planning
 from polyaccel.launch.affinity import Core
-from polyaccel.launch.local import LocalLauncher, plan_local
+from polyaccel.launch.base import Job, LaunchPlan
+from polyaccel.launch.local import LocalLauncher
+from polyaccel.launch.plan import plan_host
 from polyaccel.launch.program import python_command
 from polyaccel.port import free_port, is_free
 from polyaccel.seal import LEAST_SECRET_LENGTH, SECRET_VARIABLE
 
 
+def plan_local(command: list[str], *, nproc: int, environment: dict[str, str], **job: Any) -> LaunchPlan:
+    """The ranks of a job on this machine."""
+    return plan_host(Job(command=tuple(command), hosts={"localhost": tuple(range(nproc))}, **job), 0, environment)
+
+
 @pytest.fixture
 def six_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "find_cores", lambda cpus: tuple(Core(0, (cpu, cpu + 6)) for cpu in range(6)))
+    monkeypatch.setattr(planning, "find_cores", lambda cpus: tuple(Core(0, (cpu, cpu + 6)) for cpu in range(6)))
 
 
 @pytest.mark.usefixtures("six_cores")
@@ -126,7 +134,48 @@ def test_a_missing_program_is_said_with_the_cure(target: str, module: bool, mess
 def test_a_program_that_cannot_be_executed_leaves_nothing(tmp_path: Path) -> None:
     gc.collect()
     before = set(os.listdir("/dev/fd"))
-    plan = plan_local([str(tmp_path / "absent")], nproc=2, environment={})
+    job = Job(command=(str(tmp_path / "absent"),), hosts={"localhost": (0, 1)})
     with pytest.raises(LaunchError, match=r"rank 0 could not be started: .*absent"):
-        LocalLauncher().run(plan)
+        LocalLauncher().run(job)
     assert set(os.listdir("/dev/fd")) <= before  # what another test left may be closed meanwhile
+
+
+def test_the_ranks_of_a_host_stand_after_those_before_it() -> None:
+    hosts = {"a": (0, 1), "b": (1, 3), "c": (0,)}
+    job = Job(command=("program",), hosts=hosts, master_addr="a", master_port=29500, device_variable="SEEN")
+    plan = plan_host(job, 1, {"SEEN": "7", "KEPT": "1"})
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT SEEN KEPT"
+    found = [[spec.environment[name] for name in names.split()] for spec in plan.ranks]
+    assert found == [
+        [rank, local, "5", "2", "1", "3", "a", "29500", "1,3", "1"] for rank, local in (("2", "0"), ("3", "1"))
+    ]
+
+
+def test_ranks_of_several_hosts_have_to_be_told_where_to_meet() -> None:
+    with pytest.raises(LaunchError, match=r"on 2 hosts are not told where to meet(?s:.*)--master_addr"):
+        plan_host(Job(command=("program",), hosts={"a": (0,), "b": (0,)}), 0, {})
+
+
+def test_the_local_rank_stands_between_program_and_arguments() -> None:
+    job = Job(command=("python", "x.py"), arguments=("--lr", "1"), hosts={"a": (0, 1)}, names_local_rank=True)
+    assert [spec.command for spec in plan_host(job, 0, {}).ranks] == [
+        ("python", "x.py", f"--local_rank={rank}", "--lr", "1") for rank in range(2)
+    ]
+
+
+def test_ranks_are_bound_to_the_cpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "usable_cpus", lambda: frozenset(range(8)))
+    monkeypatch.setattr(planning, "find_cores", lambda cpus: tuple(Core(0, (cpu,)) for cpu in sorted(cpus)))
+    plan = plan_local(["program"], nproc=2, environment={}, bind_cores=True, cores=(2, 3, 6, 7))
+    assert [spec.cores for spec in plan.ranks] == [(2, 3), (6, 7)]
+    with pytest.raises(LaunchError, match=r"CPU 8 cannot be used here(?s:.*)0, 1, 2"):
+        plan_local(["program"], nproc=2, environment={}, bind_cores=True, cores=(2, 8))
+
+
+def test_a_job_travels_as_json() -> None:
+    hosts = {"b": (1, 3), "a": (0,)}
+    job = Job(command=("p", "\n'"), hosts=hosts, exports={"A": "ü"}, cores=(1, 2), launcher_args=("-x",))
+    assert Job.from_json(job.to_json()) == job
+    assert list(Job.from_json(job.to_json()).hosts) == ["b", "a"]
+    assert "\n" not in job.to_json()
+    assert job.secret not in repr(job)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from polyaccel.launch.base import JobEnd, Launcher, LaunchPlan
+from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
 from polyaccel.launch.keeper.client import KeeperClient
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
 from polyaccel.launch.keeper.start import can_keep
-from polyaccel.launch.local import plan_local
+from polyaccel.launch.plan import plan_host
 from polyaccel.launch.restarts import RESTART_VARIABLE, RestartPolicy, run_with_restarts
 from polyaccel.types import Probe
 
@@ -33,21 +33,16 @@ class Ended(Launcher):
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="starts nothing")
 
-    def run(self, plan: LaunchPlan) -> int:
-        return self.run_to_end(plan).code
-
-    def run_to_end(self, plan: LaunchPlan, look: Callable[[], object] = lambda: None) -> JobEnd:
-        self.plans.append(plan)
-        self.during(plan, look)
+    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+        given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self.plans.append(plan_host(job, 0, given))
+        self.during(self.plans[-1], look)
         return self.ends[len(self.plans) - 1]
 
 
 def run(launcher: Launcher, policy: RestartPolicy, *, ranks: int = 3) -> int:
-    def plan(ranks: int, environment: Mapping[str, str]) -> LaunchPlan:
-        return plan_local(("true",), nproc=ranks, environment=environment)
-
-    given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return run_with_restarts(launcher, plan, ranks, policy, given)
+    job = Job(command=("true",), hosts={"localhost": tuple(range(ranks))})
+    return run_with_restarts(launcher, job, policy).code
 
 
 def ranks_of(launcher: Ended) -> list[int]:
@@ -141,22 +136,9 @@ def children_with(word: str) -> list[int]:
     return found
 
 
-def test_a_launcher_without_a_method_of_its_own_is_started_again_too() -> None:
-    """What was written for version 1.0 of the contract knows a code alone."""
-
-    class Plain(Launcher):
-        name = "plain"
-
-        def __init__(self) -> None:
-            self.codes = [137, 1, 143, 0]
-
-        @classmethod
-        def probe(cls) -> Probe:
-            return Probe(usable=True, reason="starts nothing")
-
-        def run(self, plan: LaunchPlan) -> int:
-            return self.codes.pop(0)
-
-    launcher = Plain()
-    assert run(launcher, RestartPolicy(5)) == 143  # somebody asked
-    assert launcher.codes == [0]
+def test_on_several_hosts_all_ranks_are_started_again() -> None:
+    launcher = Ended([KILLED, JobEnd(0)])
+    job = Job(command=("true",), hosts={"a": (0, 1), "b": (0,)}, master_addr="a", master_port=29500)
+    assert run_with_restarts(launcher, job, RestartPolicy(2, least=1)).code == 0
+    assert [plan.ranks[0].environment["WORLD_SIZE"] for plan in launcher.plans] == ["3", "3"]
+    assert KEEPER_VARIABLE not in launcher.plans[0].ranks[0].environment

@@ -1,0 +1,57 @@
+"""Ranks that an MPI's mpirun starts, as its own processes: they may use MPI, and be reached by what MPI uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from polyaccel.launch.base import Job
+from polyaccel.launch.commands.base import CommandLauncher
+from polyaccel.launch.commands.task import JOB_VARIABLE
+
+
+class OpenMpiLauncher(CommandLauncher):
+    """Open MPI, 4 or 5."""
+
+    name: ClassVar[str] = "openmpi"
+    program: ClassVar[str] = "mpirun"
+    rank_variable: ClassVar[str] = "OMPI_COMM_WORLD_RANK"
+
+    def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
+        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in job.hosts.items())
+        port = () if job.ssh_port is None else ("--mca", "plm_rsh_args", f"-p {job.ssh_port}")
+        passed = (each for name in (JOB_VARIABLE, *job.exports) for each in ("-x", name))
+        where = ("-n", str(job.world_size), "--host", hosts, "--map-by", "slot", "--bind-to", "none")
+        return (*where, *port, *passed, *job.launcher_args, *task)
+
+
+class HydraLauncher(CommandLauncher):
+    """MPICH, whose mpiexec is Hydra. Environments are passed on as they are."""
+
+    name: ClassVar[str] = "mpich"
+    program: ClassVar[str] = "mpiexec"
+    rank_variable: ClassVar[str] = "PMI_RANK"
+
+    def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
+        sets: list[str] = []
+        for host, slots in job.hosts.items():
+            sets += [":"] if sets else []
+            sets += ["-host", host, "-n", str(len(slots)), *task]
+        return (*job.launcher_args, *sets)
+
+
+class IntelMpiLauncher(HydraLauncher):
+    """Intel MPI. Its pinning of processes is off: each would get one core, and torch one thread."""
+
+    name: ClassVar[str] = "impi"
+    program: ClassVar[str] = "mpirun"
+    variables: ClassVar[Mapping[str, str]] = MappingProxyType({"I_MPI_PIN": "0"})
+
+
+class MvapichLauncher(HydraLauncher):
+    """MVAPICH. Its pinning is off too; it may be loaded by a program that was not linked to it."""
+
+    name: ClassVar[str] = "mvapich"
+    program: ClassVar[str] = "mpirun"
+    variables: ClassVar[Mapping[str, str]] = MappingProxyType({"MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"})

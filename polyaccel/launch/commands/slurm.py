@@ -1,0 +1,72 @@
+"""Ranks that Slurm's srun starts, within an allocation or by one of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+from functools import cache
+from typing import Any, ClassVar
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import Job
+from polyaccel.launch.commands.base import CommandLauncher, CommandProcess
+from polyaccel.launch.hosts import is_here
+
+_FAILURE = re.compile(rb"srun: error: .*: tasks? [0-9,-]+: (?:Exited with exit code (\d+)|(\S.*\S))")
+
+
+class SrunProcess(CommandProcess):
+    """srun, whose own exit code is the largest of its tasks': the first that failed is the first of which it tells."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._code = 0
+        self._line = b""
+
+    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+        if is_error and not self._code:
+            *lines, self._line = (self._line + data).split(b"\n")
+            codes = (_code(found[1], found[2]) for line in lines if (found := _FAILURE.match(line)))
+            self._code = next(filter(None, codes), 0)
+        return data
+
+    @property
+    def first_code(self) -> int:
+        return self._code or super().first_code
+
+
+class SlurmLauncher(CommandLauncher):
+    """Slurm: as many tasks a node as the job has slots, the same on every node."""
+
+    name: ClassVar[str] = "slurm"
+    program: ClassVar[str] = "srun"
+    rank_variable: ClassVar[str] = "SLURM_PROCID"
+    process: ClassVar[type[CommandProcess]] = SrunProcess
+
+    def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
+        counts = {len(slots) for slots in job.hosts.values()}
+        if len(counts) > 1:
+            shown = ", ".join(f"{host}: {len(slots)}" for host, slots in job.hosts.items())
+            raise LaunchError(
+                f"srun starts equally many ranks on every node, and the job has {shown}",
+                cure="choose as many slots of each: --nproc N",
+                value=shown,
+            )
+        hosts = tuple(job.hosts)
+        nodes = () if len(hosts) == 1 and is_here(hosts[0]) else ("--nodelist", ",".join(hosts))
+        each = ("--nodes", str(len(hosts)), "--ntasks-per-node", str(counts.pop()))
+        how = ("--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=1")
+        return ("-n", str(job.world_size), *nodes, *each, *how, *job.launcher_args, *task)
+
+
+def _code(code: bytes | None, how: bytes | None) -> int:
+    """The exit code in what srun says of a task: its own, or that of a signal's description."""
+    if code is not None:
+        return int(code)
+    text = (how or b"").decode(errors="replace").partition(" (")[0]
+    return 128 + _signals()[text] if text in _signals() else 0
+
+
+@cache
+def _signals() -> dict[str, int]:
+    return {signal.strsignal(number) or "": int(number) for number in signal.valid_signals()}

@@ -1,0 +1,141 @@
+"""The hosts of a job and the slots that it uses on each: hostfiles, filters and counts, in DeepSpeed's spelling.
+
+A slot is a device by number; on a machine without devices it is a rank.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyaccel.errors import LaunchError
+
+Hosts = dict[str, tuple[int, ...]]
+"""The slots to use on each host, ascending; hosts in the order of their ranks."""
+MOST_SLOTS = 4096
+"""More ranks than this on one machine are a slip of the pen."""
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_PART = re.compile(r"\s*(\[[^\]]+\]|[^:\[\]]+)(?::(.*))?\s*", re.DOTALL)
+_SLOTS = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def read_hostfile(file: Path) -> Hosts:
+    """The hosts of a file of lines `host slots=N`; empty lines and comments (`#`) are passed over.
+
+    Raises LaunchError, naming every line that is none, that names a host again, or that has no slots.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"the hostfile {file} cannot be read: {error}", cure="give a text file: --hostfile FILE", value=str(file)
+        ) from error
+    hosts, wrong = Hosts(), list[str]()
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = _LINE.fullmatch(text)
+        if found is None:
+            wrong.append(f"line {number}: {text!r} is no line `host slots=N`")
+        elif not 1 <= int(found[2]) <= MOST_SLOTS:
+            wrong.append(f"line {number}: {text!r} has {found[2]} slots, and 1 to {MOST_SLOTS} can be used")
+        elif found[1] in hosts:
+            wrong.append(f"line {number}: {text!r} names its host a second time")
+        else:
+            hosts[found[1]] = tuple(range(int(found[2])))
+    if wrong:
+        cure = "write each host once, as `host slots=2`"
+        raise LaunchError(f"{file}, {'; '.join(wrong)}", cure=cure, value=str(file))
+    if not hosts:
+        cure = "write lines `host slots=2`, or leave --hostfile out"
+        raise LaunchError(f"{file} names no host", cure=cure, value=str(file))
+    return hosts
+
+
+def included(hosts: Mapping[str, tuple[int, ...]], text: str) -> Hosts:
+    """Of `hosts`, in their order, what `text` names: `a@b:0,2-4` is all slots of `a` and four of `b`. Raises
+    LaunchError for what is not there."""
+    wanted = _parsed(text, hosts, "--include")
+    return _not_empty({host: wanted.get(host, ()) for host in hosts}, "--include")
+
+
+def excluded(hosts: Mapping[str, tuple[int, ...]], text: str) -> Hosts:
+    """`hosts` without what `text` names, which is written as for `included`. Raises LaunchError for what is not there,
+    and when nothing is left."""
+    out = _parsed(text, hosts, "--exclude")
+    left = {host: tuple(slot for slot in slots if slot not in out.get(host, ())) for host, slots in hosts.items()}
+    return _not_empty(left, "--exclude")
+
+
+def first_hosts(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
+    """The first `count` of `hosts`. Raises LaunchError where there are fewer."""
+    if not 1 <= count <= len(hosts):
+        cure = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
+        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} known", cure=cure, value=count)
+    return dict(list(hosts.items())[:count])
+
+
+def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
+    """Slots 0 to `count` - 1 of every host, whatever its line says. Raises LaunchError for a count that none can
+    have."""
+    if not 1 <= count <= MOST_SLOTS:
+        cure = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
+        raise LaunchError(f"--nproc {count}: ranks on each host cannot be so many", cure=cure, value=count)
+    return {host: tuple(range(count)) for host in hosts}
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is this machine's."""
+    own = socket.gethostname()
+    return host in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
+
+
+def _parsed(text: str, hosts: Mapping[str, tuple[int, ...]], option: str) -> Hosts:
+    found = Hosts()
+    for part in text.split("@"):
+        match = _PART.fullmatch(part)
+        host = match[1].strip().removeprefix("[").removesuffix("]") if match else ""
+        if match is None or not host:
+            cure = "write host:0,2-4@host2, and an IPv6 address as [::1]:0"
+            raise LaunchError(f"{option} {text}: {part!r} names no host", cure=cure, value=text)
+        if host not in hosts:
+            cure = f"the hosts are {', '.join(hosts)}"
+            raise LaunchError(f"{option} {text}: there is no host {host!r}", cure=cure, value=text)
+        if host in found:
+            raise LaunchError(f"{option} {text}: {host!r} stands there twice", cure="name it once", value=text)
+        found[host] = hosts[host] if match[2] is None else _slots(match[2], text, host, hosts[host], option)
+    return found
+
+
+def _slots(numbers: str, text: str, host: str, known: tuple[int, ...], option: str) -> tuple[int, ...]:
+    slots = set[int]()
+    for part in numbers.split(","):
+        match = _SLOTS.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise LaunchError(
+                f"{option} {text}: {part!r} is no number of a slot, and no range",
+                cure=f"write {host}:0,2-4",
+                value=text,
+            )
+        low, high = int(match[1]), int(match[2] or match[1])
+        unknown = next((slot for slot in range(low, min(high, MOST_SLOTS) + 1) if slot not in known), None)
+        if unknown is not None or high > MOST_SLOTS:
+            cure = f"its slots are {', '.join(map(str, known))}"
+            shown = high if unknown is None else unknown
+            raise LaunchError(f"{option} {text}: {host} has no slot {shown}", cure=cure, value=text)
+        slots.update(range(low, high + 1))
+    return tuple(sorted(slots))
+
+
+def _not_empty(hosts: Mapping[str, tuple[int, ...]], option: str) -> Hosts:
+    left = {host: slots for host, slots in hosts.items() if slots}
+    if not left:
+        raise LaunchError("no host and no slot is left", cure=f"let {option} leave at least one", value=option)
+    return left
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what} is" if number == 1 else f"{number} {what}s are"

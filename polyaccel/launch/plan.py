@@ -1,0 +1,86 @@
+"""From a job to the processes of one of its hosts. `plan_host` runs on that host: it looks at its cores and ports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
+from polyaccel.launch.base import Job, LaunchPlan, RankSpec
+from polyaccel.launch.program import check_not_nested, rank_environment
+from polyaccel.port import free_port, is_free
+
+LOOPBACK = "127.0.0.1"  # the number, because some machines cannot look up even "localhost"
+
+
+def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None = None) -> LaunchPlan:
+    """The ranks of host `number` of the job, each with `environment` (None: this process's), the job's exports and the
+    variables of a rank.
+
+    A job of one host needs no place to meet: then that is here, and a free port. The share of the cores only decides
+    OMP_NUM_THREADS, where the environment has none, unless the job binds. Raises LaunchError when `environment` is
+    that of a rank already, when the port is taken, when cores cannot be bound, and when ranks of several hosts are not
+    told where to meet.
+    """
+    environment = os.environ if environment is None else environment
+    check_not_nested(environment)
+    slots = tuple(job.hosts.values())[number]
+    if not slots:
+        raise LaunchError("0 ranks cannot be started", cure="give --nproc 1 or more", value=0)
+    is_alone = len(job.hosts) == 1
+    if not is_alone and (job.master_addr is None or job.master_port is None):
+        raise LaunchError(
+            f"ranks on {len(job.hosts)} hosts are not told where to meet", cure="give --master_addr and --master_port"
+        )
+    if job.bind_cores and not hasattr(os, "sched_setaffinity"):
+        raise LaunchError("this operating system binds no process to cores", cure="leave out --bind-cores")
+    if is_alone and job.node is None and job.master_port is not None and not is_free(job.master_port):
+        cure = "end what listens there, or let a free one be picked: --master-port auto"
+        raise LaunchError(f"port {job.master_port} cannot be bound", cure=cure, value=job.master_port)
+
+    address, port = job.master_addr or LOOPBACK, job.master_port or free_port()
+    usable = usable_cpus()
+    shares = split_cores(find_cores(usable if job.cores is None else _checked(job.cores, usable)), len(slots))
+    threads = max(1, sum(map(len, shares)) // len(slots))
+    given = {**environment, **job.exports}
+    if job.device_variable is not None:
+        given[job.device_variable] = ",".join(map(str, slots))
+    first = job.first_rank(number)
+    ranks = tuple(
+        RankSpec(
+            rank=first + local_rank,
+            local_rank=local_rank,
+            command=_command(job, local_rank),
+            environment=rank_environment(
+                given,
+                job,
+                number,
+                local_rank=local_rank,
+                master_addr=address,
+                master_port=port,
+                threads=threads,
+            ),
+            cores=tuple(cpu for core in share for cpu in core.cpus) if job.bind_cores else None,
+        )
+        for local_rank, share in enumerate(shares)
+    )
+    log_dir = None if job.log_dir is None else Path(job.log_dir)
+    return LaunchPlan(job.job_id, ranks, address, port, job.grace_s, job.stop_timeout_s, log_dir)
+
+
+def _command(job: Job, local_rank: int) -> tuple[str, ...]:
+    named = (f"--local_rank={local_rank}",) if job.names_local_rank else ()
+    return (*job.command, *named, *job.arguments)
+
+
+def _checked(cores: tuple[int, ...], usable: frozenset[int]) -> tuple[int, ...]:
+    absent = sorted(set(cores) - usable)
+    if absent:
+        raise LaunchError(
+            f"CPU {absent[0]} cannot be used here",
+            cure=f"choose among {', '.join(map(str, sorted(usable)))}",
+            value=cores,
+        )
+    return cores

@@ -1,0 +1,114 @@
+"""The agent of one host of a job: `python -m polyaccel.launch.remote.agent NUMBER`, which a launcher starts there.
+
+It says that it is there, is told the job, starts its host's ranks and stays with them as `polyaccel run` does. It ends
+them when the launcher says so, and when that is not heard of any more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from importlib import metadata
+from time import monotonic
+
+from polyaccel.errors import LaunchError, PolyaccelError
+from polyaccel.launch.base import Job
+from polyaccel.launch.output import JobOutput
+from polyaccel.launch.plan import plan_host
+from polyaccel.launch.remote.words import END, SIGNAL, SILENCE_S, word
+from polyaccel.launch.supervise import Supervisor
+from polyaccel.port import free_port
+
+_CHUNK_NBYTES = 1 << 16
+
+
+class LauncherOrders:
+    """The lines of the launcher of the agent of that `number`, read from the descriptor `read_fd`."""
+
+    def __init__(self, read_fd: int, number: int) -> None:
+        self.read_fd = read_fd
+        self._number = number
+        self.silent_at_s = monotonic() + SILENCE_S
+        self._text = b""
+        self._has_ended = False
+
+    def job(self) -> Job | None:
+        """The job, once the launcher has sent it; None if it ended before."""
+        while True:
+            for line in self._lines():
+                if line == END or line.startswith(SIGNAL):
+                    return None
+                if line:
+                    os.set_blocking(self.read_fd, False)
+                    return Job.from_json(line)
+            if self._has_ended:
+                return None
+
+    def take(self) -> tuple[list[signal.Signals], str]:
+        """As `Orders.take` has it."""
+        signals, end = list[signal.Signals](), ""
+        for line in self._lines():
+            what, _, number = line.partition(" ")
+            if what == SIGNAL:
+                signals.append(signal.Signals(int(number)))
+            elif what == END:
+                end = "ended by the launcher"
+        if self._has_ended:
+            end = end or "ended: the launcher, or the way to it, is gone"
+        elif monotonic() >= self.silent_at_s:
+            end = end or f"ended: nothing was heard of the launcher for {SILENCE_S:g} s"
+        return signals, end
+
+    def report(self, code: int, sentence: str) -> None:
+        """As `Orders.report` has it."""
+        _say(number=self._number, code=code, why=sentence)
+
+    def _lines(self) -> list[str]:
+        try:
+            data = os.read(self.read_fd, _CHUNK_NBYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self._has_ended = not data
+        if data:
+            self.silent_at_s = monotonic() + SILENCE_S
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [line.decode() for line in lines]
+
+
+def main(number: int) -> int:
+    """Do this host's part of a job. Returns its exit code."""
+    control = os.dup(0)
+    os.set_inheritable(control, False)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # no rank reads what is for this process
+    host = socket.gethostname()
+    _say(number=number, host=host, version=metadata.version("polyaccel"), python=sys.version, port=free_port())
+    orders = LauncherOrders(control, number)
+    job = orders.job()
+    if job is None:
+        return 1
+    try:
+        os.chdir(job.folder)
+        plan = plan_host(job, number)
+        code = Supervisor(plan, JobOutput(plan, name=f"polyaccel on {host}"), orders=orders).run().code
+    except (PolyaccelError, OSError) as error:
+        shown = error if isinstance(error, PolyaccelError) else LaunchError(f"host {host}: {error}")
+        orders.report(1, str(shown))
+        code = 1
+    _say(number=number, ended=code)
+    return code
+
+
+def _say(**values: object) -> None:
+    try:
+        os.write(1, word(**values))
+    except OSError:
+        return  # nobody is there to read it
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,225 @@
+"""A job on several hosts, as its launcher sees it: a process here for each way to hosts, agents at its other end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
+from polyaccel.launch.output import JobOutput
+from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
+from polyaccel.launch.remote.words import BEAT_S, END, SIGNAL, WordFilter
+from polyaccel.launch.supervise import JobFailure, Supervisor
+
+ANSWER_S = 60.0
+"""Within this time every agent is there, or the job fails."""
+_SEND_AGAIN_S = 0.02
+_LATER_S = 3.0
+"""An agent's grace period ends so long before the launcher's."""
+
+
+Hear = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A command that brings this machine's standard input to agents, and their output back.
+
+    `hosts` are the numbers of their hosts, `name` stands for them in messages.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    hosts: tuple[int, ...]
+
+
+def plan_ways(job: Job, ways: Sequence[Way]) -> LaunchPlan:
+    """The processes of the ways, as those of a job of their own: what ranks leave behind on this machine is the agents'
+    to end."""
+    job_id = f"ways-{job.job_id}"
+    environment = {**os.environ, JOB_ID: job_id}
+    processes = tuple(RankSpec(place, place, way.command, environment) for place, way in enumerate(ways))
+    port = job.master_port or 0
+    return LaunchPlan(job_id, processes, job.master_addr or "", port, job.grace_s + _LATER_S, job.stop_timeout_s)
+
+
+class HostProcess(RankProcess):
+    """The process of a way. `spec.rank` is its place among the ways."""
+
+    def __init__(
+        self, spec: RankSpec, process: subprocess.Popen[bytes], way: Way, hear: Callable[[dict[str, Any]], None]
+    ) -> None:
+        super().__init__(spec, process)
+        assert process.stdin is not None  # it was started with a pipe
+        self.way = way
+        self.codes: dict[int, int] = {}
+        """How the agents say that their parts of the job ended, by host."""
+        self._stdin = process.stdin
+        os.set_blocking(self._stdin.fileno(), False)
+        self._unsent = b""
+        self._filter = WordFilter(hear)
+
+    @property
+    def name(self) -> str:
+        return f"{self.way.name} (pid {self.pid})"
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether lines wait for room in the pipe: `send` an empty one after a moment."""
+        return bool(self._unsent) and self.state is not ProcessState.ENDED
+
+    @property
+    def prefix(self) -> bytes:
+        return b""
+
+    def hears(self, data: bytes, *, is_error: bool) -> bytes:
+        return data if is_error else self._filter.feed(data)
+
+    def send(self, line: str) -> None:
+        """Send a line to the agents. One that has gone hears nothing."""
+        self._unsent += line.encode() + b"\n"
+        with suppress(BlockingIOError, BrokenPipeError):
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
+
+    def signal_rank(self, signum: signal.Signals) -> None:
+        self.send(f"{SIGNAL} {int(signum)}")
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        if signum is not signal.SIGCONT:
+            self.send(f"{SIGNAL} {int(signum)}")
+
+
+class HostsSupervisor(Supervisor):
+    """Runs one job on several hosts, once."""
+
+    def __init__(self, job: Job, ways: Sequence[Way], *, first_address: str | None, look: Callable[[], object]) -> None:
+        """`first_address` is where the other hosts find the first one, if the job does not say."""
+        self._job = job
+        self._ways = tuple(ways)
+        self._first_address = first_address
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._beat_s = monotonic()
+        self._answer_until_s = monotonic() + ANSWER_S
+        self._is_told = False
+        plan = plan_ways(job, ways)
+        super().__init__(plan, JobOutput(plan), look=look)
+
+    def run(self) -> JobEnd:
+        try:
+            return super().run()
+        finally:
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+
+    def _started(self, spec: RankSpec) -> RankProcess:
+        try:
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=dict(spec.environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{spec.command[0]} cannot be started: {error}", value=spec.command) from error
+        return HostProcess(spec, process, self._ways[spec.rank], self._take_note)
+
+    def _take_note(self, said: dict[str, Any]) -> None:
+        """Called where output is read, by another thread."""
+        self._heard.put(said)
+        os.write(self._write_fd, b"!")
+
+    def _news(self) -> list[int]:
+        return [self._read_fd]
+
+    def _patience_s(self) -> float | None:
+        until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
+        if any(each.has_unsent for each in self._processes()):
+            until = _SEND_AGAIN_S
+        before = super()._patience_s()
+        return max(0.0, until if before is None else min(until, before))
+
+    def _handle(self, signals: list[signal.Signals]) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read_fd, 4096)
+        while not self._heard.empty():
+            self._hear(self._heard.get())
+        super()._handle(signals)
+        if monotonic() >= self._beat_s or any(each.has_unsent for each in self._processes()):
+            self._beat_s = monotonic() + BEAT_S
+            for each in self._processes():
+                each.send("")
+        if not self._is_told and not self._is_ending and monotonic() >= self._answer_until_s:
+            self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        number = int(said["number"])
+        if "ended" in said:
+            for each in self._processes():
+                if number in each.way.hosts:
+                    each.codes[number] = int(said["ended"])
+        elif "code" in said:
+            host, code = tuple(self._job.hosts)[number], int(said["code"])
+            why, was_asked = f"the part of the job on {host} failed: {said['why']}", code - 128 in self._passed_on
+            self._fail(JobFailure(code, why, was_asked=was_asked))
+        else:
+            self._hellos[number] = said
+            if len(self._hellos) == len(self._job.hosts):
+                self._tell()
+
+    def _note_failures(self, changed: list[RankProcess]) -> None:
+        for each in changed:
+            if isinstance(each, HostProcess) and each.state is ProcessState.ENDED:
+                lost = [number for number in each.way.hosts if number not in each.codes]
+                failed = [code for code in each.codes.values() if code]
+                if lost:
+                    names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
+                    how = f"{describe_end(each)} without a word of the ranks on {names}"
+                    self._fail(JobFailure(exit_code(each.returncode or 1), how, each))
+                elif failed:
+                    self._fail(JobFailure(failed[0], f"{each.name} ended with code {failed[0]}"))
+
+    def _tell(self) -> None:
+        """All agents are there: tell them the job."""
+        self._is_told = True
+        names = tuple(self._job.hosts)
+        for what in ("version", "python"):
+            found = {self._hellos[number][what] for number in range(len(names))}
+            if len(found) > 1:
+                shown = "; ".join(f"{name} has {self._hellos[number][what]}" for number, name in enumerate(names))
+                known = {"version": "version of polyaccel", "python": "version of Python"}[what]
+                self._fail(JobFailure(1, f"the hosts differ in the {known}: {shown}"))
+                return
+        first = self._hellos[0]
+        job = replace(
+            self._job,
+            master_addr=self._job.master_addr or self._first_address or str(first["host"]),
+            master_port=self._job.master_port or int(first["port"]),
+        )
+        for each in self._processes():
+            each.send(job.to_json())
+
+    def _absent(self) -> str:
+        return ", ".join(name for number, name in enumerate(self._job.hosts) if number not in self._hellos)
+
+    def _processes(self) -> list[HostProcess]:
+        return [each for each in self._ranks if isinstance(each, HostProcess)]
+
+    def _ask_to_end(self) -> None:
+        for each in self._processes():
+            each.send(END)

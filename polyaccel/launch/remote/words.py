@@ -1,0 +1,48 @@
+"""What a launcher and its agents on other hosts say to each other, over an agent's standard input and output.
+
+The launcher sends lines: the job, an empty one every few seconds, signals to pass on. An agent ends its ranks when the
+lines end, or stay away: then the launcher is gone, or the way to it. The agent sends words among what its ranks print:
+that it is there, and how its part of the job ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+BEAT_S = 2.0
+"""How often the launcher sends a line."""
+SILENCE_S = 10.0
+"""An agent that has heard nothing for so long ends its ranks."""
+SIGNAL, END = "signal", "end"
+_MARK = b"\x1epolyaccel-agent "
+
+
+def word(**values: Any) -> bytes:
+    """A word of an agent, as it stands among its output."""
+    return _MARK + json.dumps(values).encode("ascii") + b"\n"
+
+
+class WordFilter:
+    """Takes the words out of what an agent sends, and gives them to `hear`."""
+
+    def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
+        self._hear = hear
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What is left of `data`; the beginning of what may be a word is held back until the next call."""
+        text, shown = self._held + data, b""
+        while True:
+            before, mark, rest = text.partition(_MARK)
+            shown += before
+            if not mark:
+                held_nbytes = next((n for n in range(len(_MARK) - 1, 0, -1) if before.endswith(_MARK[:n])), 0)
+                self._held = before[len(before) - held_nbytes :]
+                return shown[: len(shown) - held_nbytes]
+            line, newline, text = rest.partition(b"\n")
+            if not newline:
+                self._held = mark + line
+                return shown
+            self._hear(json.loads(line))

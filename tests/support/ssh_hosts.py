@@ -1,0 +1,149 @@
+"""Hosts on one machine: each with a network, a host name and processes of its own, and a real ssh server.
+
+A host is a network namespace on a bridge, and a space of process ids and of host names within it, so that nothing but
+the network leads from one to another. That takes root, `ip`, `unshare` and sshd: `why_absent` says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic, sleep
+
+_SSHD = "/usr/sbin/sshd"
+_UP_S = 30.0
+
+
+def why_absent() -> str:
+    """Why hosts cannot be brought up here; empty where they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root, to make network namespaces"
+    missing = [name for name in ("ip", "unshare", "ssh", "ssh-keygen", _SSHD) if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian: apt install iproute2 openssh-server)"
+    probe = subprocess.run(["unshare", "--net", "--pid", "--uts", "--mount", "--fork", "true"], capture_output=True)
+    return "" if probe.returncode == 0 else f"no namespaces: {probe.stderr.decode().strip()}"
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """A host: its name, its address, and the process that is the first of its own."""
+
+    name: str
+    address: str
+    namespace: str
+    first: subprocess.Popen[bytes]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Do something on it."""
+        pid = str(self._inner_pid())
+        entered = ["nsenter", "-t", pid, "--net", "--uts", "--pid", "--mount", *command]
+        return subprocess.run(entered, capture_output=True, text=True, timeout=60, check=False)
+
+    def processes(self) -> list[str]:
+        """The command lines of its processes, but for ssh's server."""
+        said = self.run("ps", "-eo", "args=").stdout.splitlines()
+        return [line for line in said if not line.startswith(("sshd", _SSHD, "ps ", "unshare", "/usr/sbin/sshd"))]
+
+    def cut(self) -> None:
+        """Nothing comes from it or reaches it any more."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def heal(self) -> None:
+        """The network is back."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+
+    def _inner_pid(self) -> int:
+        children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children").read_text().split()
+        return int(children[0])
+
+
+class SshHosts:
+    """`count` hosts until the block is left. `ssh_config` is the file by which ssh finds them by name,
+    `bridge` the interface of this machine that leads to their `network`."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self._count = count
+        self._id = token_hex(2)
+        self.bridge = f"pab{self._id}"
+        self._net = 1 + int(self._id, 16) % 250
+        self.network = f"10.77.{self._net}.0/24"
+        self.hosts: list[SshHost] = []
+        self.ssh_config = folder / "ssh_config"
+
+    def __enter__(self) -> SshHosts:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            with suppress(ProcessLookupError, IndexError, FileNotFoundError):
+                os.kill(host._inner_pid(), signal.SIGKILL)  # the first of its process ids: all others go with it
+            host.first.kill()
+            host.first.wait()
+            _ip("netns", "del", host.namespace, check=False)
+        _ip("link", "del", self.bridge, check=False)
+
+    def _start(self) -> None:
+        keys = self._folder / "keys"
+        keys.mkdir()
+        for name in ("id", "host"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+        (keys / "authorized").write_text((keys / "id.pub").read_text())
+        Path("/run/sshd").mkdir(exist_ok=True)
+        _ip("link", "add", self.bridge, "type", "bridge")
+        _ip("link", "set", self.bridge, "up")
+        _ip("addr", "add", f"10.77.{self._net}.254/24", "dev", self.bridge)
+        lines = []
+        for number in range(1, self._count + 1):
+            name, address = f"host{number}", f"10.77.{self._net}.{number}"
+            self.hosts.append(self._host(name, address, number, keys))
+            lines += [f"Host {name}", f"  HostName {address}"]
+        lines += [f"Host host* 10.77.{self._net}.*", "  Port 2222", "  User root", f"  IdentityFile {keys / 'id'}"]
+        lines += ["  StrictHostKeyChecking no", "  UserKnownHostsFile /dev/null", "  LogLevel ERROR"]
+        self.ssh_config.write_text("\n".join(lines) + "\n")
+        for host in self.hosts:
+            self._await(host)
+
+    def _host(self, name: str, address: str, number: int, keys: Path) -> SshHost:
+        namespace, outside = f"pa{self._id}{number}", f"pv{self._id}{number}"
+        _ip("netns", "add", namespace)
+        _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip("link", "set", outside, "master", self.bridge, "up")
+        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", namespace, "link", "set", device, "up")
+        config = self._folder / f"sshd{number}"
+        config.write_text(
+            f"Port 2222\nListenAddress {address}\nHostKey {keys / 'host'}\nAuthorizedKeysFile {keys / 'authorized'}\n"
+            f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPidFile none\nMaxStartups 100\n"
+        )
+        inside = f"mount -t tmpfs none /dev/shm; hostname {name}; exec {_SSHD} -D -e -f {config}"
+        shell = ["unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child", "sh", "-c", inside]
+        with (self._folder / f"sshd{number}.log").open("wb") as log:
+            first = subprocess.Popen(["ip", "netns", "exec", namespace, *shell], stdin=subprocess.DEVNULL, stderr=log)
+        return SshHost(name, address, namespace, first)
+
+    def _await(self, host: SshHost) -> None:
+        until = monotonic() + _UP_S
+        command = ["ssh", "-F", str(self.ssh_config), "-o", "BatchMode=yes", host.name, "true"]
+        while subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode:
+            if monotonic() > until:
+                raise RuntimeError(f"{host.name} does not answer: {(self._folder / 'sshd1.log').read_text()}")
+            sleep(0.05)
+
+
+def _ip(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments], check=check, capture_output=True)

@@ -1,0 +1,140 @@
+"""Hostfiles, filters and counts: what is written is what is used, and what cannot be is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyaccel.errors import LaunchError
+from polyaccel.launch.hosts import Hosts, excluded, first_hosts, first_slots, included, read_hostfile
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True) | st.sampled_from(["::1", "fe80::2:1", "10.0.0.1"])
+HOSTS = st.dictionaries(NAMES, st.integers(1, 9).map(lambda count: tuple(range(count))), min_size=1, max_size=6)
+
+
+def _written(slots: set[int], data: st.DataObject) -> str:
+    """These slots as a filter has them: in any order, with ranges or without."""
+    parts, rest = [], sorted(slots)
+    while rest:
+        run = 1
+        while run < len(rest) and rest[run] == rest[0] + run:
+            run += 1
+        length = data.draw(st.integers(1, run))
+        parts.append(f"{rest[0]}-{rest[length - 1]}" if length > 1 else f"{rest[0]}")
+        rest = rest[length:]
+    return ",".join(data.draw(st.permutations(parts)))
+
+
+@given(HOSTS, st.data())
+def test_a_filter_takes_or_leaves_what_it_names(hosts: Hosts, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(sorted(hosts)), min_size=1, unique=True))
+    slots, parts = Hosts(), []
+    for host in chosen:
+        named = f"[{host}]" if ":" in host else host
+        if data.draw(st.booleans()):
+            slots[host] = hosts[host]
+            parts.append(named)
+        else:
+            some = data.draw(st.sets(st.sampled_from(hosts[host]), min_size=1))
+            slots[host] = tuple(sorted(some))
+            parts.append(f"{named}:{_written(some, data)}")
+    text = "@".join(parts)
+    taken = included(hosts, text)
+    assert taken == slots
+    assert list(taken) == [host for host in hosts if host in slots]
+    left = {host: tuple(set(hosts[host]) - set(slots.get(host, ()))) for host in hosts}
+    left = {host: tuple(sorted(rest)) for host, rest in left.items() if rest}
+    if left:
+        assert excluded(hosts, text) == left
+    else:
+        with pytest.raises(LaunchError, match="no host and no slot is left"):
+            excluded(hosts, text)
+
+
+@given(HOSTS, st.lists(st.sampled_from(["", "# a comment", "   "]), max_size=4), st.integers(0, 3))
+def test_a_hostfile_says_what_was_written(hosts: Hosts, between: list[str], spaces: int) -> None:
+    lines = [f"{host} {' ' * spaces}slots={len(slots)}  # of {host}" for host, slots in hosts.items()]
+    text = "\n".join(line for pair in zip(lines, [*between, *[""] * len(lines)], strict=False) for line in pair)
+    file = _File(text)
+    assert list(read_hostfile(file).items()) == list(hosts.items())
+
+
+@given(st.text(alphabet="ab :@[],-0129\n=slots#", max_size=30))
+def test_whatever_is_written_is_hosts_or_one_error(text: str) -> None:
+    for read in (lambda: read_hostfile(_File(text)), lambda: included({"a": (0, 1), "b": (0,)}, text)):
+        try:
+            hosts = read()
+        except LaunchError:
+            continue
+        assert hosts
+        assert all(slots == tuple(sorted(set(slots))) for slots in hosts.values())
+
+
+class _File(type(Path())):  # type: ignore[misc]
+    """A file of this text."""
+
+    def __new__(cls, text: str) -> _File:
+        file = super().__new__(cls, "hosts")
+        file.text = text
+        return file
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def read_text(self, *args: object, **kwargs: object) -> str:
+        return str(self.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a", "line 1: 'a' is no line `host slots=N`"),
+        ("\na slots=x", "line 2: 'a slots=x' is no line"),
+        ("a slots=1\n\na slots=2", "line 3: 'a slots=2' names its host a second time"),
+        ("a slots=0", "line 1: 'a slots=0' has 0 slots"),
+        ("a slots=99999", "line 1: .* has 99999 slots, and 1 to 4096"),
+        ("a slots=0\nb\n", "line 1: .*; line 2: 'b' is no line"),
+        ("# nobody\n", "names no host"),
+    ],
+)
+def test_a_hostfile_that_is_wrong_is_named_with_its_lines(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(LaunchError, match=f"hosts.*{said}"):
+        read_hostfile(tmp_path / "hosts")
+    with pytest.raises(LaunchError, match=r"hosts cannot be read: .*(?s:.*)--hostfile"):
+        read_hostfile(tmp_path / "none" / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("z", "there is no host 'z'"),
+        ("a:2", "a has no slot 2"),
+        ("a:0-99999999999", "a has no slot 2"),
+        ("a:1-0", "'1-0' is no number of a slot, and no range"),
+        ("a:", "'' is no number"),
+        ("a:x", "'x' is no number"),
+        ("a@a:1", "'a' stands there twice"),
+        ("@a", "'' names no host"),
+        (":1", "':1' names no host"),
+    ],
+)
+def test_a_filter_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
+    for choose, option in ((included, "--include"), (excluded, "--exclude")):
+        with pytest.raises(LaunchError, match=f"{option} {text}: {said}") as caught:
+            choose({"a": (0, 1), "b": (0,)}, text)
+        assert caught.value.cure
+
+
+def test_counts_take_the_first() -> None:
+    hosts = {"a": (0, 1), "b": (0, 1, 2, 3)}
+    assert first_hosts(hosts, 1) == {"a": (0, 1)}
+    assert first_slots(hosts, 3) == {"a": (0, 1, 2), "b": (0, 1, 2)}
+    for count in (0, 3):
+        with pytest.raises(LaunchError, match=f"--num_nodes {count}, and 2 hosts are known"):
+            first_hosts(hosts, count)
+    with pytest.raises(LaunchError, match="--nproc 0"):
+        first_slots(hosts, 0)
