@@ -88,10 +88,14 @@ class Runtime:
             communicator=self.communicator,
             loss_scaler=self.loss_scaler(),
             monitors=self.open_monitors(),
-            about=about_run(
-                self.config.public_tree(), self.config.checkpoint.storage_plugin[0], self.accelerator, self.communicator
-            ),
+            about=self.about,
         )
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What `about_run` tells of this run."""
+        storage = self.config.checkpoint.storage_plugin[0]
+        return about_run(self.config.public_tree(), storage, self.accelerator, self.communicator)
 
     def apply_to_process(self) -> None:
         """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config
@@ -120,7 +124,7 @@ class Runtime:
         Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
         """
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
-        facts = training_facts(specs, kind, groups, common_settings_of(self.config))
+        facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
         layout = self.plan(specs, adapter.unit_names)
         names = () if optimizer is None else optimizer.state_names

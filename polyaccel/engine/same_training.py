@@ -6,6 +6,7 @@ clips at another norm, the ranks' collectives may well fit each other, and wrong
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
@@ -23,9 +24,18 @@ def training_facts(
     optimizer: str | None,
     groups: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
+    about: Mapping[str, Any],
 ) -> list[str]:
-    """What must be equal on all ranks, a line for each fact: parameters in order, optimizer groups, settings by key."""
-    return [*_parameters(specs), f"optimizer {optimizer}", *_groups(groups), *_settings(settings)]
+    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `about_run` tells
+    them, parameters in order, optimizer groups, settings by key."""
+    return [*_versions(about), *_parameters(specs), f"optimizer {optimizer}", *_groups(groups), *_settings(settings)]
+
+
+def _versions(about: Mapping[str, Any]) -> Iterator[str]:
+    for package, version in about["packages"].items():
+        yield f"{package} {version} installed"
+    for kind, plugin in about["plugins"].items():
+        yield f"the {kind} {plugin}"
 
 
 def _parameters(specs: Iterable[ParamSpec]) -> Iterator[str]:
@@ -59,16 +69,25 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
     digest = blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
-    told = communicator.all_gather_object(list(facts))
-    for found in zip_longest(*told, fillvalue=_NOTHING):
+    told = communicator.all_gather_object((socket.gethostname(), list(facts)))
+    hosts = [host for host, _ in told]
+    for found in zip_longest(*(facts for _, facts in told), fillvalue=_NOTHING):
         if len(set(found)) > 1:
             ranks_of: dict[str, list[int]] = {}
             for rank, fact in enumerate(found):
-                ranks_of.setdefault(fact, []).append(communicator.ranks[rank])
-            differences = "; ".join(f"ranks {ranks} have {fact}" for fact, ranks in ranks_of.items())
+                ranks_of.setdefault(fact, []).append(rank)
+            differences = "; ".join(
+                f"ranks {[communicator.ranks[rank] for rank in ranks]}{_named(hosts, ranks)} have {fact}"
+                for fact, ranks in ranks_of.items()
+            )
             raise ShardingError(
                 f"the ranks do not train the same: {differences}",
                 cure="build the model in one order on all ranks (not from sets), freeze the same parameters before "
-                "polyaccel.initialize, and give every rank the same config, optimizer and training data",
+                "polyaccel.initialize, and give every rank the same packages, config, optimizer and training data",
                 value=differences,
             )
+
+
+def _named(hosts: Sequence[str], ranks: Sequence[int]) -> str:
+    """The hosts of these ranks, where there are several in all."""
+    return f" on {', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}" if len(set(hosts)) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import local
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from parity_models import ParityModel, grouped, make_config, on_threads, parity_
 from torch import nn
 
 import polyaccel
+from polyaccel.comm.join.threads import run_threads
 from polyaccel.config.resolve import load_resolved
+from polyaccel.engine import same_training
+from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.errors import ShardingError
 from polyaccel.policies import common_settings_of
 
@@ -93,6 +97,21 @@ def test_a_rank_that_trains_something_else_is_named(deviation: Deviation) -> Non
         on_threads(3, work, parity_model)
     assert "the ranks do not train the same" in str(caught.value)
     assert "in one order on all ranks" in str(caught.value)
+
+
+def test_a_rank_with_another_version_of_a_package_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"packages": {"torch": "2.13.0"}, "plugins": {"accelerator": "cpu (polyaccel 0.1.0)"}}
+    hosts = local()
+
+    def work(communicator: Any) -> None:
+        hosts.name = f"host{communicator.rank // 2}"
+        told = about if communicator.rank < 2 else {**about, "packages": {"torch": "2.8.0"}}
+        require_same_training(communicator, training_facts((), None, (), {}, told))
+
+    monkeypatch.setattr(same_training.socket, "gethostname", lambda: hosts.name)
+    said = r"ranks \[0, 1\] on host0 have torch 2\.13\.0 installed; ranks \[2\] on host1 have torch 2\.8\.0 installed"
+    with pytest.raises(ShardingError, match=rf"{said}(?s:.*)the same packages"):
+        run_threads(3, work)
 
 
 def test_where_files_lie_may_differ() -> None:
