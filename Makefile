@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange mutants environment lint docs bench sanitize test-neon soak soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed mutants environment lint docs bench sanitize test-neon soak soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -89,6 +89,12 @@ test-exchange: ## exchange checkpoints with orbax, in an environment of its own 
 	$(MAKE) environment VENV=$(VENV)-exchange EXTRAS=jax PACKAGES='pytest pytest-timeout orbax-checkpoint'
 	$(VENV)-exchange/bin/python -m pytest tests/builds/test_orbax_exchange.py $(ARGS)
 
+test-deepspeed: ## let a real DeepSpeed 0.19.8, in an environment of its own (1 GB), go on from universal checkpoints that are exported here
+	$(PYTHON) -m venv $(VENV)-deepspeed
+	$(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq torch==$(TORCH) numpy setuptools wheel
+	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation deepspeed==0.19.8
+	DEEPSPEED_PYTHON=$(abspath $(VENV))-deepspeed/bin/python $(BIN)/python -m pytest tests/builds/dropin/test_real_deepspeed.py $(ARGS)
+
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
 	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
@@ -146,7 +152,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-exchange $(VENV)-deepspeed $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

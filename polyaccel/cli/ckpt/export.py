@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.cli.ckpt.shown import progress, size
 from polyaccel.cli.plan.verb import parse_size
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import OutTensor, chosen, default_kinds
+from polyaccel.exchange.exporting import OutTensor, Progress, chosen, default_kinds
 from polyaccel.exchange.places import opened
 from polyaccel.types import DType
 
 FORMATS = ("safetensors", "bin", "dcp", "orbax")
+GROUP = "polyaccel.exporters"
+"""Entry points of packages that write more formats: functions of (folder, reader, tensors, progress) that return the
+names of what they wrote."""
+Writer = Callable[[Path, CheckpointReader, Sequence[OutTensor], Progress], list[str]]
+_STATE_DICTS = ("safetensors", "bin")
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "write a checkpoint as Hugging Face safetensors, pytorch_model.bin, torch DCP or orbax"
     description = (
         f"{summary}. The first two take parameters and buffers, as model or pytorch_model in one file or in several "
-        "with an index; DCP and orbax take optimizer states too."
+        "with an index; the others take optimizer states too. Safetensors, bin, dcp and orbax are built in; packages "
+        "bring others, such as polyaccel-deepspeed: deepspeed-universal."
     )
     parser = actions.add_parser("export", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a folder that is new or empty")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="whose files to write")
+    parser.add_argument("--format", metavar="FORMAT", required=True, help="whose files to write")
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--dtype", help="float32, bf16, ...: of floating tensors (default: as they were saved)")
-    kind = "only tensors of this kind, such as exp_avg; may be given again (default: a state dict; dcp, orbax: all)"
+    kind = "only tensors of this kind, such as exp_avg; may be given again (default: all; of a model, its state dict)"
     parser.add_argument("--kind", action="append", help=kind)
     most = "of a file, such as 2GB (powers of 1024; default: %(default)s); a larger tensor has a file of its own"
     parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
@@ -37,6 +45,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and print their names; the exit code is 0. Raises CheckpointError where that cannot be done."""
+    other = None if args.format in FORMATS else _writer(args.format)
     reader = opened(args.dir, args.tag)
     tensors = _tensors(reader, args)
     out: Path = args.out
@@ -56,12 +65,27 @@ def run(args: argparse.Namespace) -> int:
             from polyaccel.exchange.formats import orbax
 
             names = orbax.write(out, tensors, told)
-        else:
+        elif other is None:
             from polyaccel.exchange.formats import torch_dcp
 
             names = torch_dcp.write(out, reader, tensors, told)
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+            names = other(out, reader, tensors, told)
     print(f"{reader.tag}: {len(tensors)} tensors, {size(nbytes)}, in {out}: {', '.join(names)}")
     return 0
+
+
+def _writer(name: str) -> Writer:
+    """The function that writes a package's format. Raises CheckpointError with the names there are."""
+    points = metadata.entry_points(group=GROUP)
+    for point in points:
+        if point.name == name:
+            loaded: Writer = point.load()
+            return loaded
+    known = ", ".join([*FORMATS, *sorted(point.name for point in points)])
+    cure = "pip install polyaccel-deepspeed" if name.startswith("deepspeed") else "install the package that writes it"
+    raise CheckpointError(f"--format {name}: expected one of {known}", cure=cure, value=name)
 
 
 def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[OutTensor, ...]:
@@ -71,7 +95,7 @@ def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[OutTen
         raise CheckpointError(f"--dtype {args.dtype}: {error.message}", cure=error.cure, value=args.dtype) from error
     if dtype is not None and not dtype.is_floating:
         raise CheckpointError(f"--dtype {args.dtype} is no floating type", cure="give bf16", value=args.dtype)
-    if args.format not in ("dcp", "orbax"):
+    if args.format in _STATE_DICTS:
         return chosen(reader, args.kind or default_kinds(), dtype)
     kinds = args.kind or sorted({tensor.kind for tensor in reader.tensors()})
     return tuple(tensor for kind in kinds for tensor in chosen(reader, [kind], dtype))

@@ -32,8 +32,8 @@ from polyaccel.plain import is_plain
 
 PARAM = "param"
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-_GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction")
-_OWN_KEYS = frozenset(
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction")
+OWN_KEYS = frozenset(
     {
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
         "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
@@ -116,7 +116,7 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
         },
         loss_scaler=_loss_scale(scaler),
         lr_scheduler=dict(schedule) if isinstance(schedule, Mapping) and is_plain(dict(schedule)) else None,
-        client_state={key: value for key, value in model.items() if key not in _OWN_KEYS and is_plain(value)},
+        client_state={key: value for key, value in model.items() if key not in OWN_KEYS and is_plain(value)},
     )
 
 
@@ -238,7 +238,7 @@ def _joined(fqn: str, kind: str, shape: tuple[int, ...], parts: Sequence[Tensor]
 
 
 def _hyperparameters(groups: Any) -> list[dict[str, Any]] | None:
-    kept = [{key: group[key] for key in _GROUP_KEYS if key in group} for group in groups or ()]
+    kept = [{key: group[key] for key in GROUP_KEYS if key in group} for group in groups or ()]
     return kept if kept and all(map(is_plain, kept)) else None
 
 
@@ -247,9 +247,8 @@ def _loss_scale(scaler: Any) -> dict[str, Any]:
     if not told.get("dynamic"):
         return {}
     good = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
-    window = max(1, int(told.get("scale_window", 1000)))
     tolerance = max(1, int(told.get("cur_hysteresis", 1)))
-    return {"loss_scale": float(told["cur_scale"]), "good_steps": max(0, good) % window, "tolerance": tolerance}
+    return {"loss_scale": float(told["cur_scale"]), "good_steps": max(0, good), "tolerance": tolerance}
 
 
 def _folder(source: Path) -> Path:

@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed as polyaccel's, and the other way round."""
