@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from secrets import token_hex
 
 from polyaccel.checkpoint.commit import MARKER, read_commit, tag_names
@@ -111,9 +111,15 @@ def adopt(owner: Owner) -> None:
 
 
 def note_owner(storage: Storage, folder: str, owner: Owner) -> None:
-    """Say whose a folder is; its first file."""
+    """Say whose a folder is; its first file. Where that cannot be said, there is no folder."""
     note = OwnerNote.by(owner, round(time.time(), 3))
-    storage.write(f"{folder}/{OWNER}", [json.dumps(note.model_dump()).encode("ascii")])
+    try:
+        storage.write(f"{folder}/{OWNER}", [json.dumps(note.model_dump()).encode("ascii")])
+    except CheckpointError:
+        with suppress(CheckpointError):
+            storage.delete_tree(folder)
+            storage.clear_unfinished(folder.partition("/")[0], if_empty=True)
+        raise
 
 
 def clear_leftovers(storage: Storage, tag: str | None = None) -> None:

@@ -216,3 +216,5 @@ def abandon(storage: Storage, tag: str, folder: str) -> None:
         return  # then nobody knows what the marker names
     if commit is None or commit.save != folder:
         discard(storage, tag, folder)
+        with suppress(CheckpointError):
+            storage.clear_unfinished(tag, if_empty=True)

@@ -78,7 +78,22 @@ def damages(folder: Path) -> dict[Path, list[Damage]]:
                 Damage("a missing file", path.unlink, damaged),
             ]
         )
-    first, second = sorted(found)[1:3]
+    marker = folder.parent / "commit.json"
+    found[marker] = [
+        Damage("a truncated file", lambda: marker.write_bytes(marker.read_bytes()[:-1]), r"commit\.json is damaged"),
+        Damage("an emptied file", lambda: marker.write_bytes(b""), r"commit\.json is damaged"),
+        Damage("a missing file", marker.unlink, "was never completed: it has no commit marker"),
+        *(
+            Damage("a flipped byte of a marker", lambda at=at: flip(marker, at), r"commit\.json is damaged")
+            for at in range(0, marker.stat().st_size, 16)
+        ),
+    ]
+    told = folder / "manifest.json"
+    found[told] += [
+        Damage("a flipped byte of a manifest", lambda at=at: flip(told, at), "its checksum is wrong")
+        for at in range(0, told.stat().st_size, 1024)
+    ]
+    first, second = sorted(path for path in found if path.suffix == ".safetensors")
     swapped = Damage("two files swapped", lambda: first.write_bytes(second.read_bytes()), f"{first.name} in .*")
     found[first].append(swapped)
     return found
@@ -140,10 +155,13 @@ def refused(engine, place: Path, message: str) -> None:
     assert digest(engine) == before
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_damaged_file_changes_nothing_on_any_rank(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "background"), [(0, True), (1, False), (2, True), (3, False)])
+def test_a_damaged_file_changes_nothing_on_any_rank(tmp_path: Path, stage: int, background: bool) -> None:
+    """Every file in turn, whether training waited for the save or not."""
+
     def work(communicator, model):
-        engine, first = save_two(communicator, model, str(tmp_path), stage)
+        saving = {"async": background}
+        engine, first = save_two(communicator, model, str(tmp_path), stage, checkpoint=saving)
         cases = [(path, each) for path, of_file in damages(folder_of(tmp_path, "second")).items() for each in of_file]
         for path, damage in sample(cases, 12):
             if communicator.rank == 0:
@@ -168,16 +186,23 @@ def test_damage_that_one_rank_alone_sees_is_an_error_on_all(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where one host's cache or connection is bad."""
-    real = FileStorage.read
+    real, real_into = FileStorage.read, FileStorage.read_into
     bad: list[str] = []
 
     def read(storage: FileStorage, path: str, offset: int, nbytes: int) -> bytes:
         data = real(storage, path, offset, nbytes)
-        if bad and path.endswith(".safetensors") and current_thread().name == bad[0]:
-            return bytes([data[0] ^ 1]) + data[1:]
-        return data
+        return bytes([data[0] ^ 1]) + data[1:] if sees_damage(path) else data
+
+    def read_into(storage: FileStorage, path: str, offset: int, target: memoryview) -> None:
+        real_into(storage, path, offset, target)
+        if sees_damage(path):
+            target[0] ^= 1
+
+    def sees_damage(path: str) -> bool:
+        return bool(bad) and path.endswith(".safetensors") and current_thread().name == bad[0]
 
     monkeypatch.setattr(FileStorage, "read", read)
+    monkeypatch.setattr(FileStorage, "read_into", read_into)
 
     def work(communicator, model):
         engine, first = save_two(communicator, model, str(tmp_path), stage)

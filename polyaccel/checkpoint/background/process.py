@@ -85,12 +85,22 @@ def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> 
 
 def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None:
     storage = open_storage(job.storage, job.location, job.options)
+
+    def abandon_all() -> None:
+        """Remove what was written once nobody writes any more: a rank's process that does makes the folder again."""
+        for rank in range(1, job.world_size):
+            with suppress(CheckpointError):
+                _heard(storage, job, rank, gives_up, ended)
+        abandon(storage, job.tag, job.folder)
+
     with held(storage, f"{job.tag}/{job.folder}"):
         try:
             file = _written(job, storage, descriptor)
         except Exception as error:
             with suppress(CheckpointError):
                 _tell(storage, job, {"error": f"{getattr(error, 'message', error)}"})
+            if not job.rank:
+                abandon_all()
             raise
         if job.rank:
             _tell(storage, job, file.to_tree())
@@ -99,7 +109,7 @@ def _write(job: SaveJob, descriptor: int, gives_up: Event, ended: Event) -> None
             files = [file, *(_heard(storage, job, rank, gives_up, ended) for rank in range(1, job.world_size))]
             commit = commit_files(storage, job.tag, job.folder, files, job.scalars, job.about)
         except CheckpointError:
-            abandon(storage, job.tag, job.folder)
+            abandon_all()
             raise
         finish(storage, commit, files, save_latest=job.save_latest)
         storage.delete_tree(f"{job.tag}/{job.folder}/{TOLD}")
