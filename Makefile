@@ -39,8 +39,8 @@ test-builds: $(STAMP) ## run the tests that build, install or make environments:
 test-parity: $(STAMP) ## run every combination of the parity tests; `make test` has every pair of settings
 	TESTS_PARITY=full $(PYTEST) $(PARITY) $(ARGS)
 
-test-faults: $(STAMP) ## try every fault of the fault table and print it; `make test` tries a sample
-	TESTS_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)
+test-faults: $(STAMP) ## try every fault and renew the table in docs/faults.md; `make test` tries a sample
+	TESTS_FAULTS=full $(BIN)/python -m pytest $(or $(ARGS),tests/faults)
 
 test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken variant by name, and print the table; `make test` tries each on its suite
 	TESTS_VARIANTS=full $(BIN)/python -m pytest tests/variants $(ARGS)

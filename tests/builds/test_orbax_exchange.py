@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exchange_memory_job import COUNT, NUMEL
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.checkpoint import TensorPiece, open_checkpoint, save_checkpoint
@@ -63,6 +67,21 @@ def test_a_tree_without_params_is_all_parameters(tmp_path: Path) -> None:
     assert main(["ckpt", "import", str(tmp_path / "tree"), str(tmp_path / "c"), "--from", "orbax"]) == 0
     (entry,) = open_checkpoint(tmp_path / "c").tensors()
     assert (entry.fqn, entry.kind, entry.shape) == ("dense.kernel", "param", (2, 2))
+
+
+def test_memory_is_bounded_and_progress_tells_every_byte(tmp_path: Path) -> None:
+    """That of the model, 24 tensors, once: the library copies what it writes, and reads more than it is asked for."""
+    most = {"export": 24 + 4, "import": 24}
+    job = Path(__file__).parents[1] / "support" / "saves" / "exchange_memory_job.py"
+    done = subprocess.run(
+        [sys.executable, str(job), str(tmp_path), "orbax"], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["what"] for row in rows] == ["export", "import"]
+    for row in rows:
+        assert row["told"] == 2 * COUNT * 4 * NUMEL, row
+        assert row["peak"] < most[row["what"]] * 4 * NUMEL, row
 
 
 def test_what_is_no_orbax_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

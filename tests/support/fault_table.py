@@ -64,14 +64,24 @@ class FaultTable:
         finally:
             row.seconds += perf_counter() - started
 
-    def lines(self) -> list[str]:
-        """The table in Markdown."""
-        titles = ("fault", "ends", "exit code", "the message", "state", "left behind", "found")
-        cells: list[tuple[str, ...]] = [titles, ("---",) * len(titles)]
-        for fault, row in self.rows.items():
-            how, found = row.expected, f"{row.held} of {row.tried}"
-            cells.append((fault, how.within, how.code, how.message, how.state, how.left, found))
+    def lines(self, day: str) -> list[str]:
+        """The rows in Markdown, tried on that day."""
+        cells = (
+            (fault, how.within, how.code, how.message, how.state, how.left, f"{row.held} of {row.tried}", day)
+            for fault, row in self.rows.items()
+            for how in (row.expected,)
+        )
         return [f"| {' | '.join(row)} |" for row in cells]
+
+    def renewed(self, page: str, day: str) -> str:
+        """`page` with the rows of this session in the place of those of the same faults; new ones come last."""
+        mine = {_fault(line): line for line in self.lines(day)}
+        lines = [mine.pop(_fault(line), line) if line.startswith("| ") else line for line in page.splitlines()]
+        return "\n".join([*lines, *mine.values()]) + "\n"
+
+
+def _fault(line: str) -> str:
+    return line.split(" | ")[0].removeprefix("| ")
 
 
 TABLE = FaultTable()

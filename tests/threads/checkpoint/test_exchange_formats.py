@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -411,45 +409,3 @@ def test_types_are_converted_as_torch_does() -> None:
         assert back.tobytes() == wanted.float().view(torch.uint8).numpy().tobytes()
     nan = converted(np.array([np.nan, -np.nan], np.float32).view(np.uint8), DType.FLOAT32, DType.BFLOAT16)
     assert np.isnan(as_numbers(nan, DType.BFLOAT16)).all()
-
-
-MEMORY = """
-import sys, threading
-from polyaccel.cli.main import main
-from polyaccel.exchange.formats import safetensors
-if sys.argv[1] in ("bin", "dcp"):
-    import torch
-def anonymous():
-    fields = dict(line.split(":") for line in open("/proc/self/status"))
-    return int(fields["RssAnon"].split()[0]) * 1024
-begin = peak = anonymous()
-done = threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, anonymous())
-threading.Thread(target=watch).start()
-try:
-    assert main(["ckpt", *sys.argv[2:]]) == 0
-finally:
-    done.set()
-print("peak", peak - begin)
-"""
-
-
-@pytest.mark.parametrize("verb", ["safetensors", "bin", "import", "reshard"])
-def test_memory_is_that_of_a_tensor_and_not_of_the_model(verb: str, tmp_path: Path) -> None:
-    """160 MB in ten tensors of 16 MB: the bound is three of them, with what an import costs on first use."""
-    one = 4 * 2**20
-    save_file({f"w{index}": torch.full((one,), float(index)) for index in range(10)}, tmp_path / "model.safetensors")
-    source, checkpoint = str(tmp_path / "model.safetensors"), str(tmp_path / "c")
-    importing = ["import", source, checkpoint, "--from", "safetensors"]
-    arguments = importing
-    if verb != "import":
-        assert main(["ckpt", *importing]) == 0
-        arguments = ["export", checkpoint, str(tmp_path / "out"), "--format", verb]
-    if verb == "reshard":
-        arguments = ["reshard", checkpoint, str(tmp_path / "out"), "--ranks", "1"]
-    done = subprocess.run([sys.executable, "-c", MEMORY, verb, *arguments], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 3 * 4 * one + 30e6
