@@ -32,9 +32,10 @@ def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, taken_over(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (3, 3), (1, 2)])
-def test_training_goes_on_with_the_losses_of_deepspeed(taken: tuple[str, Path], ranks: int, stage: int) -> None:
+def test_training_goes_on_with_the_losses_of_deepspeed(taken: tuple[str, Path]) -> None:
+    """At another number of ranks and another stage than it was saved by, where that changes no number."""
     name, place = taken
+    ranks, stage = [(2, 1), (3, 3), (1, 2)][[*TOLD].index(name) % 3]
     if name.startswith("fp16"):
         ranks = TOLD[name]["ranks"]  # where gradients overflow depends on how many samples a rank sums over
     losses = run_threads(ranks, go_on, name, str(place), stage, range(4, 8))[0]
