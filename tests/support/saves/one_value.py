@@ -12,6 +12,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import TensorPiece, open_checkpoint
 from polyaccel.checkpoint.saver import SavePolicy, Saver
+from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.types import DType
 
@@ -36,9 +37,11 @@ def save(
         saver.save(
             str(place),
             tag,
-            pieces=lambda: [TensorPiece("w", "param", (numel,), DType.FLOAT32, 0, data)],
-            scalars={"value": value},
-            rank_blobs={"rng": str(value).encode()},
+            SaveContents(
+                lambda: [TensorPiece("w", "param", (numel,), DType.FLOAT32, 0, data)],
+                {"value": value},
+                {"rng": str(value).encode()},
+            ),
             save_latest=True,
         )
         saver.wait()
