@@ -20,8 +20,9 @@ from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_lat
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.places.choosing import choose_apart
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
-from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
-from polyaccel.checkpoint.sharing.reading import SharedReading, Whereabouts, read_blobs
+from polyaccel.checkpoint.sharing.blobs import read_blobs
+from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
+from polyaccel.checkpoint.sharing.reading import SharedReading
 from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.checkpoint.tensors import Piece, TensorEntry

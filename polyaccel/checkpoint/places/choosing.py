@@ -19,7 +19,7 @@ from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.places.saving import markers
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.shared_outcome import agreed
-from polyaccel.checkpoint.sharing.reading import Whereabouts
+from polyaccel.checkpoint.sharing.extents import Whereabouts
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError

@@ -82,3 +82,27 @@ class ExtentTable:
     def number_of(self) -> dict[tuple[str, int], int]:
         """The number of each extent, by its key."""
         return {extent.key: number for number, extent in enumerate(self.extents)}
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Which rank sees which files of a save. Ranks of one place see the same ones.
+
+    `places[r]` is the place of rank r, `names[p]` what people call place p, `files[p]` what it has; None where all
+    ranks see one storage, which is place 0.
+    """
+
+    places: tuple[int, ...]
+    names: tuple[str, ...] = ("",)
+    files: tuple[frozenset[str], ...] | None = None
+
+    @classmethod
+    def shared(cls, world_size: int) -> Whereabouts:
+        """Those of a storage that all ranks see."""
+        return cls((0,) * world_size)
+
+    def having(self, file: str) -> tuple[int, ...]:
+        """The places that have a file."""
+        if self.files is None:
+            return (0,)
+        return tuple(place for place, files in enumerate(self.files) if file in files)

@@ -2,10 +2,12 @@
 
 [Note: Passes]
 A load looks at everything before it changes anything, so it goes through its extents twice. Where all of them fit the
-memory that may be used they are read once, verified, and kept until they are taken over. Where they do not, the first
-pass verifies and forgets, and the second reads them again, round by round, into two windows a rank that take turns:
-while ranks take over round k, round k + 1 may be read, and the ranks meet between two rounds, so nobody writes into a
-window that somebody still reads. No rank goes on alone: one that fails says so where the others meet next.
+memory that may be used they are read once, verified, and kept by the ranks that read them until they are taken over.
+Where they do not, the first pass verifies and forgets, and the second reads them again, round by round. What several
+ranks of a group want is shown to them in windows, two a rank that take turns: while ranks take over round k, round
+k + 1 may be brought, and the ranks meet between two rounds, so nobody writes into a window that somebody still reads.
+New pages of shared memory cost more than what is copied into them, so windows are small and what is kept is not in
+them. No rank goes on alone: one that fails says so where the others meet next.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import logging
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -23,9 +24,8 @@ import numpy as np
 
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.shared_outcome import agreed
-from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable
+from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
 from polyaccel.checkpoint.sharing.rounds import Carried, Landing, Round, plan_rounds, window_for
 from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage
@@ -35,33 +35,8 @@ from polyaccel.types import DType
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-WINDOW_NBYTES = 32 << 20
+WINDOW_NBYTES = 16 << 20
 """The memory of a rank for one round."""
-_NO_BOUND = 1 << 62
-
-
-@dataclass(frozen=True)
-class Whereabouts:
-    """Which rank sees which files of a save. Ranks of one place see the same ones.
-
-    `places[r]` is the place of rank r, `names[p]` what people call place p, `files[p]` what it has; None where all
-    ranks see one storage, which is place 0.
-    """
-
-    places: tuple[int, ...]
-    names: tuple[str, ...] = ("",)
-    files: tuple[frozenset[str], ...] | None = None
-
-    @classmethod
-    def shared(cls, world_size: int) -> Whereabouts:
-        """Those of a storage that all ranks see."""
-        return cls((0,) * world_size)
-
-    def having(self, file: str) -> tuple[int, ...]:
-        """The places that have a file."""
-        if self.files is None:
-            return (0,)
-        return tuple(place for place, files in enumerate(self.files) if file in files)
 
 
 class SharedReading:
@@ -128,8 +103,7 @@ class SharedReading:
         self._allocate()
         for _ in self._rounds:
             self._bring(delivers=self._keeps_all)
-        if not self._keeps_all:
-            self._brought = 0
+        self._brought = 0
 
     def take_over(self, step: str, action: Callable[[], None]) -> None:
         """Run `action`, which gets what this rank wanted. Collective. Raises CheckpointError on every rank when it
@@ -138,7 +112,7 @@ class SharedReading:
         try:
             action()
             while self._brought < len(self._rounds):
-                self._bring()
+                self._advance()
         except Exception as error:
             failure = error
         if self._over is not None:
@@ -153,14 +127,16 @@ class SharedReading:
         """The bytes of an extent, good until the next is got. Inside `take_over`; collective with what other ranks
         get."""
         number = self._table.number_of[extent.key]
-        at = self._place_in[number]
+        index, landing = self._place_in[number]
+        if self._keeps_all and landing.rank == self._communicator.rank:
+            return self._own_memory(index, landing, extent.nbytes)
         data: memoryview | bytes | None = self._kept.get(number)
         if data is None:
-            while self._brought <= at[0]:
-                self._bring()
-            if not self._keeps_all and at[0] < self._brought - 1:  # got more often than wanted
+            while self._brought <= index:
+                self._advance()
+            if index < self._brought - 1:  # got more often than wanted
                 return extent.read(self._storage, self._folder)
-            data = self._memory(*at, extent.nbytes)
+            data = self._shown(index, landing, extent.nbytes)
         self._uses[number] -= 1
         if self._uses[number] <= 0:
             self._kept.pop(number, None)
@@ -195,7 +171,7 @@ class SharedReading:
         )
 
     def _allocate(self) -> None:
-        """Make the windows: for all rounds where everything may be kept, for two of them where it may not."""
+        """Make the windows, and memory for what is kept where everything may be."""
         rank = self._communicator.rank
         mine = self._groups.of_rank[rank]
         ends, self._place_in = ([0], [0]), {}
@@ -213,20 +189,47 @@ class SharedReading:
             most_nbytes = memory_stats().free_nbytes // 2 // len(self._groups.group)
         nbytes = len(self._rounds) * (own_nbytes + group_nbytes)
         self._keeps_all = all(self._communicator.all_gather_object(nbytes <= most_nbytes))
-        slots = len(self._rounds) if self._keeps_all else min(len(self._rounds), 2)
+        slots = min(len(self._rounds), 2)
         if group_nbytes:
             self._groups.resize(slots * group_nbytes)
             self._communicator.barrier(label="windows of a load")
             self._windows = self._groups.windows(slots * group_nbytes)
-        self._own_window = self._groups.own_window(slots * own_nbytes)
+        self._own_window = self._groups.own_window(nbytes if self._keeps_all else slots * own_nbytes)
 
-    def _memory(self, number: int, landing: Landing, nbytes: int) -> memoryview:
-        """The `nbytes` of a window where an extent of that round comes to."""
-        slot = number if self._keeps_all else number % 2
-        start = slot * self._slot_nbytes[landing.is_shared] + landing.offset
+    def _own_memory(self, number: int, landing: Landing, nbytes: int) -> memoryview:
+        """Where this rank puts an extent of that round which it brings."""
+        if not self._keeps_all:
+            return self._shown(number, landing, nbytes)
+        own_nbytes, group_nbytes = self._slot_nbytes
+        start = number * (own_nbytes + group_nbytes) + (own_nbytes if landing.is_shared else 0) + landing.offset
+        assert self._own_window is not None
+        return memoryview(self._own_window)[start : start + nbytes]
+
+    def _shown(self, number: int, landing: Landing, nbytes: int) -> memoryview:
+        """Where this rank sees an extent of that round, in a window."""
         window = self._windows[landing.rank] if landing.is_shared else self._own_window
         assert window is not None
+        start = number % 2 * self._slot_nbytes[landing.is_shared] + landing.offset
         return memoryview(window)[start : start + nbytes]
+
+    def _advance(self) -> None:
+        """Let the next round be seen: brought anew, or out of the memory of those that keep it. Collective where it has
+        something that several ranks of a group want."""
+        number = self._brought
+        if not self._keeps_all:
+            self._bring()
+            return
+        if number:
+            self._keep_what_is_wanted_later(number - 1)
+        self._brought += 1
+        landings = [(carried.extent, landing) for carried in self._rounds[number] for landing in carried.landings]
+        if not any(landing.is_shared for _, landing in landings):
+            return
+        for extent, landing in landings:
+            if landing.is_shared and landing.rank == self._communicator.rank:
+                nbytes = self._table.extents[extent].nbytes
+                self._shown(number, landing, nbytes)[:] = self._own_memory(number, landing, nbytes)
+        self._agree(lambda: None)
 
     def _bring(self, *, delivers: bool = True) -> None:
         """Read the next round, and let groups have what is on other hosts if it `delivers` that. Collective.
@@ -277,7 +280,7 @@ class SharedReading:
                     if landing is None or landing.rank != rank:
                         borrowed[carried.extent] = extent.read(self._storage, self._folder)
                     else:
-                        target = self._memory(number, landing, extent.nbytes)
+                        target = self._own_memory(number, landing, extent.nbytes)
                         extent.read_into(self._storage, self._folder, target)
                 except CheckpointError as error:
                     if self._where.files is None:
@@ -326,14 +329,14 @@ class SharedReading:
                     own = carried.landing(source)
                     is_here = own is not None and own.rank == rank and carried.extent not in borrowed
                     part.from_bytes(
-                        self._memory(number, own, extent.nbytes)
+                        self._own_memory(number, own, extent.nbytes)
                         if own is not None and is_here
                         else borrowed[carried.extent]
                     )
                     self._communicator.send(part, landing.rank, label="a load")
                 else:
                     self._communicator.recv(part, reader, label="a load")
-                    target = self._memory(number, landing, extent.nbytes)
+                    target = self._own_memory(number, landing, extent.nbytes)
                     part.copy_to_host(target)
                     try:
                         extent.check(target, self._folder, f"what rank {reader} sent")
@@ -345,35 +348,10 @@ class SharedReading:
         """Copy what this rank has not got yet of a round that is about to be forgotten."""
         for carried in self._rounds[number]:
             at = self._place_in.get(carried.extent)
-            if at is not None and self._uses[carried.extent] > 0 and carried.extent not in self._kept:
-                self._kept[carried.extent] = bytes(self._memory(*at, self._table.extents[carried.extent].nbytes))
-
-
-def read_blobs(
-    communicator: Communicator,
-    storage: Storage,
-    folder: str,
-    manifest: Manifest,
-    whereabouts: Whereabouts,
-    groups: MemoryGroups,
-    step: str,
-) -> dict[int, dict[str, bytes]]:
-    """By rank, the blobs of rank 0 and of this rank, as far as it saved any. Collective. Raises CheckpointError on
-    every rank."""
-    table = ExtentTable.of_blobs(manifest)
-    if not table.extents:
-        return {}
-    ranks = sorted({rank for rank in (0, communicator.rank) if rank < manifest.world_size})
-    extents = {rank: [(blob.name, Extent.of_blob(blob, rank)) for blob in manifest.blobs[rank]] for rank in ranks}
-    with SharedReading(communicator, storage, folder, table, whereabouts, groups, _NO_BOUND) as reading:
-        for _, extent in (each for of_rank in extents.values() for each in of_rank):
-            if extent.nbytes:
-                reading.want(extent)
-        reading.verify(step)
-        return {
-            rank: {name: bytes(reading.get(extent)) if extent.nbytes else b"" for name, extent in of_rank}
-            for rank, of_rank in extents.items()
-        }
+            if at is None or self._uses[carried.extent] <= 0 or carried.extent in self._kept:
+                continue
+            if not self._keeps_all or at[1].rank != self._communicator.rank:
+                self._kept[carried.extent] = bytes(self._shown(*at, self._table.extents[carried.extent].nbytes))
 
 
 def _raise(error: Exception) -> NoReturn:
