@@ -1,18 +1,25 @@
-"""A rank's word to the launcher that started it: that it waits for the others, and that it has met them.
+"""A rank's word to the launcher that started it: that it waits for the others, that it has met them, and that it has
+made a step.
 
 So the launcher knows that a rank which has ended with code 0 will be waited for in vain, and need not let the others
-find that out by their time limit. The words go through a pipe of the launcher's, whose number and identity stand in
-POLYACCEL_ARRIVALS; a process that has inherited the variable without the pipe says nothing.
+find that out by their time limit; and it knows which rank makes no progress. The words go through a pipe of the
+launcher's, whose number and identity stand in POLYACCEL_ARRIVALS; a process that has inherited the variable without the
+pipe says nothing.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
 ARRIVAL_VARIABLE = "POLYACCEL_ARRIVALS"
-WAITS, HAS_MET = "waits", "met"
+WAITS, HAS_MET, STEP = "waits", "met", "step"
+SHOW_STACK = signal.SIGUSR2
+"""The signal at which a rank that has said anything shows what its main thread does."""
 _MOST_NBYTES = 1 << 16
 
 
@@ -24,14 +31,14 @@ class ArrivalPipe:
         os.set_blocking(self.read_fd, False)
         self.name = f"{self.write_fd}:{os.fstat(self.write_fd).st_ino}"
 
-    def words(self) -> dict[int, str]:
-        """The last word of each rank that has said something since the last call. Never blocks."""
+    def words(self) -> list[tuple[int, str]]:
+        """What ranks have said since the last call, in order: (rank, word). Never blocks."""
         try:
             lines = os.read(self.read_fd, _MOST_NBYTES).decode(errors="replace").splitlines()
         except BlockingIOError:
-            return {}
+            return []
         said = (line.partition(" ") for line in lines)
-        return {int(rank): word for rank, _, word in said if rank.isdecimal()}
+        return [(int(rank), word) for rank, _, word in said if rank.isdecimal()]
 
     def close(self) -> None:
         os.close(self.read_fd)
@@ -45,3 +52,11 @@ def tell_launcher(environ: Mapping[str, str], rank: int, word: str) -> None:
         with suppress(OSError):  # this process has no such pipe, or nobody reads it any more
             if os.fstat(int(number)).st_ino == int(identity):
                 os.write(int(number), f"{rank} {word}\n".encode())
+
+
+def show_stack_when_asked() -> None:
+    """From now on write this process's Python stack to standard error at SHOW_STACK, also while it hangs inside a
+    library. A handler that the script has for that signal stays."""
+    with suppress(ValueError, OSError, AttributeError):  # standard error is no file, or this system has no such signal
+        if signal.getsignal(SHOW_STACK) is signal.SIG_DFL:
+            faulthandler.register(SHOW_STACK, file=sys.stderr, all_threads=False, chain=False)

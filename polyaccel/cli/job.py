@@ -91,6 +91,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seconds that a rank may be stopped (SIGSTOP) until the job ends; 0 for ever (default: %(default)g)",
     )
     add(
+        "--hang_timeout",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds without a step of any rank until the job ends, with each one's stack; 0 (the default) for ever",
+    )
+    add(
         "--log_dir",
         "--enable_each_rank_log",
         type=Path,
@@ -140,6 +147,7 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str], count_ranks
         cores=args.bind_core_list,
         grace_s=args.grace,
         stop_timeout_s=args.stop_timeout,
+        hang_timeout_s=args.hang_timeout,
         log_dir=None if args.log_dir is None else str(args.log_dir),
         launcher_args=tuple(shlex.split(args.launcher_args)),
         ssh_port=args.ssh_port,

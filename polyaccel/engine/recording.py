@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.metrics import Monitor, StepMetrics
@@ -55,6 +57,7 @@ class StepRecorder:
         loss_scale: float,
     ) -> StepMetrics:
         """The figures of the step that has just ended; time and traffic count from the last call."""
+        tell_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
         sent = self._communicator.sent_numel
         phase_s = self.timer.take()
         elapsed = sum(phase_s.values())

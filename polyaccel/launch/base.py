@@ -55,7 +55,8 @@ class Job:
 
     `bind_cores` gives each rank's process its share of the cores, `cores` (None: all that may be used) says of which.
     After one rank failed the others get SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after
-    `stop_timeout_s`; 0 lets it be stopped for ever. `log_dir` gets one file a rank; None keeps no files.
+    `stop_timeout_s`; 0 lets it be stopped for ever. When no rank has made a step for `hang_timeout_s`, the job ends; 0
+    lets it hang. `log_dir` gets one file a rank; None keeps no files.
     """
 
     command: tuple[str, ...]
@@ -74,6 +75,7 @@ class Job:
     cores: tuple[int, ...] | None = None
     grace_s: float = DEFAULT_GRACE_S
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S
+    hang_timeout_s: float = 0.0
     log_dir: str | None = None
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
@@ -115,6 +117,7 @@ class LaunchPlan:
     grace_s: float = DEFAULT_GRACE_S
     stop_timeout_s: float = DEFAULT_STOP_TIMEOUT_S
     log_dir: Path | None = None
+    hang_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

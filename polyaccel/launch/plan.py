@@ -67,7 +67,7 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
         for local_rank, share in enumerate(shares)
     )
     log_dir = None if job.log_dir is None else Path(job.log_dir)
-    return LaunchPlan(job.job_id, ranks, address, port, job.grace_s, job.stop_timeout_s, log_dir)
+    return LaunchPlan(job.job_id, ranks, address, port, job.grace_s, job.stop_timeout_s, log_dir, job.hang_timeout_s)
 
 
 def _command(job: Job, local_rank: int) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from polyaccel.arrival import HAS_MET, WAITS, ArrivalPipe
+from polyaccel.arrival import HAS_MET, SHOW_STACK, STEP, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.guard import Guard
@@ -49,6 +49,9 @@ _POLL_S = 0.05  # only while waiting for processes that are not our children
 _KILL_AGAIN_S = 1.0
 _KILL_ROUNDS = 10
 _DRAIN_S = 0.2
+_STACKS_S = 1.0
+_HANGS = 124
+"""The exit code of a job that hangs, as that of timeout(1)."""
 
 
 class Orders(Protocol):
@@ -106,6 +109,9 @@ class Supervisor:
         self._guard: Guard | None = None
         self._arrivals = ArrivalPipe()
         self._words: dict[int, str] = {}
+        self._steps: dict[int, int] = {}
+        self._moved_s = monotonic()
+        self._hang: JobFailure | None = None
 
     def run(self) -> JobEnd:
         """How the job ended, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
@@ -156,13 +162,20 @@ class Supervisor:
         if self._leftovers_until_s < inf:
             return _POLL_S
         silent_s = inf if self._orders is None or self._is_ending else self._orders.silent_at_s
-        until = min(self._kill_at_s, silent_s, *(self._stopped_until_s(rank) for rank in self._ranks))
+        until = min(self._kill_at_s, silent_s, self._hangs_at_s(), *map(self._stopped_until_s, self._ranks))
         return None if until == inf else max(0.0, until - monotonic())
 
     def _stopped_until_s(self, rank: RankProcess) -> float:
         limit = self._plan.stop_timeout_s
         waits = rank.state is ProcessState.STOPPED and limit > 0 and not self._is_ending
         return rank.changed_s + limit if waits else inf
+
+    def _hangs_at_s(self) -> float:
+        """When the ranks count as hanging, or when they have shown their stacks, unless one makes a step before."""
+        limit = self._plan.hang_timeout_s
+        if not limit or self._is_ending or not self._words:
+            return inf
+        return self._moved_s + limit + (_STACKS_S if self._hang else 0.0)
 
     def _handle(self, signals: list[signal.Signals]) -> None:
         self._look()
@@ -179,7 +192,7 @@ class Supervisor:
                 for rank in self._ranks:  # not to what they started, which would end of it
                     rank.signal_rank(signum)
         changed = [rank for rank in self._ranks if rank.poll()]
-        self._words.update(self._arrivals.words())  # later: what a rank said before it ended is there
+        self._hear_ranks()  # later: what a rank said before it ended is there
         self._note_changes(changed)
         self._note_absence()
         now = monotonic()
@@ -188,6 +201,8 @@ class Supervisor:
                 sentence = f"{rank.name} was stopped by {rank.stop_signal.name} and not continued"
                 limit = f" within the {self._plan.stop_timeout_s:g} s of --stop-timeout"
                 self._fail(JobFailure(128 + rank.stop_signal, sentence + limit, rank))
+        if self._hangs_at_s() <= now:
+            self._note_hang()
         if self._leftovers_until_s <= now and not self._is_ending:
             self._output.say(f"ending what the ranks left behind: pid {_listed(self._tree.members())}")
             self._end(is_asked=False)
@@ -226,6 +241,31 @@ class Supervisor:
             else:
                 killed = sum((each.returncode or 0) < 0 for each in self._ranks)
                 self._fail(JobFailure(code, describe_end(rank), rank, killed))
+
+    def _hear_ranks(self) -> None:
+        for rank, word in self._arrivals.words():
+            self._moved_s, self._hang = monotonic(), None
+            if word == STEP:
+                self._steps[rank] = self._steps.get(rank, 0) + 1
+            else:
+                self._words[rank] = word
+
+    def _note_hang(self) -> None:
+        """No rank has made a step for too long: ask all for their stacks; later, end the job."""
+        if self._hang is not None:
+            self._fail(self._hang)
+            return
+        alive = [rank for rank in self._ranks if rank.state is not ProcessState.ENDED]
+        counts = {rank.name: self._steps.get(rank.spec.rank, 0) for rank in alive}
+        last = max(counts.values(), default=0)
+        behind = ", ".join(name for name, count in counts.items() if count < last) or "all ranks alike"
+        limit = f"the {self._plan.hang_timeout_s:g} s of --hang-timeout"
+        what = f"no step was made for {limit}, after {last}; behind: {behind}"
+        self._hang = JobFailure(_HANGS, what)
+        self._output.say(f"{what}; what each rank's main thread does follows")
+        for rank in alive:
+            if rank.spec.rank in self._words:  # another would end of it
+                rank.signal_rank(SHOW_STACK)
 
     def _note_absence(self) -> None:
         """Fail where ranks wait for one that has ended with code 0: it will not come."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
-from polyaccel.arrival import HAS_MET, WAITS, tell_launcher
+from polyaccel.arrival import HAS_MET, WAITS, show_stack_when_asked, tell_launcher
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
 from polyaccel.comm.default import (
     default_communicator,
@@ -93,6 +93,7 @@ def init_distributed(
         accelerator.set_device(rendezvous.local_rank)
     is_launched = comes_of_launcher(rendezvous)
     if is_launched:
+        show_stack_when_asked()
         tell_launcher(os.environ, rendezvous.rank, WAITS)
     communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
     if is_launched:

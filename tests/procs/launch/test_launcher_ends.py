@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -355,6 +356,33 @@ if rank == 0:
         let_go(ranks[0])
         code, _, stderr = job.finish()
     assert (code, stderr) == (0, "")
+
+
+def test_a_rank_that_makes_no_step_is_named_with_its_stack(tmp_path: Path) -> None:
+    script = """
+from polyaccel.arrival import HAS_MET, STEP, show_stack_when_asked, tell_launcher
+def hang_here():
+    while True:
+        signal.pause()
+show_stack_when_asked()
+ready()
+wait()
+tell_launcher(os.environ, rank, HAS_MET)
+for step in range(3 - rank):
+    tell_launcher(os.environ, rank, STEP)
+hang_here()
+"""
+    with Job(tmp_path, script, "--hang-timeout", "3") as job:
+        ranks, _ = job.pids()
+        for pid in ranks:
+            let_go(pid)
+        code, _, stderr = job.finish()
+    assert code == 124
+    what = "no step was made for the 3 s of --hang-timeout, after 3; behind: rank 1"
+    assert f"{what} (pid {ranks[1]})" in stderr
+    for rank in range(2):
+        assert re.search(rf"\[rank {rank}\]   File .*script\.py.*, line \d+ in hang_here", stderr)
+    assert not any(map(is_alive, ranks))
 
 
 def test_ranks_and_what_they_started_die_with_a_killed_launcher(tmp_path: Path) -> None:
