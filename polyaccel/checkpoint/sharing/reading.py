@@ -34,6 +34,8 @@ from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
 
 T = TypeVar("T")
+_ROUNDS_BETWEEN_MEETINGS = 64
+"""Where nobody waits for what another rank reads: 1 GiB a rank, long before a communicator's time is up."""
 _log = logging.getLogger(__name__)
 WINDOW_NBYTES = 16 << 20
 """The memory of a rank for one round."""
@@ -101,6 +103,10 @@ class SharedReading:
         window_nbytes = window_for((sizes[number] for number, _ in wanted), WINDOW_NBYTES)
         self._rounds = plan_rounds(wanted, sizes, self._holders, self._groups.groups, window_nbytes)
         self._allocate()
+        if self._keeps_all and self._where.files is None:  # nobody waits for what another one reads
+            for first in range(0, len(self._rounds), _ROUNDS_BETWEEN_MEETINGS):
+                self._agree(partial(self._read_rounds, first))
+            return
         for _ in self._rounds:
             self._bring(delivers=self._keeps_all)
         self._brought = 0
@@ -249,6 +255,11 @@ class SharedReading:
         self._brought += 1
         if delivers and any(self._source(c, each) != each.group for c in self._rounds[number] for each in c.landings):
             self._deliver(number, borrowed)
+
+    def _read_rounds(self, first: int) -> None:
+        """Read this rank's share of the rounds until the next meeting."""
+        for number in range(first, min(first + _ROUNDS_BETWEEN_MEETINGS, len(self._rounds))):
+            self._read(number, self._rounds[number], {})
 
     def _source(self, carried: Carried, landing: Landing) -> int:
         """The group that reads an extent for a landing: as planned, unless it could not."""
