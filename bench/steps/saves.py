@@ -152,6 +152,8 @@ def train(job: Job, way: str, result: Path) -> None:
     reset_peak()
     for number in range(job.steps + 1):
         step()
+        if isinstance(saving, _Orbax):
+            saving.take()
         dist.barrier()
         began = perf_counter()
         ended = saving.save(number)
@@ -234,18 +236,22 @@ class _Orbax:
     """Arrays of JAX with the values that polyaccel would save."""
 
     def __init__(self, trainer: Any, folder: Path, rank: int, *, background: bool) -> None:
-        import jax
-        import numpy as np
-
         ocp: Any = import_module("orbax.checkpoint")
-        pieces = trainer._engine.zero.owned_pieces()
-        self._tree = {
-            f"{slot.param.fqn}:{kind}": jax.numpy.asarray(np.frombuffer(buffer.to_bytes(), np.float32))
-            for slot, kind, _, buffer in pieces
-        }
+        self._zero = trainer._engine.zero
+        self._tree: dict[str, Any] = {}
         kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
         self._saver, self._folder = kind(ocp.StandardCheckpointHandler()), folder / f"rank{rank}"
         self._arguments: Any = ocp.args.StandardSave
+
+    def take(self) -> None:
+        """Make arrays of JAX of what is to be saved, as a training in JAX has them already."""
+        import jax
+        import numpy as np
+
+        self._tree = {
+            f"{slot.param.fqn}:{kind}:{start}": jax.numpy.asarray(np.frombuffer(buffer.to_bytes(), np.float32))
+            for slot, kind, start, buffer in self._zero.owned_pieces()
+        }
 
     def save(self, number: int) -> Callable[[], Any]:
         self._folder.parent.mkdir(exist_ok=True)
