@@ -1,5 +1,5 @@
 """`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `jax`, `kernels`,
-`memory`, `ownership`, `saves` and `trainer`."""
+`memory`, `ownership`, `replica`, `saves` and `trainer`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from bench import imports, kernels
 from bench.collectives import backends, sizes
 from bench.jax import models
-from bench.steps import memory, ownership, saves, times
+from bench.steps import memory, ownership, replica, saves, times
 from bench.trainer import compare
 
 _COMMANDS = {
@@ -19,6 +19,7 @@ _COMMANDS = {
     "kernels": kernels.main,
     "memory": memory.main,
     "ownership": ownership.main,
+    "replica": replica.main,
     "saves": saves.main,
     "trainer": compare.main,
 }

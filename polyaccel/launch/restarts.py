@@ -25,6 +25,7 @@ from polyaccel.seal import SECRET_VARIABLE, secret_in
 
 RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 """The variable with how often the job was started before."""
+_MOST_FAILURES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,11 @@ def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> Jo
 
 
 class _Keeping:
-    """A keeper that is started again when somebody has killed it, unless that fails."""
+    """A keeper that is started again when somebody has killed it, unless that fails again and again."""
 
     def __init__(self, process: KeeperProcess) -> None:
         self._process = process
-        self._has_failed = False
+        self._failures = 0
 
     @classmethod
     def started(cls, secret: bytes) -> _Keeping:
@@ -91,13 +92,14 @@ class _Keeping:
 
     def look(self) -> None:
         """See whether it is there."""
-        if not self._has_failed:
+        if self._failures < _MOST_FAILURES:
             try:
                 if self._process.ensure():
+                    self._failures = 0
                     _say("the keeper of replicas was killed, and begins anew")
             except LaunchError as error:
-                self._has_failed = True
-                _say(f"{error.message}: the job goes on without replicas")
+                self._failures += 1
+                _say(f"{error.message}: the job goes on without replicas for now")
 
     def close(self) -> None:
         self._process.close()

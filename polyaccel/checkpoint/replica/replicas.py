@@ -134,17 +134,20 @@ class Replicas:
             error = found.message
         is_first = self._communicator.rank == 0
         engine = f"{self._communicator.ranks[0]}.{next(_engines)}" if is_first else ""
-        mine = (f"{time.time_ns():020d}-{token_hex(4)}", engine, self._client is not None, error)
+        keeper = "" if self._client is None else self._client.name
+        mine = (f"{time.time_ns():020d}-{token_hex(4)}", engine, keeper, error)
         told = self._communicator.all_gather_object(mine)
         self._attempt, self._engine = told[0][:2]
-        without = [rank for rank, (_, _, has_keeper, _) in enumerate(told) if not has_keeper]
-        if without:
+        keepers = [name for _, _, name, _ in told]
+        without = [rank for rank, name in enumerate(keepers) if not name]
+        if without or len(set(keepers)) > 1:
             if self._client is not None:
                 self._client.close()
                 self._client = None
             if self._communicator.rank == 0:
-                why = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
-                _log.warning('"checkpoint.replica" has no effect: ranks %s have no keeper: %s', without[:8], why)
+                cure = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
+                why = f"ranks {without[:8]} have no keeper: {cure}" if without else "it is for ranks of one host"
+                _log.warning('"checkpoint.replica" has no effect: %s', why)
             return
         self._writer = ReplicaWriter(
             self._communicator, self._engine, self._attempt, self._about, self._policy.memory_nbytes

@@ -395,6 +395,21 @@ def test_without_a_keeper_there_are_none_and_the_log_says_so(tmp_path: Path, cap
 
 
 @pytest.mark.usefixtures("keeper")
+def test_ranks_of_several_hosts_have_none_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would have a keeper of its own, and none of them a whole step."""
+    hosts = [Served(f"host {number}-{tmp_path}") for number in range(2)]
+    names = iter(hosts)
+    monkeypatch.setattr(replicas.KeeperClient, "of", lambda environ: next(names).connect())
+    start(2, 1, tmp_path, 1, is_restart=False)
+    assert caplog.text.count('"checkpoint.replica" has no effect: it is for ranks of one host') == 1
+    for host in hosts:
+        assert host.shelf.names("") == []
+        host.close()
+
+
+@pytest.mark.usefixtures("keeper")
 def test_a_rank_takes_no_more_memory_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, whole, _ = start(2, 1, tmp_path, 3, is_restart=False, checkpoint={})
     _, losses, _ = start(2, 1, tmp_path, 3, is_restart=False, checkpoint={"replica": {"memory": 1000}})

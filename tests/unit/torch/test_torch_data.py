@@ -157,6 +157,36 @@ def test_a_restart_at_another_world_size_gives_the_rest_of_the_epoch(
     assert sorted(rest + [sample for rank in seen for batch_ in rank for sample in batch_]) == list(range(count))
 
 
+@given(
+    batches=st.integers(1, 5),
+    starts=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2]), st.integers(0, 7)), max_size=6
+    ),
+)
+@settings(deadline=None, max_examples=60)
+def test_starts_of_any_numbers_of_ranks_see_each_sample_once_an_epoch(
+    batches: int, starts: list[tuple[int, int, int]]
+) -> None:
+    """A job that goes on with fewer ranks, or more, at the end of any step, and the same global batch: (ranks,
+    micro-batches of a step, steps) of each start."""
+    global_batch, seen, state = 24, list[int](), None
+    for world, micro_batches, steps in starts:
+        size = global_batch // world // micro_batches
+        data = Numbers(batches * global_batch)
+        loaders = [ShardedDataLoader[Any](data, micro_batch_size=size, rank=r, world_size=world) for r in range(world)]
+        for loader in loaders if state is not None else ():
+            loader.load_state_dict(state)
+        ranks = [iter(RepeatingLoader(loader)) for loader in loaders]
+        for _ in range(steps * micro_batches):
+            for rank in ranks:
+                seen += next(rank).tolist()
+        (state, *others) = [loader.state_dict() for loader in loaders]
+        assert all(other == state for other in others)
+    epoch = batches * global_batch
+    for first in range(0, len(seen) // epoch * epoch, epoch):
+        assert sorted(seen[first : first + epoch]) == list(range(epoch))
+
+
 def test_a_state_saved_after_the_last_micro_batch_begins_the_next_epoch() -> None:
     straight, resumed = loader(6, batch=2), loader(6, batch=2)
     list(islice(iter(straight), 3))  # exhausted, but nobody has asked for a fourth

@@ -1,0 +1,146 @@
+"""What a replica of each step costs: steps with it and without, in turn, in the same job.
+
+`begins`: how long the step's end takes longer, for parameters are copied there; `waits`: how long the next update waits
+for the rest; `in a thread`: how long that copies and computes checksums, beside the next forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from bench.machine import describe_machine
+from bench.steps.cases import SHAPES, VARIANTS, Case, Job
+from bench.steps.launch import rank_environment
+from bench.steps.sitting import positive
+from bench.table import make_console, make_table
+
+_LIMIT_S = 900.0
+_ROOT = Path(__file__).resolve().parents[2]
+_MIB = 1 << 20
+_IN_TURN = 3
+"""Steps with replicas, then as many without."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m bench replica`."""
+    parser = argparse.ArgumentParser(prog="python -m bench replica", description=__doc__)
+    parser.add_argument("--size", choices=SHAPES, default="29m", help="model (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
+    parser.add_argument("--micro-batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
+    parser.add_argument("--turns", type=positive, default=6, help=f"of {_IN_TURN} steps each (default: %(default)s)")
+    args = parser.parse_args(argv)
+    job = Job("pa1", Case(args.size, args.micro_batch, args.dtype, args.ranks), 3, args.turns, 0)
+    with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
+        figures = _measure(job, Path(folder) / "figures.json")
+    console = make_console()
+    console.print(str(describe_machine()), markup=False)
+    table = make_table(
+        f"Replicas, {args.size}, AdamW, {args.dtype}, {args.ranks} ranks, medians of {_IN_TURN * args.turns} steps",
+        ("step s without", "with", "more", "begins s", "waits s", "in a thread s", "MiB a rank", "MiB/s"),
+    )
+    without, with_s = median(figures["without_s"]), median(figures["with_s"])
+    begins_s, waits_s, thread_s = (median(figures[name]) for name in ("begins_s", "waits_s", "thread_s"))
+    mib = figures["nbytes"] / _MIB
+    table.add_row(
+        f"{without:.3f}",
+        f"{with_s:.3f}",
+        f"{with_s / without - 1:+.1%}",
+        f"{begins_s:.4f}",
+        f"{waits_s:.4f}",
+        f"{thread_s:.3f}",
+        f"{mib:.0f}",
+        f"{mib / thread_s:,.0f}",
+    )
+    console.print(table)
+    return 0
+
+
+def _measure(job: Job, result: Path) -> dict[str, Any]:
+    ranks = ["--nproc", str(job.case.world_size), "--restarts", "1"]
+    subprocess.run(
+        [sys.executable, "-m", "polyaccel", "run", *ranks, "--module", __spec__.name, job.to_json(), str(result)],
+        cwd=_ROOT,
+        env=rank_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=_LIMIT_S,
+    )
+    figures: dict[str, Any] = json.loads(result.read_text())
+    return figures
+
+
+def train(job: Job, result: Path) -> None:
+    """What every rank does."""
+    import torch
+    import torch.distributed as dist
+
+    from bench.measure import PhaseClock
+    from bench.steps.model import Gpt, draw_batch, load_corpus
+    from bench.steps.trainers import build_trainer, load_library
+    from polyaccel.checkpoint.replica.replicas import ReplicaPolicy, Replicas
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    variant = VARIANTS[job.variant]
+    trainer: Any = build_trainer(job, variant, Gpt(SHAPES[job.case.size]), load_library(variant), job.case.world_size)
+    corpus, clock, rank, engine = load_corpus(), PhaseClock(), dist.get_rank(), trainer._engine
+    replicas = Replicas(engine.communicator, ReplicaPolicy(), {})
+    took: dict[str, list[float]] = {name: [] for name in ("without_s", "with_s", "begins_s", "waits_s", "thread_s")}
+    turn = 0
+
+    def steps(name: str, count: int) -> None:
+        nonlocal turn
+        engine._replicas = replicas if name == "with_s" else None
+        for _ in range(count):
+            dist.barrier()
+            began = perf_counter()
+            trainer.step(*draw_batch(corpus, turn, rank, job.case.micro_batch), clock)
+            took[name].append(perf_counter() - began)
+            turn += 1
+        replicas.settle()
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*arguments: Any, **named: Any) -> Any:
+            began = perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                took[name].append(perf_counter() - began)
+
+        return measured
+
+    steps("with_s", job.warmup + 2)  # both images are there
+    writer: Any = replicas._writer
+    assert writer is not None
+    replicas.replicate = timed("begins_s", replicas.replicate)  # type: ignore[method-assign]
+    writer._finish = timed("thread_s", writer._finish)
+    for times in took.values():
+        times.clear()
+    for _ in range(job.steps):
+        steps("without_s", _IN_TURN)
+        replicas.settle = timed("waits_s", Replicas.settle.__get__(replicas))  # type: ignore[method-assign]
+        steps("with_s", _IN_TURN)
+        took["waits_s"].pop()  # that after the last step
+    if rank == 0:
+        result.write_text(json.dumps({**took, "nbytes": writer._halves[0].image.nbytes}))
+    replicas.close()
+    engine._replicas = None
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK") is None:
+        sys.exit(main(sys.argv[1:]))
+    train(Job.from_json(sys.argv[1]), Path(sys.argv[2]))
