@@ -184,6 +184,9 @@ def main() -> None:
             job.process.wait()
         steps = max(step for step, _ in job.losses)
         losses, ends = undisturbed(folder, steps)
+        last = max((int(end.split()[0]) for end in job.ends), default=steps)
+        if last != steps:  # the start that ended had gone back, and was not to catch up
+            _, ends = undisturbed(folder, last)
     differs = [
         *job.differs,
         *(f"{key}: {loss}, undisturbed {losses[key]}" for key, loss in job.losses.items() if losses[key] != loss),
@@ -192,7 +195,7 @@ def main() -> None:
     print("| killed | times |\n|---|---|")
     for victim in VICTIMS:
         print(f"| {victim} | {done[victim]} |")
-    from_memory = sum("going on from the replica" in line for line in job.log)
+    from_memory = sum(line.startswith("[rank 0] [polyaccel] going on from the replica") for line in job.log)
     took_s = monotonic() - began_s
     print(f"\n{steps:,} steps in {took_s:.0f} s, {len(job.begun)} starts, {from_memory} of them from memory")
     print(f"steps printed and done again, by start: {dict(sorted(back.items()))}")
