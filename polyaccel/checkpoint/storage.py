@@ -47,6 +47,9 @@ class Storage(ABC):
     name: ClassVar[str]
     is_shared: ClassVar[bool] = True
     """Whether all ranks see the same files. False: only those of one host do, such as on a disk of its own."""
+    is_cached: ClassVar[bool] = False
+    """Whether the system keeps in memory what was just read, so that it is read again at the memory's speed: then a
+    load verifies first and reads again, instead of keeping all that it has verified."""
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         """`options` are those of `checkpoint.storage`. Raises ConfigError for what `check_options` refuses."""
@@ -124,6 +127,7 @@ class FileStorage(Storage):
     """
 
     name = "file"
+    is_cached = True
 
     def __init__(self, location: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
         super().__init__(location, options)

@@ -3,7 +3,8 @@
 [Note: Passes]
 A load looks at everything before it changes anything, so it goes through its extents twice. Where all of them fit the
 memory that may be used they are read once, verified, and kept by the ranks that read them until they are taken over.
-Where they do not, the first pass verifies and forgets, and the second reads them again, round by round. What several
+Where they do not, or where the system itself keeps files that were just read (a folder that all ranks see: new memory
+for a gigabyte takes longer to get than a copy out of the system's), the first pass verifies and forgets, and the second reads them again, round by round. What several
 ranks of a group want is shown to them in windows, two a rank that take turns: while ranks take over round k, round
 k + 1 may be brought, and the ranks meet between two rounds, so nobody writes into a window that somebody still reads.
 New pages of shared memory cost more than what is copied into them, so windows are small and what is kept is not in
@@ -194,7 +195,8 @@ class SharedReading:
         if most_nbytes is None:
             most_nbytes = memory_stats().free_nbytes // 2 // len(self._groups.group)
         nbytes = len(self._rounds) * (own_nbytes + group_nbytes)
-        self._keeps_all = all(self._communicator.all_gather_object(nbytes <= most_nbytes))
+        is_at_hand = self._storage.is_cached and self._where.files is None
+        self._keeps_all = all(self._communicator.all_gather_object(nbytes <= most_nbytes and not is_at_hand))
         slots = min(len(self._rounds), 2)
         if group_nbytes:
             self._groups.resize(slots * group_nbytes)

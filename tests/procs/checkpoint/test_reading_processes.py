@@ -19,6 +19,8 @@ read_nbytes = [0]
 class Counting(FileStorage):
     """Counts what is read of ranks' files, in this process."""
 
+    is_cached = False
+
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         read_nbytes[0] += nbytes if path.endswith(".safetensors") else 0
         return super().read(path, offset, nbytes)

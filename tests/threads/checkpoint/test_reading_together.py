@@ -28,6 +28,8 @@ State = dict[tuple[str, str], bytes]
 class CountingStorage(FileStorage):
     """Counts every byte of a rank's file that is read, by host."""
 
+    is_cached = False
+
     counts: ClassVar[Counter[tuple[str, str, int]]] = Counter()
     lock: ClassVar[Lock] = Lock()
 
