@@ -4,11 +4,12 @@
 A load looks at everything before it changes anything, so it goes through its extents twice. Where all of them fit the
 memory that may be used they are read once, verified, and kept by the ranks that read them until they are taken over.
 Where they do not, or where the system itself keeps files that were just read (a folder that all ranks see: new memory
-for a gigabyte takes longer to get than a copy out of the system's), the first pass verifies and forgets, and the second reads them again, round by round. What several
-ranks of a group want is shown to them in windows, two a rank that take turns: while ranks take over round k, round
-k + 1 may be brought, and the ranks meet between two rounds, so nobody writes into a window that somebody still reads.
-New pages of shared memory cost more than what is copied into them, so windows are small and what is kept is not in
-them. No rank goes on alone: one that fails says so where the others meet next.
+for a gigabyte takes longer to get than a copy out of the system's), the first pass verifies and forgets, and the second
+reads them again, round by round. What several ranks of a group want is shown to them in windows, two a rank that take
+turns: while ranks take over round k, round k + 1 may be brought, and the ranks meet between two rounds, so nobody
+writes into a window that somebody still reads. New pages of shared memory cost more than what is copied into them, so
+windows are small and what is kept is not in them. No rank goes on alone: one that fails says so where the others meet
+next.
 """
 
 from __future__ import annotations
