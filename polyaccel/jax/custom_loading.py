@@ -12,7 +12,7 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.views.given_values import GivenValue, GivenValues, saved_values
+from polyaccel.checkpoint.views.given_values import GivenValue, GivenValues, call_load_fn, saved_values
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.pytree import dtype_of, named_leaves
 
@@ -36,14 +36,7 @@ class OwnTree:
             for name, value in saved_values(saved, allocate)
         }
         dst = jax.tree.map(_wide, self.params)
-        try:
-            made = self.function(src=src, dst=dst)
-        except Exception as error:
-            raise CheckpointError(
-                f"custom_load_fn raised {type(error).__name__}: {error}",
-                cure="nothing was changed: mend the function, or leave it out",
-                value=type(error).__name__,
-            ) from error
+        made = call_load_fn(self.function, src, dst)
         found, wanted = jax.tree.structure(made), jax.tree.structure(dst)
         if found != wanted:
             raise CheckpointError(

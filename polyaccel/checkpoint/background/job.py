@@ -11,6 +11,7 @@ from typing import Any
 from polyaccel import plain
 from polyaccel.checkpoint.pieces import FileLayout, FileSegment, PieceSpec
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
+from polyaccel.launch.keeper.protocol import exactly
 from polyaccel.mesh import Block
 from polyaccel.types import DType
 
@@ -78,18 +79,8 @@ def receive(connection: socket.socket, descriptors: int = 0) -> tuple[bytes, lis
     head, found, *_ = socket.recv_fds(connection, _LENGTH_NBYTES, descriptors)
     if not head:
         return None
-    head += _exactly(connection, _LENGTH_NBYTES - len(head))
-    return _exactly(connection, int.from_bytes(head, "little")), list(found)
-
-
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        part = connection.recv(min(nbytes - len(data), 1 << 20))
-        if not part:
-            raise EOFError("the other side ended in the middle of a message")
-        data += part
-    return bytes(data)
+    head += exactly(connection, _LENGTH_NBYTES - len(head))
+    return exactly(connection, int.from_bytes(head, "little")), list(found)
 
 
 def _content(content: PieceSpec | str) -> Any:

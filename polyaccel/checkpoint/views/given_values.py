@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,6 +140,18 @@ class GivenReader:
     def _value(self, fqn: str, kind: str) -> GivenValue | None:
         values = self._given.params if kind == PARAM else self._given.buffers if kind == BUFFER else {}
         return values.get(fqn)
+
+
+def call_load_fn(function: Callable[..., Any], src: Any, dst: Any) -> Any:
+    """What a user's `custom_load_fn` gives. Raises CheckpointError where it raises."""
+    try:
+        return function(src=src, dst=dst)
+    except Exception as error:
+        raise CheckpointError(
+            f"custom_load_fn raised {type(error).__name__}: {error}",
+            cure="nothing was changed: mend the function, or leave it out",
+            value=type(error).__name__,
+        ) from error
 
 
 def saved_values(saved: CheckpointReader, allocate: Callable[[int, DType], Buffer]) -> Iterator[tuple[str, GivenValue]]:

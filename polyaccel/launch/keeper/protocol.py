@@ -56,7 +56,7 @@ def greet_as_rank(connection: socket.socket, secret: bytes) -> None:
         raise Refused("another user's process has the keeper's name")
     ours = secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours)
-    answer = _exactly(connection, _NONCE_NBYTES + SEAL_NBYTES)
+    answer = exactly(connection, _NONCE_NBYTES + SEAL_NBYTES)
     theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
     if not hmac.compare_digest(proof, _proof(secret, _OF_KEEPER, ours + theirs)):
         raise Refused("what answers under the keeper's name does not know the job's secret")
@@ -65,9 +65,9 @@ def greet_as_rank(connection: socket.socket, secret: bytes) -> None:
 
 def greet_as_keeper(connection: socket.socket, secret: bytes) -> None:
     """The keeper's side of `greet_as_rank`. Raises Refused."""
-    theirs, ours = _exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
+    theirs, ours = exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours + _proof(secret, _OF_KEEPER, theirs + ours))
-    if not hmac.compare_digest(_exactly(connection, SEAL_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
+    if not hmac.compare_digest(exactly(connection, SEAL_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
         raise Refused("a peer does not know the job's secret")
 
 
@@ -88,17 +88,17 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | Non
     try:
         if not lengths:
             return None
-        lengths += _exactly(connection, _LENGTHS.size - len(lengths))
+        lengths += exactly(connection, _LENGTHS.size - len(lengths))
         head_nbytes, note_nbytes = _LENGTHS.unpack(lengths)
         if head_nbytes > _MOST_HEAD_NBYTES or note_nbytes > MOST_NOTE_NBYTES or len(files) > 1:
             raise Refused(f"a message of {head_nbytes} and {note_nbytes} bytes with {len(files)} files")
         try:
-            head = json.loads(_exactly(connection, head_nbytes))
+            head = json.loads(exactly(connection, head_nbytes))
         except (ValueError, RecursionError) as error:
             raise Refused(f"a message that is no JSON: {error}") from error
         if not isinstance(head, dict):
             raise Refused(f"a message that is a {type(head).__name__}")
-        note = _exactly(connection, note_nbytes)
+        note = exactly(connection, note_nbytes)
         return head, note, files.pop() if files else None
     finally:
         for each in files:
@@ -117,11 +117,8 @@ def has_sealed_length(memory: int) -> bool:
     return False
 
 
-def _proof(secret: bytes, context: str, numbers: bytes) -> bytes:
-    return sealed(secret, context, numbers)[:SEAL_NBYTES]
-
-
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """The next bytes that come. Raises EOFError when the other side ends before."""
     data = bytearray()
     while len(data) < nbytes:
         part = connection.recv(min(nbytes - len(data), 1 << 20))
@@ -129,3 +126,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
             raise EOFError("the other side ended in the middle of a message")
         data += part
     return bytes(data)
+
+
+def _proof(secret: bytes, context: str, numbers: bytes) -> bytes:
+    return sealed(secret, context, numbers)[:SEAL_NBYTES]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.views.given_values import GivenValue, GivenValues, saved_values
+from polyaccel.checkpoint.views.given_values import GivenValue, GivenValues, call_load_fn, saved_values
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.params.buffers import plain_values, strided_tensors
@@ -71,14 +71,7 @@ class CustomLoading:
         self, adapter: TorchAdapter, src: Mapping[str, Any]
     ) -> tuple[nn.Module, dict[str, tuple[int, int, int]]]:
         twin, begin = self._twin(adapter)
-        try:
-            self.function(src=src, dst=twin)
-        except Exception as error:
-            raise CheckpointError(
-                f"custom_load_fn raised {type(error).__name__}: {error}",
-                cure="nothing was changed: mend the function, or leave it out",
-                value=type(error).__name__,
-            ) from error
+        call_load_fn(self.function, src, twin)
         return twin, begin
 
     def _twin(self, adapter: TorchAdapter) -> tuple[nn.Module, dict[str, tuple[int, int, int]]]:
