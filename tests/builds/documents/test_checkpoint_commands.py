@@ -1,4 +1,5 @@
-"""The guide to checkpoints: its script runs, then every command, in order, on what the script has saved."""
+"""The guide to checkpoints: its script runs, then every command, in order, on what the script has saved. What starts
+ranks is a dry run: a test of its own starts such a job (`tests/procs/launch/test_elastic_job.py`)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_every_command_of_the_page_works_after_its_script(tmp_path: Path) -> None:
     blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    (tmp_path / "page.py").write_text("\n".join(text for language, text in blocks if language == "python"))
+    for name in ("page.py", "train.py"):
+        (tmp_path / name).write_text("\n".join(text for language, text in blocks if language == "python"))
     lines = [line for language, text in blocks if language == "sh" for line in text.splitlines()]
-    assert all(line.startswith("polyaccel ckpt ") for line in lines)
+    assert all(line.startswith(("polyaccel ckpt ", "polyaccel run ")) for line in lines)
+    lines = [line.replace("polyaccel run ", "polyaccel run --dry-run ") for line in lines]
     assert len(lines) >= 4
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     for command in (["page.py"], *(["-m", *shlex.split(line)] for line in lines)):
