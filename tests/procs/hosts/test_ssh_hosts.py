@@ -142,6 +142,12 @@ def test_a_host_that_cannot_be_reached_is_named(two_hosts: Hosts, tmp_path: Path
     assert two_hosts.left() == []
 
 
+def _reset_signals() -> None:
+    """Whatever started pytest may ignore some, and a launcher leaves ignored what it finds so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Running:
     """A job over both hosts whose ranks wait."""
 
@@ -154,6 +160,7 @@ class Running:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
+            preexec_fn=_reset_signals,
         )
         while not all((folder / f"rank{rank}").exists() for rank in range(3)):
             assert self.process.poll() is None, self.process.communicate()
