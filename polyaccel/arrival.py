@@ -18,7 +18,7 @@ from contextlib import suppress
 
 ARRIVAL_VARIABLE = "POLYACCEL_ARRIVALS"
 WAITS, HAS_MET, STEP = "waits", "met", "step"
-SHOW_STACK = signal.SIGUSR2
+SHOW_STACK = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """The signal at which a rank that has said anything shows what its main thread does."""
 _MOST_NBYTES = 1 << 16
 
