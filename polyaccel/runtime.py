@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class Runtime:
             about=self.about,
         )
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         """What `about_run` tells of this run."""
         storage = self.config.checkpoint.storage_plugin[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -64,6 +67,26 @@ def run_job(job: Job) -> Run | Failure:
             return run
         last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return Failure(job, reason or "its ranks wrote no figures", "\n".join(last), run)
+
+
+def figures_of(module: str, arguments: Sequence[str], result: Path, options: Sequence[str], limit_s: float) -> Any:
+    """What the ranks of `polyaccel run options --module module arguments` have written to `result`, as JSON. Exits with
+    their last lines if they failed."""
+    command = [sys.executable, "-m", "polyaccel", "run", *options, "--module", module, *arguments]
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        env=rank_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+    )
+    if done.returncode:
+        raise SystemExit("\n".join(done.stdout.splitlines()[-_LAST_LINES:]))
+    return json.loads(result.read_text())
 
 
 def rank_environment() -> dict[str, str]:

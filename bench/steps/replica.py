@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.steps.cases import SHAPES, VARIANTS, Case, Job
-from bench.steps.launch import rank_environment
+from bench.steps.launch import figures_of
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
 
 _LIMIT_S = 900.0
-_ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 _IN_TURN = 3
 """Steps with replicas, then as many without."""
@@ -67,17 +65,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(job: Job, result: Path) -> dict[str, Any]:
-    ranks = ["--nproc", str(job.case.world_size), "--restarts", "1"]
-    subprocess.run(
-        [sys.executable, "-m", "polyaccel", "run", *ranks, "--module", __spec__.name, job.to_json(), str(result)],
-        cwd=_ROOT,
-        env=rank_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        check=True,
-        timeout=_LIMIT_S,
-    )
-    figures: dict[str, Any] = json.loads(result.read_text())
+    options = ["--nproc", str(job.case.world_size), "--restarts", "1"]
+    figures: dict[str, Any] = figures_of(__spec__.name, [job.to_json(), str(result)], result, options, _LIMIT_S)
     return figures
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -26,7 +25,7 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.measure import read_memory, reset_peak
 from bench.steps.cases import SHAPES, VARIANTS, Case, Job
-from bench.steps.launch import rank_environment, why_absent
+from bench.steps.launch import figures_of, why_absent
 from bench.steps.sitting import listed, one_of, positive
 from bench.table import make_console, make_table
 
@@ -43,7 +42,6 @@ WAYS = {
 """Ways to save, and the variant that trains."""
 _RANKS = 2
 _LIMIT_S = 900.0
-_ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 
 
@@ -104,18 +102,8 @@ def _cells(figures: dict[str, Any]) -> list[str]:
 
 
 def _measure(job: Job, way: str, folder: Path) -> dict[str, Any]:
-    result = folder / "figures.json"
-    command = [sys.executable, "-m", "polyaccel", "run", "--nproc", str(_RANKS), "--module", __spec__.name]
-    subprocess.run(
-        [*command, job.to_json(), way, str(result)],
-        cwd=_ROOT,
-        env=rank_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        check=True,
-        timeout=_LIMIT_S,
-    )
-    figures: dict[str, Any] = json.loads(result.read_text())
+    result, options = folder / "figures.json", ["--nproc", str(_RANKS)]
+    figures: dict[str, Any] = figures_of(__spec__.name, [job.to_json(), way, str(result)], result, options, _LIMIT_S)
     return figures
 
 
