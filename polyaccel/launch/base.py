@@ -143,7 +143,7 @@ def look_at_nothing() -> None:
 class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
@@ -161,6 +161,11 @@ class Launcher(ABC):
         raise LaunchError(
             f"the launcher {self.name!r} does not say beforehand what it starts", cure="leave --dry-run out"
         )
+
+    def way_to(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
+        """A command that runs `command` on a host of the job, in its folder, with this command's input and output, and
+        ends with it. As it is here None: nothing but ranks is started on other hosts."""
+        return None
 
     @abstractmethod
     def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:

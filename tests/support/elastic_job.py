@@ -4,7 +4,8 @@ told to.
     elastic_job.py FOLDER STEPS KILLS
 
 KILLS is "START:RANK:EVENT:STEP,...": in that start of the job the rank ends by SIGKILL at `after STEP` (the step has
-ended, and is being copied) or `within STEP` (its backward pass has ended, its update has not begun).
+ended, and is being copied) or `within STEP` (its backward pass has ended, its update has not begun); at `lost STEP` it
+ends so `within` the step, once it has killed the keeper of its host: the host is lost.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,11 +86,26 @@ def main() -> None:
             losses.append(loss.item())
             if engine.is_gradient_accumulation_boundary() and ("within", str(step)) in mine:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if engine.is_gradient_accumulation_boundary() and ("lost", str(step)) in mine:
+                for keeper in keepers():
+                    os.kill(keeper, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
         print("step", start, step, sum(losses) / len(losses), *model.seen, flush=True)
         if ("after", str(step)) in mine:
             os.kill(os.getpid(), signal.SIGKILL)
     engine.destroy()
+
+
+def keepers() -> list[int]:
+    """The keepers of this host."""
+    arguments = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/cmdline")}
+    found = []
+    for pid, path in arguments.items():
+        with suppress(OSError):
+            if b"polyaccel.launch.keeper.process\0polyaccel-keeper-" in path.read_bytes():
+                found.append(pid)
+    return found
 
 
 def batches_of(engine: Any) -> list[Any]:

@@ -9,8 +9,10 @@ turns are over, and until then no rank has to be waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.pieces import RankFile
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.shared_outcome import agreed
@@ -52,7 +54,15 @@ def write_copies(
         taker = turn.get(rank)
         if source is None and taker is None:
             continue
-        turned = _Exchange(storage, folder, communicator, files, taker, source)
+        turned = Exchange(
+            communicator,
+            chunk_buffers(communicator),
+            taker=taker,
+            source=source,
+            read=partial(storage.read, f"{folder}/{files[rank].name}"),
+            out_nbytes=files[rank].nbytes,
+            in_nbytes=0 if source is None else files[source].nbytes,
+        )
         try:
             if source is not None:
                 storage.write(f"{folder}/{files[source].name}", turned.chunks())
@@ -73,26 +83,28 @@ def write_copies(
     agreed(communicator, step, tell)
 
 
-class _Exchange:
-    """One turn of a rank: the chunks of its own file to `taker`, and those of the rank `source` from there."""
+class Exchange:
+    """One turn of a rank: `out_nbytes` bytes, as `read` gives them by offset and length, to the rank `taker`, and
+    `in_nbytes` from the rank `source`; to or from nobody where that is None. `buffers` are two of CHUNK_NBYTES. What
+    `read` could not give is in `failures`."""
 
     def __init__(
         self,
-        storage: Storage,
-        folder: str,
         communicator: Communicator,
-        files: Sequence[RankFile],
+        buffers: Sequence[Buffer],
+        *,
         taker: int | None,
         source: int | None,
+        read: Callable[[int, int], bytes | memoryview],
+        out_nbytes: int,
+        in_nbytes: int,
+        label: str = "copies of a checkpoint",
     ) -> None:
-        self._storage, self._communicator = storage, communicator
-        self._taker, self._source = taker, source
-        own = files[communicator.rank]
-        self._path = f"{folder}/{own.name}"
-        self._out_nbytes = 0 if taker is None else own.nbytes
-        self._in_nbytes = 0 if source is None else files[source].nbytes
+        self._communicator, self._buffers, self._label = communicator, buffers, label
+        self._taker, self._source, self._source_of_out = taker, source, read
+        self._out_nbytes = 0 if taker is None else out_nbytes
+        self._in_nbytes = 0 if source is None else in_nbytes
         self._done = 0
-        self._buffers = [communicator.allocate(CHUNK_NBYTES, DType.UINT8) for _ in range(2)]
         self.failures: list[Exception] = []
 
     def chunks(self) -> Iterator[bytes]:
@@ -115,19 +127,24 @@ class _Exchange:
             out.from_bytes(self._read(start, out_nbytes))
             messages.append(message_to(out, self._taker))
         if self._source is None or in_nbytes <= 0:
-            self._communicator.batch(messages, label="copies of a checkpoint")
+            self._communicator.batch(messages, label=self._label)
             return b""
         arrived = self._buffers[1].view(0, in_nbytes)
         messages.append(message_from(arrived, self._source))
-        self._communicator.batch(messages, label="copies of a checkpoint")
+        self._communicator.batch(messages, label=self._label)
         return arrived.to_bytes()
 
-    def _read(self, start: int, nbytes: int) -> bytes:
+    def _read(self, start: int, nbytes: int) -> bytes | memoryview:
         try:
-            return self._storage.read(self._path, start, nbytes)
+            return self._source_of_out(start, nbytes)
         except CheckpointError as error:
             self.failures.append(error)
             return bytes(nbytes)
+
+
+def chunk_buffers(communicator: Communicator) -> list[Buffer]:
+    """The buffers of exchanges, one after the other."""
+    return [communicator.allocate(CHUNK_NBYTES, DType.UINT8) for _ in range(2)]
 
 
 def _verify(storage: Storage, folder: str, file: RankFile) -> None:

@@ -12,9 +12,9 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
+from polyaccel.checkpoint.replica.keepers import HostKeepers
 from polyaccel.checkpoint.replica.parts import files_of
-from polyaccel.checkpoint.replica.storage import KeptStorage
-from polyaccel.checkpoint.replica.survivors import Survivor, as_checkpoint, drop_others, find_survivor, last_step
+from polyaccel.checkpoint.replica.survivors import Survivor, as_checkpoint, drop_others, find_survivor
 from polyaccel.checkpoint.replica.writer import ReplicaWriter
 from polyaccel.checkpoint.shared_outcome import on_rank_0
 from polyaccel.checkpoint.steps import SaveContents
@@ -40,7 +40,7 @@ class Replicas:
     """The replicas of one engine, whose ranks are those of `communicator`. All ranks make the same calls.
 
     They begin with the first call, which is collective. Without a keeper on every rank's host there are none, and the
-    log says so.
+    log says so. Where ranks are on several hosts, each host's keeper also has the parts of the host before.
     """
 
     def __init__(self, communicator: Communicator, policy: ReplicaPolicy, about: Mapping[str, Any]) -> None:
@@ -48,13 +48,11 @@ class Replicas:
         self._policy = policy
         self._about = about
         self._writer: ReplicaWriter | None = None
-        self._client: KeeperClient | None = None
+        self._keepers: HostKeepers | None = None
         self._engine = ""
         self._attempt = ""
         self._has_begun = False
         self._has_survivors = True
-        self._survivor: Survivor | None = None
-        """On rank 0, which has chosen it."""
 
     def replicate(self, step: int, contents: Callable[[], SaveContents], *, in_background: bool, culprit: str) -> None:
         """Make the replica of a step that has just ended; see `ReplicaWriter.begin`. Collective."""
@@ -70,17 +68,12 @@ class Replicas:
     def has_survivor(self) -> bool:
         """Whether the starts of this job before this one have left a replica. Collective."""
         self._begin()
-        if self._client is None or not self._has_survivors:
+        if self._keepers is None or not self._has_survivors:
             return False
-        client = self._client
-
-        def look() -> bool:
-            try:
-                return find_survivor(client, self._engine, self._attempt) is not None
-            except CheckpointError:  # `resume` says why it cannot be used
-                return False
-
-        return on_rank_0(self._communicator, "looking for a replica", look)
+        try:
+            return find_survivor(self._keepers, self._engine, self._attempt)[0] is not None
+        except CheckpointError:  # `resume` says why it cannot be used
+            return False
 
     def resume(self, storage: Storage, open_saved: Callable[[], CheckpointReader], load: Callable[..., T]) -> T:
         """`load` the replica that the starts of this job before this one have left, if it is newer than every good
@@ -91,19 +84,17 @@ class Replicas:
         """
         self._begin()
         found, self._has_survivors = self._newer_than(storage), False
-        if found is not None:
-            step, tag = found
+        if found is not None and self._keepers is not None:
+            survivor, tag = found
             try:
-                assert self._client is not None  # who found something
-                kept = KeptStorage(self._client, files_of(self._engine))
+                kept = self._keepers.storage(files_of(self._engine))
                 loaded = load(open_checkpoint(kept, tag, communicator=self._communicator))
                 kept.close()
-                if self._survivor is not None:
-                    drop_others(self._client, self._survivor, self._engine)
+                drop_others(self._keepers, survivor, self._engine)
                 return loaded
             except CheckpointError as error:
                 if self._communicator.rank == 0:
-                    _log.warning("the replica of step %d in memory cannot be used: %s", step, error.message)
+                    _log.warning("the replica of step %d in memory cannot be used: %s", survivor.step, error.message)
         loaded = load(open_saved())
         self.forget()
         return loaded
@@ -119,69 +110,77 @@ class Replicas:
         """Let go of memory and connections of this rank."""
         if self._writer is not None:
             self._writer.close()
-        if self._client is not None:
-            self._client.close()
-        self._writer = self._client = None
+        if self._keepers is not None:
+            self._keepers.client.close()
+        self._writer = self._keepers = None
 
     def _begin(self) -> None:
         if self._has_begun:
             return
         self._has_begun = True
-        error = ""
+        error, client = "", None
         try:
-            self._client = KeeperClient.of(os.environ)
+            client = KeeperClient.of(os.environ)
         except CheckpointError as found:
             error = found.message
         is_first = self._communicator.rank == 0
         engine = f"{self._communicator.ranks[0]}.{next(_engines)}" if is_first else ""
-        keeper = "" if self._client is None else self._client.name
-        mine = (f"{time.time_ns():020d}-{token_hex(4)}", engine, keeper, error)
-        told = self._communicator.all_gather_object(mine)
+        told = self._communicator.all_gather_object(
+            (f"{time.time_ns():020d}-{token_hex(4)}", engine, client is not None, error)
+        )
         self._attempt, self._engine = told[0][:2]
-        keepers = [name for _, _, name, _ in told]
-        without = [rank for rank, name in enumerate(keepers) if not name]
-        if without or len(set(keepers)) > 1:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-            if self._communicator.rank == 0:
-                cure = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
-                why = f"ranks {without[:8]} have no keeper: {cure}" if without else "it is for ranks of one host"
-                _log.warning('"checkpoint.replica" has no effect: %s', why)
+        without = [rank for rank, (_, _, has_keeper, _) in enumerate(told) if not has_keeper]
+        why = next((why for *_, why in told if why), "start the job with `polyaccel run --restarts N`")
+        problem = f"ranks {without[:8]} have no keeper: {why}" if without else ""
+        if client is not None and not problem:
+            try:
+                self._keepers = HostKeepers.found(self._communicator, client)
+            except CheckpointError as failed:
+                problem = failed.message
+        if self._keepers is None:
+            if client is not None:
+                client.close()
+            if is_first:
+                _log.warning('"checkpoint.replica" has no effect: %s', problem)
             return
         self._writer = ReplicaWriter(
-            self._communicator, self._engine, self._attempt, self._about, self._policy.memory_nbytes
+            self._communicator,
+            self._engine,
+            self._attempt,
+            self._about,
+            self._policy.memory_nbytes,
+            self._keepers.places,
         )
 
-    def _newer_than(self, storage: Storage) -> tuple[int, str] | None:
-        """The step of the replica to go on from, and its tag; None to go on from `storage`. Says which in the log."""
-        if self._client is None or not self._has_survivors:
+    def _newer_than(self, storage: Storage) -> tuple[Survivor, str] | None:
+        """The replica to go on from, and its tag; None to go on from `storage`. Collective. Says which in the log."""
+        if self._keepers is None or not self._has_survivors:
             return None
-        client, communicator = self._client, self._communicator
+        communicator, is_first = self._communicator, self._communicator.rank == 0
+        try:
+            survivor, last = find_survivor(self._keepers, self._engine, self._attempt)
+            if survivor is None and not last:  # the first start
+                return None
 
-        def choose() -> list[Any]:
-            try:
-                survivor = find_survivor(client, self._engine, self._attempt)
-                last = last_step(client, self._engine, self._attempt)
-                if survivor is None and not last:  # the first start
-                    return []
+            def compare() -> tuple[bool, str]:
                 saved = _newest_good(storage)
-                if survivor is None or not _is_newer(survivor, saved):
+                is_newer = survivor is not None and _is_newer(survivor, saved)
+                if not is_newer:
                     _tell_of_saved(saved, survivor, last)
-                    return []
-                tag = as_checkpoint(client, survivor, self._engine)
-            except CheckpointError as error:
-                _log.warning("replicas in memory cannot be used: %s", error.message)
-                return []
-            self._survivor, lost = survivor, survivor.last_step - survivor.step
-            _log.info(
-                "going on from the replica of step %d in memory: %s%s",
-                survivor.step, _steps_are_lost(lost), f"; on disk there is step {saved[1]}" if saved else "",
-            )  # fmt: skip
-            return [survivor.step, tag]
+                return is_newer, f"; on disk there is step {saved[1]}" if saved else ""
 
-        found = on_rank_0(communicator, "looking for a replica", choose)
-        return (found[0], found[1]) if found else None
+            is_newer, on_disk = on_rank_0(communicator, "looking for a replica", compare)
+            if survivor is None or not is_newer:
+                return None
+            tag = as_checkpoint(self._keepers, survivor, self._engine)
+        except CheckpointError as error:
+            if is_first:
+                _log.warning("replicas in memory cannot be used: %s", error.message)
+            return None
+        if is_first:
+            lost = _steps_are_lost(survivor.last_step - survivor.step)
+            _log.info("going on from the replica of step %d in memory: %s%s", survivor.step, lost, on_disk)
+        return survivor, tag
 
 
 def _newest_good(storage: Storage) -> tuple[TagStatus, int] | None:

@@ -103,6 +103,12 @@ class KeptStorage(Storage):
         return "/".join([self._folder, *parts])
 
 
+class ApartStorage(KeptStorage):
+    """The same in the keepers of several hosts: each has the parts of its ranks and of its neighbour's."""
+
+    is_shared = False
+
+
 def _close_all(files: dict[str, int]) -> None:
     while files:
         os.close(files.popitem()[1])

@@ -1,27 +1,46 @@
-"""What a keeper has of the starts of a job before this one, and a checkpoint made of it."""
+"""What keepers have of the starts of a job before this one, and a checkpoint made of it.
+
+A keeper has the parts of the ranks of its host and, where there are several, of those of the neighbour's. So what is
+left of a step are the parts of all keepers together, and one that several have may be taken from any. All ranks come to
+the same choice from what one rank for each keeper tells.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+import zlib
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 
+from polyaccel.checkpoint.commit import MANIFEST, Commit, write_commit
+from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.pieces import RankFile
+from polyaccel.checkpoint.places.seen import Places
+from polyaccel.checkpoint.replica.keepers import HostKeepers
 from polyaccel.checkpoint.replica.parts import PartKey, PartNote, begun_of, files_of, parts_of
 from polyaccel.checkpoint.replica.storage import KeptStorage
+from polyaccel.checkpoint.saves import rank_file
 from polyaccel.checkpoint.scalars import decode_plain
-from polyaccel.checkpoint.steps import commit_files
+from polyaccel.checkpoint.shared_outcome import on_rank_0
+from polyaccel.checkpoint.steps import manifest_of, require_files
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.client import KeeperClient
+
+_LOOKING = "looking for a replica"
+_MAKING = "making a checkpoint of a replica"
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
     """The newest step of which all ranks' parts are there, as rank 0's part was saved at `saved_at_s` (seconds since
-    1970). `last_step`: the last one that any rank had finished."""
+    1970); `had[place]` are the ranks whose parts a keeper has. `last_step`: the last one that any rank had finished."""
 
     parts: tuple[PartKey, ...]
+    had: tuple[frozenset[int], ...]
     saved_at_s: float
     last_step: int
 
@@ -30,82 +49,152 @@ class Survivor:
         return self.parts[0].step
 
 
-def find_survivor(client: KeeperClient, engine: str, attempt: str) -> Survivor | None:
-    """What is left of engine `engine` from the starts of the job before `attempt`; None where no step is whole, with
-    weights that are finite as far as is known.
+def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Survivor | None, int]:
+    """What is left of engine `engine` from the starts of the job before `attempt`, with weights that are finite as far
+    as is known, and None where no step is whole; and the last step that any rank had finished, 0 where none is known.
+    Collective.
 
-    Raises CheckpointError where the keeper is lost or the note of rank 0's part is damaged.
+    Raises CheckpointError where a keeper is lost or the note of rank 0's part is damaged wherever it is.
     """
-    found = defaultdict[tuple[int, str, int], list[PartKey]](list)
-    for name in client.names(parts_of(engine)):
-        key = PartKey.parse(name)
-        if key is not None and key.attempt != attempt:
-            found[key.step, key.attempt, key.world_size].append(key)
-    for (_, _, world_size), keys in sorted(found.items(), reverse=True):
-        parts = sorted(keys, key=lambda key: key.rank)
-        if len(parts) == world_size:
-            note, memory = _part(client, parts[0])
-            os.close(memory)
-            if not note.file.not_finite:
-                last = max(parts[0].step, last_step(client, engine, attempt))
-                return Survivor(tuple(parts), note.saved_at_s, last)
-    return None
+    told = keepers.of_each(
+        _LOOKING, lambda: (list(keepers.client.names(parts_of(engine))), _last(keepers, engine, attempt))
+    )
+    last = max(step for _, step in told)
+    found = defaultdict[tuple[int, str, int], list[set[int]]](lambda: [set() for _ in told])
+    for place, (names, _) in enumerate(told):
+        for key in map(PartKey.parse, names):
+            if key is not None and key.attempt != attempt:
+                found[key.step, key.attempt, key.world_size][place].add(key.rank)
+    for (step, of_attempt, world_size), had in sorted(found.items(), key=lambda each: each[0], reverse=True):
+        if len(set().union(*had)) < world_size:
+            continue
+        parts = tuple(PartKey(step, of_attempt, engine, world_size, rank) for rank in range(world_size))
+        note = _notes(keepers, parts[:1])[0]
+        if not note.file.not_finite:
+            return Survivor(parts, tuple(map(frozenset, had)), note.saved_at_s, max(step, last)), last
+    return None, last
 
 
-def last_step(client: KeeperClient, engine: str, attempt: str) -> int:
-    """The last step that a rank finished before `attempt`; 0 where none is known. Raises CheckpointError."""
+def as_checkpoint(keepers: HostKeepers, survivor: Survivor, engine: str) -> str:
+    """Make a checkpoint of a survivor, in the keepers' memory and of the memory that is there. Returns its tag.
+    Collective.
+
+    Raises CheckpointError, on every rank, for a note that is damaged, and where a keeper is lost.
+    """
+    keepers.of_each(_MAKING, lambda: keepers.client.drop(f"{files_of(engine)}/"))
+    notes = _notes(keepers, survivor.parts)
+    storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.places.count
+    held: Mapping[str, tuple[tuple[str, str], ...]] = {}
+    if not storage.is_shared:
+        places = Places.found(storage, keepers.communicator, may_write=True)
+        # Places are numbered by their first ranks, and keepers are too.
+        ids, held = places.ids, _held(survivor, places)
+    tag = f"global_step{survivor.step}"
+    folder = on_rank_0(keepers.communicator, _MAKING, lambda: f"save-0001-{token_hex(4)}")
+    files, beside = list[RankFile](), dict[str, bytes]()
+    for key, note in zip(survivor.parts, notes, strict=True):
+        entries, blobs = note.blob_entries(_blob_file(key.rank))
+        if entries:
+            beside[_blob_file(key.rank)] = blobs
+        note.file.blobs.extend(entries)
+        files.append(note.file)
+    lengths = {name: len(blobs) for name, blobs in beside.items()}
+    first = notes[0]
+    scalars, about = decode_plain(first.scalars), decode_plain(first.about)
+
+    def make_manifest() -> tuple[bytes, float]:
+        manifest = manifest_of(tag, files, scalars, about, beside=lengths, held=held)
+        return manifest.to_json(), round(time.time(), 3)
+
+    data, saved_at_s = on_rank_0(keepers.communicator, _MAKING, make_manifest)
+
+    def write() -> None:
+        path = f"{tag}/{folder}"
+        if not survivor.had[keepers.place]:  # a keeper that has begun anew
+            return
+        for rank in survivor.had[keepers.place]:
+            _link(keepers.client, storage, survivor.parts[rank], f"{path}/{files[rank].name}")
+            if _blob_file(rank) in beside:
+                storage.write(f"{path}/{_blob_file(rank)}", [beside[_blob_file(rank)]])
+        expected = Manifest.from_json(data).expected_at(ids[keepers.place])
+        require_files(storage, path, expected)
+        storage.write(f"{path}/{MANIFEST}", [data])
+        write_commit(storage, Commit(tag, folder, len(data), zlib.crc32(data), saved_at_s=saved_at_s))
+
+    keepers.of_each(_MAKING, write)
+    storage.close()
+    return tag
+
+
+def drop_others(keepers: HostKeepers, survivor: Survivor, engine: str) -> None:
+    """Let go of the parts of earlier starts but for those of `survivor`."""
+    kept = set(map(str, survivor.parts))
+    if keepers.is_leader:
+        with suppress(CheckpointError):  # a keeper that is lost has none
+            for name in keepers.client.names(parts_of(engine)):
+                if name not in kept:
+                    keepers.client.drop(name)
+
+
+def _last(keepers: HostKeepers, engine: str, attempt: str) -> int:
+    """The last step that a rank of this keeper finished before `attempt`; 0 where none is known."""
     steps, folder = [0], begun_of(engine)
-    for name in client.names(folder):
-        kept = client.get(name)
+    for name in keepers.client.names(folder):
+        kept = keepers.client.get(name)
         if kept is not None and kept.note.isdigit() and not name.startswith(f"{folder}{attempt}/"):
             steps.append(int(kept.note))
     return max(steps)
 
 
-def as_checkpoint(client: KeeperClient, survivor: Survivor, engine: str) -> str:
-    """Make a checkpoint of a survivor, in the keeper's memory and of the memory that is there. Returns its tag.
-
-    Raises CheckpointError for a note that is damaged, and where the keeper is lost.
-    """
-    client.drop(f"{files_of(engine)}/")
-    storage = KeptStorage(client, files_of(engine))
-    tag, folder = f"global_step{survivor.step}", f"save-0001-{token_hex(4)}"
-    files, beside, first = list[RankFile](), dict[str, int](), None
-    for key in survivor.parts:
-        note, memory = _part(client, key)
-        try:
-            storage.link(f"{tag}/{folder}/{note.file.name}", memory)
-        finally:
-            os.close(memory)
-        name = f"rank{key.rank:05d}.bin"
-        entries, blobs = note.blob_entries(name)
-        if entries:
-            storage.write(f"{tag}/{folder}/{name}", [blobs])
-            beside[name] = len(blobs)
-        note.file.blobs.extend(entries)
-        files.append(note.file)
-        first = first or note
-    assert first is not None  # a survivor has parts
-    commit_files(storage, tag, folder, files, decode_plain(first.scalars), decode_plain(first.about), beside)
-    storage.close()
-    return tag
+def _notes(keepers: HostKeepers, parts: Sequence[PartKey]) -> list[PartNote]:
+    """The notes of parts, each from a keeper that has it whole. Collective. Raises CheckpointError."""
+    told = keepers.of_each(_LOOKING, lambda: [_note(keepers.client, key) for key in parts])
+    notes = list[PartNote]()
+    for number, key in enumerate(parts):
+        problem = CheckpointError(f"{_what(key)} is not there any more", value=str(key))
+        for note in (found[number] for found in told if found[number]):
+            try:
+                notes.append(PartNote.from_bytes(note, _what(key)))
+                break
+            except CheckpointError as error:
+                problem = error
+        else:
+            raise problem
+    return notes
 
 
-def drop_others(client: KeeperClient, survivor: Survivor, engine: str) -> None:
-    """Let go of the parts of earlier starts but for those of `survivor`. Raises CheckpointError."""
-    kept = set(map(str, survivor.parts))
-    for name in client.names(parts_of(engine)):
-        if name not in kept:
-            client.drop(name)
-
-
-def _part(client: KeeperClient, key: PartKey) -> tuple[PartNote, int]:
-    what = f"rank {key.rank}'s part of the replica of step {key.step}"
+def _note(client: KeeperClient, key: PartKey) -> bytes:
     kept = client.get(str(key))
     if kept is None or kept.memory is None:
-        raise CheckpointError(f"{what} is not there any more", value=str(key))
+        return b""
+    os.close(kept.memory)
+    return kept.note
+
+
+def _link(client: KeeperClient, storage: KeptStorage, key: PartKey, path: str) -> None:
+    """Let a part be a file."""
+    kept = client.get(str(key))
+    if kept is None or kept.memory is None:
+        raise CheckpointError(f"{_what(key)} is not there any more", value=str(key))
     try:
-        return PartNote.from_bytes(kept.note, what), kept.memory
-    except CheckpointError:
+        storage.link(path, kept.memory)
+    finally:
         os.close(kept.memory)
-        raise
+
+
+def _held(survivor: Survivor, places: Places) -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """By file, (id, name) of the keepers that have it."""
+    found = dict[str, tuple[tuple[str, str], ...]]()
+    for key in survivor.parts:
+        at = [place for place, ranks in enumerate(survivor.had) if key.rank in ranks]
+        holders = tuple((places.ids[place], places.names[place]) for place in at)
+        found |= dict.fromkeys((rank_file(key.rank), _blob_file(key.rank)), holders)
+    return found
+
+
+def _blob_file(rank: int) -> str:
+    return f"rank{rank:05d}.bin"
+
+
+def _what(key: PartKey) -> str:
+    return f"rank {key.rank}'s part of the replica of step {key.step}"

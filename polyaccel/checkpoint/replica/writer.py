@@ -1,11 +1,8 @@
 """The replica of each step: a rank's part, copied into memory that the keeper holds too.
 
-[Note: Two generations]
-A rank has two images. While one holds its part of the last replica that *every* rank has finished, the next part goes
-into the other. Which step that last one is, the ranks agree on when they begin the next: each says which part it has
-finished, and the oldest of these is whole. So at every instant there is one that is whole, a rank that dies in the
-middle leaves it, and no rank waits for another's copy. The keeper knows of none of this: whoever reads takes the newest
-step of which there are all parts. A part is dropped there before its image is written again.
+What memory parts have is told in [Note: Two generations] of `images`. Where ranks are on several hosts each part also
+goes to the keeper of the neighbour host (`neighbours`), by the thread that has copied it: out of the image, so neither
+the next pass nor the next update waits for that, only the next replica.
 
 [Note: What is copied when]
 Parameters may be written by users as soon as the step has ended, so they are copied before it does. Master weights and
@@ -20,14 +17,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.background.image import Image
 from polyaccel.checkpoint.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
+from polyaccel.checkpoint.places.seen import Places
+from polyaccel.checkpoint.replica.images import Generations, Half, NoRoom, Room
+from polyaccel.checkpoint.replica.neighbours import NeighbourCopies
 from polyaccel.checkpoint.replica.parts import PartKey, PartNote, begun_of, files_of, parts_of
 from polyaccel.checkpoint.saves import rank_file
 from polyaccel.checkpoint.scalars import encode_plain
@@ -37,27 +36,17 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _CHUNK_NBYTES = 1 << 20
 """So much is copied and then summed while it is in the processor's cache."""
-
-
-@dataclass
-class _Half:
-    """One of a rank's two images. `key`: the part that the keeper has in it. `frozen` has for segments of parameters
-    that no update writes the count of writes when they were copied, `sums` their checksums."""
-
-    image: Image
-    key: PartKey | None = None
-    frozen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """What is left to do for a part in the background: segments to copy by number, with their buffers."""
 
-    half: _Half
+    half: Half
     key: PartKey
     layout: FileLayout
     pieces: Mapping[int, TensorPiece]
@@ -69,7 +58,8 @@ class _Copy:
 class ReplicaWriter:
     """This rank's parts of the replicas of engine `engine`, one after the other, in this start (`attempt`) of the job.
 
-    `limit_nbytes` bounds its two images; None is half of what the host has left, shared by its ranks.
+    `places` are the keepers of the ranks. `limit_nbytes` bounds its images; None is half of what the host has left,
+    shared by its ranks. Collective.
     """
 
     def __init__(
@@ -79,19 +69,23 @@ class ReplicaWriter:
         attempt: str,
         about: Mapping[str, Any],
         limit_nbytes: int | None,
+        places: Places,
     ) -> None:
         self._communicator = communicator
+        self._is_leader = places.is_leader(communicator.rank)
+        room = Room(communicator.rank, communicator.world_size, limit_nbytes)
+        self._own = Generations(communicator.rank, room)
+        self._neighbours = NeighbourCopies(communicator, places, room) if places.count > 1 else None
         self._client: KeeperClient | None = None
         self._engine = engine
         self._attempt = attempt
         self._about = about
-        self._limit_nbytes = limit_nbytes
         self._layout: FileLayout | None = None
         self._specs: tuple[PieceSpec, ...] = ()
-        self._halves: list[_Half] = []
         self._done: PartKey | None = None
         self._threads = ThreadPoolExecutor(1, "polyaccel replica")
-        self._under_way: Future[PartKey | None] | None = None
+        self._copied: Future[PartKey | None] | None = None
+        self._kept: Future[bool] | None = None
         self._has_older = True
         self._told = set[str]()
 
@@ -102,41 +96,59 @@ class ReplicaWriter:
         `in_background`: buffers count their writes, and those in host memory may be read until `settle`. `not_finite`
         names a parameter with a gradient that was not finite and was applied. What goes wrong is said in the log.
         """
-        self.settle()
+        self._conclude()
         rank = self._communicator.rank
         told = self._communicator.all_gather_object((None if self._done is None else self._done.step, self._ready()))
         done = [each for each, _ in told]
         whole = min((each for each in done if each is not None), default=None) if None not in done else None
         if not all(ready for _, ready in told):
             return
+        key = PartKey(step, self._attempt, self._engine, self._communicator.world_size, rank)
+        copy: _Copy | None = None
         try:
             if whole is not None and self._has_older:
                 self._drop_older()
-            key = PartKey(step, self._attempt, self._engine, self._communicator.world_size, rank)
             client = self._require_client()
             client.put(f"{begun_of(self._engine)}{self._attempt}/{rank:06d}", str(step).encode())
-            self._begin(key, whole, contents, in_background=in_background, not_finite=not_finite)
+            copy = self._begin(key, whole, contents, in_background=in_background, not_finite=not_finite)
         except (CheckpointError, OSError) as error:
             self._note_failure(error)
+        if in_background and (self._neighbours is None or self._neighbours.overlaps):
+            self._copied = self._threads.submit(self._finish, copy)
+            self._kept = self._threads.submit(self._exchange, key, whole, copy, self._copied)
+        else:
+            self._copied, self._kept = Future(), Future()
+            _run(self._copied, self._finish, copy)
+            _run(self._kept, self._exchange, key, whole, copy, self._copied)
+            self._conclude()
 
     def settle(self) -> None:
         """Wait until the copy that is under way has ended: then anything may be written."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        if self._copied is not None:
+            wait([self._copied])
+
+    def _conclude(self) -> None:
+        """Wait until nothing is under way, and see how it went."""
+        copied, kept = self._copied, self._kept
+        self._copied = self._kept = None
+        if copied is None or kept is None:
             return
         try:
-            self._done = under_way.result() or self._done
+            key = copied.result()
+            self._done = key if kept.result() and key is not None else self._done
         except (CheckpointError, OSError) as error:
+            wait([kept])
             self._note_failure(error)
 
     def forget(self) -> None:
         """The state of this engine is another one now: what was copied of it in this start counts no more."""
-        self.settle()
+        self._conclude()
         self._done = None
-        for half in self._halves:
-            half.key = None
+        self._own.forget_parts()
+        if self._neighbours is not None:
+            self._neighbours.forget_parts()
         try:
-            if self._client is not None and self._communicator.rank == 0:
+            if self._client is not None and self._is_leader:
                 self._client.drop(f"{parts_of(self._engine)}{self._attempt}/")
                 self._client.drop(f"{begun_of(self._engine)}{self._attempt}/")
         except (CheckpointError, OSError) as error:
@@ -144,9 +156,11 @@ class ReplicaWriter:
 
     def close(self) -> None:
         """Let go of images and threads. What the keeper has stays."""
-        self.settle()
+        self._conclude()
         self._threads.shutdown()
         self._let_go()
+        if self._neighbours is not None:
+            self._neighbours.close()
         if self._client is not None:
             self._client.close()
 
@@ -154,10 +168,13 @@ class ReplicaWriter:
 
     def _begin(
         self, key: PartKey, whole: int | None, contents: SaveContents, *, in_background: bool, not_finite: str
-    ) -> None:
+    ) -> _Copy:
+        """Copy what may change when this has returned. Raises CheckpointError."""
         pieces = tuple(contents.pieces())
         layout = self._laid_out(tuple(piece.spec for piece in pieces))
-        half = self._half_beside(whole, layout)
+        half = self._own.beside(whole, layout.nbytes, self._require_client())
+        with half.image.view(0, len(layout.header)) as target:
+            target[:] = layout.header
         file = RankFile(layout.name, layout.nbytes, not_finite=not_finite)
         is_first = self._communicator.rank == 0
         note = PartNote(
@@ -182,15 +199,21 @@ class ReplicaWriter:
                 continue
             with half.image.view(segment.offset, segment.nbytes) as target:
                 piece.buffer.copy_to_host(target)
-        copy = _Copy(half, key, layout, later, frozenset(kept), note)
-        if in_background:
-            self._under_way = self._threads.submit(self._finish, copy)
-        else:
-            self._done = self._finish(copy) or self._done
+        return _Copy(half, key, layout, later, frozenset(kept), note)
 
-    def _finish(self, copy: _Copy) -> PartKey | None:
+    def _exchange(self, key: PartKey, whole: int | None, copy: _Copy | None, copied: Future[PartKey | None]) -> bool:
+        """Exchange parts with the neighbours, whatever came of this rank's own. Whether what had to come has come."""
+        if self._neighbours is None:
+            return True
+        has_part = copied.exception() is None and copied.result() is not None
+        part = (copy.note.to_bytes(), copy.half.image) if copy is not None and has_part else None
+        return self._neighbours.exchange(key, whole, part, self._client)
+
+    def _finish(self, copy: _Copy | None) -> PartKey | None:
         """Copy what is left, compute checksums, and let the keeper have the part. None where something was written
-        meanwhile."""
+        meanwhile, or no part was begun."""
+        if copy is None:
+            return None
         half, image = copy.half, copy.half.image
         written = [piece.buffer.generation for piece in copy.pieces.values()]
         for number, segment in enumerate(copy.layout.segments):
@@ -210,51 +233,13 @@ class ReplicaWriter:
     def _laid_out(self, specs: tuple[PieceSpec, ...]) -> FileLayout:
         if self._layout is None or specs != self._specs:
             self._layout, self._specs = FileLayout.plan(rank_file(self._communicator.rank), specs, {}), specs
-            for half in self._halves:  # their contents stay until others are whole
-                half.frozen.clear()
-                half.sums.clear()
+            self._own.forget_contents()
         return self._layout
-
-    def _half_beside(self, whole: int | None, layout: FileLayout) -> _Half:
-        """The image that does not hold this rank's part of the step that is `whole`, its part dropped."""
-        free = [half for half in self._halves if half.key is None or half.key.step != whole]
-        if len(self._halves) < 2 and not free:
-            free = [self._new(layout)]
-            self._halves += free
-        half = free[0]
-        if half.key is not None:
-            self._require_client().drop(str(half.key))
-            half.key = None
-        if half.image.nbytes != layout.nbytes:
-            self._halves.remove(half)
-            half.image.close()
-            half = self._new(layout)
-            self._halves.append(half)
-        with half.image.view(0, len(layout.header)) as target:
-            target[:] = layout.header
-        return half
-
-    def _new(self, layout: FileLayout) -> _Half:
-        """Raises CheckpointError where there is no room."""
-        most = self._limit_nbytes
-        if most is None:
-            world_size = self._communicator.world_size
-            ranks_here = max(1, min(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), world_size))
-            # Both images, or the second beside what the first has taken already.
-            most = memory_stats().free_nbytes // 2 // ranks_here + sum(half.image.nbytes for half in self._halves)
-        if 2 * layout.nbytes > most:
-            raise _NoRoom(
-                f"replicas of rank {self._communicator.rank} would take {2 * layout.nbytes:,} bytes, and may take "
-                f"{most:,}",
-                cure='raise "checkpoint.replica": {"memory": BYTES}, or free some memory',
-                value=layout.nbytes,
-            )
-        return _Half(Image.new(layout.nbytes))
 
     def _drop_older(self) -> None:
         """Replicas of this start are whole: let go of those of earlier ones."""
         self._has_older = False
-        if self._communicator.rank == 0:
+        if self._is_leader:
             client = self._require_client()
             client.drop(f"{files_of(self._engine)}/")
             for folder in (parts_of(self._engine), begun_of(self._engine)):
@@ -282,7 +267,7 @@ class ReplicaWriter:
 
     def _note_failure(self, error: CheckpointError | OSError) -> None:
         """Go on without replicas, and say so once a kind."""
-        kind = "keeper" if isinstance(error, KeeperGone) else "room" if isinstance(error, _NoRoom) else "other"
+        kind = "keeper" if isinstance(error, KeeperGone) else "room" if isinstance(error, NoRoom) else "other"
         if kind == "keeper":
             self._let_go()
             self._client = None
@@ -294,12 +279,17 @@ class ReplicaWriter:
 
     def _let_go(self) -> None:
         self._done = None
-        while self._halves:
-            self._halves.pop().image.close()
+        self._own.close()
+        if self._neighbours is not None:
+            self._neighbours.let_go()
 
 
-class _NoRoom(CheckpointError):
-    """Two images would be more than a rank may take."""
+def _run(future: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Do it in this thread."""
+    try:
+        future.set_result(function(*args))
+    except (CheckpointError, OSError) as error:
+        future.set_exception(error)
 
 
 def _address(piece: TensorPiece) -> int | None:

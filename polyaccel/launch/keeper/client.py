@@ -70,8 +70,13 @@ class KeeperClient:
         """Let it forget the keys that `names` gives. Returns how many there were."""
         return int(self._ask({"do": "drop", "key": key})[0]["dropped"])
 
+    def hold(self) -> None:
+        """Let it live as long as this connection, in the place of who held it before. To be said again within its time
+        of silence."""
+        self._ask({"do": "hold", "key": ""})
+
     def close(self) -> None:
-        """End the connection; what is kept stays."""
+        """End the connection; what is kept stays, unless this is who holds the keeper."""
         self._connection.close()
 
     def _ask(

@@ -3,6 +3,12 @@
 It understands nothing of what it holds. Its memory is what ranks hand over, up to a bound: an entry that would go past
 it is refused, and what was there stays. It ends when its launcher has: standard input is a pipe of the launcher's, and
 its end is the end of all that is kept.
+
+[Note: A keeper far from its launcher]
+Where a network lies between the two, a way that is cut looks like a launcher that has nothing to say. So the launcher
+says something every few seconds, and the keeper ends when it has heard nothing for `far_s`. A launcher that has lost
+the way to it and finds another starts a keeper of the same name: that one finds the name taken, holds the older one in
+the place of the launcher that has gone, and passes on what it hears; so what is kept stays.
 """
 
 from __future__ import annotations
@@ -14,9 +20,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import BoundedSemaphore, Lock, Thread
+from errno import EADDRINUSE
+from math import inf
+from threading import BoundedSemaphore, Condition, Lock, Thread
+from time import monotonic
 from typing import Any
 
+from polyaccel.launch.keeper.client import KeeperClient
+from polyaccel.launch.keeper.memory import default_limit_nbytes
 from polyaccel.launch.keeper.protocol import (
     MOST_KEY_LENGTH,
     Refused,
@@ -28,7 +39,9 @@ from polyaccel.launch.keeper.protocol import (
     send,
 )
 
-READY = b"ready\n"
+READY = b"\x1epolyaccel-keeper ready\n"
+HERE = b"."
+"""The answer to whatever is said on standard input."""
 _GREETING_S = 10.0
 _MOST_CONNECTIONS = 4096
 
@@ -116,8 +129,46 @@ def _close(entry: ShelfEntry | None) -> None:
         os.close(entry.memory)
 
 
-def serve(listener: socket.socket, secret: bytes, shelf: Shelf) -> None:
+class Life:
+    """How long a keeper stays: until whoever holds it lets go of it, or has said nothing for `silence_s`. Who takes
+    hold of it later does so in the place of who did before."""
+
+    def __init__(self, silence_s: float = inf) -> None:
+        self._silence_s = silence_s
+        self._until_s = monotonic() + silence_s
+        self._holder = 0
+        self._is_over = False
+        self._changed = Condition()
+
+    def hold(self) -> int:
+        """Returns the number of who holds it now."""
+        with self._changed:
+            self._holder += 1
+            self._until_s = monotonic() + self._silence_s
+            return self._holder
+
+    def beat(self, holder: int) -> None:
+        """Somebody has said something."""
+        with self._changed:
+            if holder == self._holder:
+                self._until_s = monotonic() + self._silence_s
+
+    def release(self, holder: int) -> None:
+        """Somebody has gone."""
+        with self._changed:
+            self._is_over |= holder == self._holder
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when it is over."""
+        with self._changed:
+            while not self._is_over and (left_s := self._until_s - monotonic()) > 0:
+                self._changed.wait(None if left_s == inf else left_s)
+
+
+def serve(listener: socket.socket, secret: bytes, shelf: Shelf, life: Life | None = None) -> None:
     """Answer whoever connects, for ever: a thread a peer."""
+    life = life or Life()
     room = BoundedSemaphore(_MOST_CONNECTIONS)
     while True:
         try:
@@ -127,21 +178,29 @@ def serve(listener: socket.socket, secret: bytes, shelf: Shelf) -> None:
                 return
             continue
         if is_own_user(connection) and room.acquire(blocking=False):
-            Thread(target=_attend, args=(connection, secret, shelf, room), daemon=True).start()
+            Thread(target=_attend, args=(connection, secret, shelf, room, life), daemon=True).start()
         else:
             connection.close()
 
 
-def _attend(connection: socket.socket, secret: bytes, shelf: Shelf, room: BoundedSemaphore) -> None:
+def _attend(connection: socket.socket, secret: bytes, shelf: Shelf, room: BoundedSemaphore, life: Life) -> None:
     """Answer one peer until it ends, or says what nobody of ours says."""
+    holder = 0
     try:
         with connection, suppress(OSError, EOFError, Refused):
             connection.settimeout(_GREETING_S)
             greet_as_keeper(connection, secret)
             connection.settimeout(None)
             while (message := receive(connection)) is not None:
-                _answer(connection, shelf, *message)
+                if message[0].get("do") == "hold":
+                    holder = holder or life.hold()
+                    life.beat(holder)
+                    send(connection, {})
+                else:
+                    _answer(connection, shelf, *message)
     finally:
+        if holder:
+            life.release(holder)
         room.release()
 
 
@@ -184,15 +243,58 @@ def listen(name: str) -> socket.socket:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Keep what ranks hand over under the name `arguments[-2]`, at most `arguments[-1]` bytes, until standard input
-    ends. Its first line is the job's secret."""
-    secret = bytes.fromhex(sys.stdin.buffer.readline().decode("ascii"))
+    """Keep what ranks hand over until standard input ends. Its first line is the job's secret.
+
+    The last arguments are the keeper's name, the most bytes that it keeps (0: as `default_limit_nbytes` says), and how
+    many seconds may pass without a word on standard input (0: any).
+    """
+    name, limit_nbytes, silence_s = arguments[-3], int(arguments[-2]), float(arguments[-1])
+    secret = bytes.fromhex(_line(0).decode("ascii"))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    listener = listen(arguments[-2])
-    Thread(target=serve, args=(listener, secret, Shelf(int(arguments[-1]))), daemon=True).start()
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    while sys.stdin.buffer.read(1):
-        pass
+    try:
+        listener = listen(name)
+    except OSError as error:
+        if error.errno != EADDRINUSE or not silence_s:
+            raise
+        _stand_for_launcher(KeeperClient(name, secret))
+        return
+    shelf, life = Shelf(limit_nbytes or default_limit_nbytes()), Life(silence_s or inf)
+    Thread(target=serve, args=(listener, secret, shelf, life), daemon=True).start()
+    Thread(target=_heed_launcher, args=(life, life.hold()), daemon=True).start()
+    _say_ready()
+    life.wait()
+
+
+def _heed_launcher(life: Life, holder: int) -> None:
+    while os.read(0, 4096):
+        life.beat(holder)
+        os.write(1, HERE)
+    life.release(holder)
+
+
+def _stand_for_launcher(older: KeeperClient) -> None:
+    """Hold a keeper that was there before; see [Note: A keeper far from its launcher]."""
+    older.hold()
+    _say_ready()
+    while os.read(0, 4096):
+        older.hold()
+        os.write(1, HERE)
+    older.close()
+
+
+def _say_ready() -> None:
+    os.write(1, READY)
+
+
+def _line(descriptor: int) -> bytes:
+    """A line, and nothing of what comes after it."""
+    data = b""
+    while not data.endswith(b"\n") and (byte := os.read(descriptor, 1)):
+        data += byte
+    return data.rstrip(b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

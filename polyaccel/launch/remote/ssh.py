@@ -34,16 +34,24 @@ class SshLauncher(Launcher):
     def plan(self, job: Job) -> LaunchPlan:
         return plan_ways(job, _ways(job))
 
+    def way_to(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...]:
+        return _ssh(job, host, host_command(job, shlex.join(command)))
+
     def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
         first = next(iter(job.hosts))
         address = None if is_here(first) else ssh_address(first, job.launcher_args)
         return HostsSupervisor(job, _ways(job), first_address=address, look=look).run()
 
 
-def agent_command(job: Job, number: str) -> str:
-    """What a shell on a host does: go to the job's folder and become its agent of that number."""
+def host_command(job: Job, command: str) -> str:
+    """What a shell on a host does: go to the job's folder and become `command`."""
     before = f". {shlex.quote(job.venv_script)} && " if job.venv_script else ""
-    return f"{before}cd {shlex.quote(job.folder)} && exec {shlex.quote(sys.executable)} -m {_AGENT} {number}"
+    return f"{before}cd {shlex.quote(job.folder)} && exec {command}"
+
+
+def agent_command(job: Job, number: str) -> str:
+    """What a shell on a host does to become its agent of that number."""
+    return host_command(job, f"{shlex.quote(sys.executable)} -m {_AGENT} {number}")
 
 
 def ssh_options(job: Job) -> list[str]:
@@ -76,4 +84,8 @@ def _way(job: Job, number: int, host: str) -> Way:
     command = agent_command(job, str(number))
     if is_here(host):
         return Way(f"the agent on {host}", ("sh", "-c", command), (number,))
-    return Way(f"ssh {host}", ("ssh", *ssh_options(job), *job.launcher_args, host, "--", command), (number,))
+    return Way(f"ssh {host}", _ssh(job, host, command), (number,))
+
+
+def _ssh(job: Job, host: str, command: str) -> tuple[str, ...]:
+    return ("ssh", *ssh_options(job), *job.launcher_args, host, "--", command)

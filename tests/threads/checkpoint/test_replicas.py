@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity_models import VOCAB, assert_bitwise, assert_close, grouped, make_config, on_threads, parity_model, snapshot
+from parity_models import assert_bitwise, assert_close, make_config, on_threads, parity_model
+from replica_starts import engine_of, losses_of, start
 from served_keeper import SECRET, Served
 from torch import nn
 
@@ -26,7 +27,6 @@ from polyaccel.launch.keeper.start import KeeperProcess, can_keep
 from polyaccel.seal import SECRET_VARIABLE
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-SAMPLES = 96
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -39,63 +39,6 @@ def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(replicas, "_engines", count())
     yield served
     served.close()
-
-
-def dataset() -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    return torch.utils.data.TensorDataset(*(torch.randint(0, VOCAB, (SAMPLES,), generator=generator) for _ in range(2)))
-
-
-def engine_of(model: nn.Module, stage: int, world: int, **changes: Any) -> Any:
-    """Twelve samples a step at every world size."""
-    changes.setdefault("checkpoint", {"replica": True})
-    config = make_config(stage, gradient_clipping=1.0, **changes)
-    config |= {
-        "train_micro_batch_size_per_gpu": 12 // world,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.05}},
-    }
-    engine, *_ = polyaccel.initialize(
-        model=model, model_parameters=grouped(model), training_data=dataset(), config=config
-    )
-    return engine
-
-
-def losses_of(engine: Any, steps: int) -> list[float]:
-    """The losses over all ranks of so many steps."""
-    ranks = [engine.communicator.all_gather_object(engine.train_batch().item()) for _ in range(steps)]
-    return [sum(losses) / len(losses) for losses in ranks]
-
-
-def start(
-    world: int,
-    stage: int,
-    folder: Path,
-    steps: int,
-    *,
-    act: Callable[[Any], Any] = lambda engine: None,
-    is_restart: bool = True,
-    **changes: Any,
-) -> tuple[int, list[float], dict[str, Any]]:
-    """A start of the job: load, if there is anything, and train. The step where it began, its losses and parameters."""
-    replicas._engines = count()
-
-    def train(communicator: Communicator, model: nn.Module) -> tuple[int, list[float], dict[str, Any]]:
-        engine = engine_of(model, stage, world, **changes)
-        if is_restart:
-            engine.load_checkpoint(str(folder))
-            assert not engine.has_replica()
-        began = engine.global_steps
-        act(engine)
-        losses = losses_of(engine, steps)
-        engine._settle_replica()
-        found = began, losses, snapshot(engine.module)
-        engine.destroy()
-        return found
-
-    first, *others = on_threads(world, train, parity_model)
-    for other in others:
-        assert_bitwise(other[2], first[2])
-    return first
 
 
 CASES = [(1, 0, {}), (2, 1, {}), (2, 2, BF16), (3, 3, {}), (2, 0, BF16)]
@@ -392,21 +335,6 @@ def test_a_keeper_that_is_lost_is_said_once_and_found_again(
 def test_without_a_keeper_there_are_none_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(2, 1, tmp_path, 1, is_restart=False)
     assert caplog.text.count('"checkpoint.replica" has no effect: ranks [0, 1] have no keeper: start the job with') == 1
-
-
-@pytest.mark.usefixtures("keeper")
-def test_ranks_of_several_hosts_have_none_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each would have a keeper of its own, and none of them a whole step."""
-    hosts = [Served(f"host {number}-{tmp_path}") for number in range(2)]
-    names = iter(hosts)
-    monkeypatch.setattr(replicas.KeeperClient, "of", lambda environ: next(names).connect())
-    start(2, 1, tmp_path, 1, is_restart=False)
-    assert caplog.text.count('"checkpoint.replica" has no effect: it is for ranks of one host') == 1
-    for host in hosts:
-        assert host.shelf.names("") == []
-        host.close()
 
 
 @pytest.mark.usefixtures("keeper")

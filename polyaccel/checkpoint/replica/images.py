@@ -1,0 +1,109 @@
+"""The memory of parts: two images of each rank's, and how much all of them may take.
+
+[Note: Two generations]
+A rank has two images of its parts, and two of those of each rank whose copies it takes. While one holds the part of the
+last replica that *every* rank has finished, the next part goes into the other. Which step that last one is, the ranks
+agree on when they begin the next: each says which part it has finished, its own with its keeper and the neighbours'
+here, and the oldest of these is whole. So at every instant there is one that is whole, a rank that dies in the middle
+leaves it, and no rank waits for another's copy. Keepers know of none of this: whoever reads takes the newest step of
+which there are all parts. A part is dropped there before its image is written again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from polyaccel.accelerators.memory.host import memory_stats
+from polyaccel.checkpoint.background.image import Image
+from polyaccel.checkpoint.replica.parts import PartKey
+from polyaccel.errors import CheckpointError
+from polyaccel.launch.keeper.client import KeeperClient
+
+
+class NoRoom(CheckpointError):
+    """The images would be more than a rank may take."""
+
+
+@dataclass
+class Half:
+    """One of two images. `key`: the part that a keeper has in it. `frozen` has for segments of parameters that no
+    update writes the count of writes when they were copied, `sums` their checksums."""
+
+    image: Image
+    key: PartKey | None = None
+    frozen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Room:
+    """What the images of rank `rank` may take: `limit_nbytes`, or half of what the host has left, shared by its ranks,
+    of which the job has `world_size`."""
+
+    def __init__(self, rank: int, world_size: int, limit_nbytes: int | None) -> None:
+        self._rank, self._world_size, self._limit_nbytes = rank, world_size, limit_nbytes
+        self._claims: dict[int, int] = {}
+        self._taken_nbytes = 0
+
+    def image(self, of_rank: int, nbytes: int) -> Image:
+        """New memory for the parts of a rank. Raises NoRoom."""
+        self._claims[of_rank] = 2 * nbytes
+        needed, most = sum(self._claims.values()), self._limit_nbytes
+        if most is None:
+            here = max(1, min(int(os.environ.get("LOCAL_WORLD_SIZE") or self._world_size), self._world_size))
+            most = memory_stats().free_nbytes // 2 // here + self._taken_nbytes
+        if needed > most:
+            raise NoRoom(
+                f"replicas of rank {self._rank} would take {needed:,} bytes, and may take {most:,}",
+                cure='raise "checkpoint.replica": {"memory": BYTES}, or free some memory',
+                value=needed,
+            )
+        image = Image.new(nbytes)
+        self._taken_nbytes += nbytes
+        return image
+
+    def give_back(self, image: Image) -> None:
+        self._taken_nbytes -= image.nbytes
+        image.close()
+
+
+class Generations:
+    """The two images of the parts of rank `of_rank`. See [Note: Two generations]."""
+
+    def __init__(self, of_rank: int, room: Room) -> None:
+        self._of_rank, self._room = of_rank, room
+        self.halves: list[Half] = []
+
+    def beside(self, whole: int | None, nbytes: int, client: KeeperClient) -> Half:
+        """The one that does not hold the part of the step that is `whole`, `nbytes` long, its part dropped. Raises
+        CheckpointError."""
+        free = [half for half in self.halves if half.key is None or half.key.step != whole]
+        if len(self.halves) < 2 and not free:
+            free = [Half(self._room.image(self._of_rank, nbytes))]
+            self.halves += free
+        half = free[0]
+        if half.key is not None:
+            client.drop(str(half.key))
+            half.key = None
+        if half.image.nbytes != nbytes:
+            self.halves.remove(half)
+            self._room.give_back(half.image)
+            half = Half(self._room.image(self._of_rank, nbytes))
+            self.halves.append(half)
+        return half
+
+    def forget_parts(self) -> None:
+        """What the images hold is in no keeper any more."""
+        for half in self.halves:
+            half.key = None
+
+    def forget_contents(self) -> None:
+        """Segments lie elsewhere from now on. Parts that are kept stay until others are whole."""
+        for half in self.halves:
+            half.frozen.clear()
+            half.sums.clear()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        while self.halves:
+            self._room.give_back(self.halves.pop().image)
