@@ -54,7 +54,7 @@ def write_copies(
         taker = turn.get(rank)
         if source is None and taker is None:
             continue
-        turned = Exchange(
+        turned = TurnExchange(
             communicator,
             chunk_buffers(communicator),
             taker=taker,
@@ -83,7 +83,7 @@ def write_copies(
     agreed(communicator, step, tell)
 
 
-class Exchange:
+class TurnExchange:
     """One turn of a rank: `out_nbytes` bytes, as `read` gives them by offset and length, to the rank `taker`, and
     `in_nbytes` from the rank `source`; to or from nobody where that is None. `buffers` are two of CHUNK_NBYTES. What
     `read` could not give is in `failures`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.places.copies import Exchange, chunk_buffers, copy_turns
+from polyaccel.checkpoint.places.copies import TurnExchange, chunk_buffers, copy_turns
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.replica.images import Generations, Room
 from polyaccel.checkpoint.replica.parts import PartKey
@@ -83,7 +83,7 @@ class NeighbourCopies:
 
     def _turn(self, taker: int | None, source: int | None, out: bytes, in_nbytes: int = _LENGTHS.size) -> bytes:
         """Bytes for those that come."""
-        exchange = Exchange(
+        exchange = TurnExchange(
             self._communicator,
             self._buffers,
             taker=taker,
@@ -109,7 +109,7 @@ class NeighbourCopies:
         client: KeeperClient | None,
     ) -> bool:
         """Send an image, and take another in, which `note` describes. Whether one came, or none was to come."""
-        exchange = Exchange(
+        exchange = TurnExchange(
             self._communicator,
             self._buffers,
             taker=taker,
