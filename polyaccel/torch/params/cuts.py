@@ -1,8 +1,8 @@
 """Which block of a global tensor a parameter is, where a module was cut over ranks.
 
-A module that holds a part of what the whole model has says so itself, in an attribute `parallel_cuts`: a `Cut` for each of its own
-parameters that is a block. Its other parameters are whole, and equal on all ranks. The names of parameters are those of
-the model before it was cut, so that checkpoints of both have the same names.
+A module that holds a part of what the whole model has says so itself, in an attribute `parallel_cuts`: a `Cut` for each
+of its own parameters that is a block. Its other parameters are whole, and equal on all ranks. The names of parameters
+are those of the model before it was cut, so that checkpoints of both have the same names.
 
 [Note: Means over ranks]
 Whatever a mesh has for axes, the engine takes the mean of a parameter's gradients over all ranks that hold the same

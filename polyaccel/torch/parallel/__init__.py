@@ -1,0 +1,1 @@
+"""Layers that ranks share: tensor parallelism of torch modules over a Communicator."""

@@ -1,0 +1,244 @@
+"""Layers that ranks share. A module is made one by its class: it stays the object that it was, with its hooks, and is
+still an instance of the class it had.
+
+[Note: Classes of cut modules]
+`shared_as(module, kind)` gives a module a class below both its own and `kind`. A `kind` that is itself a torch class
+(`VocabularyEmbedding`) stands below the module's own class, whose `forward` may do more around `super().forward`; the
+others stand above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyaccel.mesh.block import Run
+from polyaccel.torch.gathering.arriving import ArrivingParameter
+from polyaccel.torch.gathering.sharded import ShardedParameter
+from polyaccel.torch.parallel.functions import gathered, part_of, shared_weight, summed_, to_shared
+from polyaccel.torch.parallel.products import column_product, row_product
+from polyaccel.torch.parallel.ranks import TensorRanks
+from polyaccel.torch.parallel.regions import Regions
+
+_ABSENT = (ShardedParameter, ArrivingParameter)
+
+
+class SharedInput:
+    """The input that `readers` column layers of one module read. See [Note: One exchange for one input]."""
+
+    def __init__(self, readers: int = 1) -> None:
+        self._readers = readers
+        self._left = 0
+        self._given: tuple[Tensor, int, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        copy = memo[id(self)] = SharedInput(self._readers)
+        return copy
+
+    def passed(self, x: Tensor) -> Tensor | None:
+        """What the first layer gave on of `x`; None where this is the first."""
+        if self._given is None or self._given[0] is not x or self._given[1] != x._version:
+            return None
+        passed = self._given[2]
+        self._left -= 1
+        if self._left == 0:
+            self._given = None
+        return passed
+
+    def give(self, x: Tensor, passed: Tensor) -> None:
+        """Keep what the first layer gives on of `x` until the last has read it."""
+        self._left = self._readers - 1
+        self._given = (x, x._version, passed) if self._left and passed.requires_grad else None
+
+
+@dataclass
+class Share:
+    """What a cut module knows besides its parameters: with whom, and which part."""
+
+    ranks: TensorRanks
+    regions: Regions
+    input: SharedInput = field(default_factory=SharedInput)
+    is_transposed: bool = False
+    """Whether the weight is (inputs, outputs)."""
+    sizes: tuple[int, ...] | None = None
+    """Of what is gathered or cut where the layer begins or ends: each rank's part."""
+    rows: tuple[Run, ...] | None = None
+    """Of a whole weight: the outputs that this rank computes."""
+    names: tuple[str, ...] = ()
+    """Of whole weights whose gradients have parts: their names."""
+
+
+class SharedModule(nn.Module):
+    """A module whose `share` says how the ranks share it."""
+
+    share: Share
+
+
+class ColumnLayer(SharedModule):
+    """A linear layer that computes some of the outputs. They are gathered where `share.sizes` is not None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of this rank, or all."""
+        share = self.share
+        weight, bias = present(self.weight), present(self.bias)
+        if share.rows is not None:
+            weight = _rows(weight, share.rows, 1 if share.is_transposed else 0, share.ranks)
+            bias = None if bias is None else _rows(bias, share.rows, 0, share.ranks)
+        passed = share.input.passed(x)
+        source, weight, bias = _autocast(x if passed is None else passed, weight, bias)
+        if passed is not None:
+            out = functional.linear(source, weight.t() if share.is_transposed else weight, bias)
+        else:
+            out, passed = column_product(source, weight, bias, share.ranks, transposed=share.is_transposed)
+            share.input.give(x, passed)
+        if share.sizes is not None:
+            return gathered(out, share.ranks, -1, share.sizes)
+        if self.training:
+            share.regions.enter(out)
+        return out
+
+
+class RowLayer(SharedModule):
+    """A linear layer that has the outputs of some of the inputs added up. `x` is this rank's part of the inputs, or all
+    where `share.sizes` is not None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole outputs."""
+        share = self.share
+        share.regions.leave()
+        if share.sizes is not None:
+            x = part_of(x, share.ranks, -1, share.sizes)
+        x, weight, bias = _autocast(x, present(self.weight), present(self.bias))
+        return row_product(x, weight, bias, share.ranks, transposed=share.is_transposed)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which each rank has some of the words: `share.rows` has their first and their number."""
+
+    share: Share
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Embedding's has
+        """The embeddings, whole."""
+        assert self.share.rows is not None
+        ((first, count),) = self.share.rows
+        place = input - first
+        is_elsewhere = (place < 0) | (place >= count)
+        place = place.masked_fill(is_elsewhere, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        found = functional.embedding(
+            place, present(self.weight), padding if padding is not None and 0 <= padding < count else None
+        )
+        return summed_(found.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.share.ranks)
+
+
+class FeatureEmbedding(nn.Embedding):
+    """An embedding of which each rank has some of the features of every word: gathered where `share.sizes` is not
+    None, else this rank's part."""
+
+    share: Share
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Embedding's has
+        """The embeddings, whole or in part."""
+        found = functional.embedding(input, present(self.weight), self.padding_idx)
+        return found if self.share.sizes is None else gathered(found, self.share.ranks, -1, self.share.sizes)
+
+
+class SharedWeights(SharedModule):
+    """A module with whole weights `share.names` that each rank uses on features of its own, such as a norm of heads."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own gives, with weights whose gradients are added up over the ranks."""
+        for name in self.share.names:
+            weight = present(self._parameters[name])
+            if weight is not None:
+                # Hides the parameter of this name: modules look among their attributes first.
+                self.__dict__[name] = shared_weight(weight, self.share.ranks)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in self.share.names:
+                self.__dict__.pop(name, None)
+
+
+class SharedExperts(SharedModule):
+    """Experts of which each rank computes some of the inner features: what enters is shared, what
+    leaves is added up."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' whole output."""
+        ranks = self.share.ranks
+        args = tuple(_shared(each, ranks) for each in args)
+        kwargs = {name: _shared(each, ranks) for name, each in kwargs.items()}
+        if self.training:
+            self.share.regions.enter(args[0])
+        try:
+            out: Tensor = super().forward(*args, **kwargs)
+        finally:
+            self.share.regions.leave()
+        return summed_(out.contiguous(), ranks)
+
+
+class SharedTail(SharedModule):
+    """A whole layer the last `share.rows` of whose outputs each rank uses on heads of its own, such as the rotary keys
+    that all heads of latent attention have in common."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module's own gives."""
+        out: Tensor = super().forward(*args, **kwargs)
+        assert self.share.rows is not None
+        ((first, count),) = self.share.rows
+        return torch.cat([out[..., :first], to_shared(out[..., first : first + count], self.share.ranks)], -1)
+
+
+def shared_as(module: nn.Module, kind: type, share: Share) -> None:
+    """Make `module` a `kind`. See [Note: Classes of cut modules]."""
+    module.__class__ = _below(type(module), kind)
+    module.__dict__["share"] = share
+
+
+def present(parameter: Any) -> Any:
+    """The parameter, whose values have been brought here."""
+    if type(parameter) in _ABSENT:
+        Tensor.detach(parameter)  # has its values brought here, after which it is an ordinary one
+    return parameter
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def _below(own: type, kind: type) -> type:
+    if (own, kind) not in _CLASSES:
+        name = f"{kind.__name__}{'' if own.__module__.startswith('torch.') else own.__name__}"
+        bases = (own, kind) if issubclass(kind, nn.Embedding) else (kind, own)
+        _CLASSES[own, kind] = kind if issubclass(kind, own) else type(name, bases, {"__module__": __name__})
+    return _CLASSES[own, kind]
+
+
+def _rows(weight: Tensor, rows: Sequence[Run], dim: int, ranks: TensorRanks) -> Tensor:
+    whole = shared_weight(weight, ranks)
+    parts = [whole.narrow(dim, first, count) for first, count in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _shared(value: Any, ranks: TensorRanks) -> Any:
+    return to_shared(value, ranks) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _autocast(*tensors: Any) -> Any:
+    """The tensors in the type that autocast computes in, where it is on: torch does not look into functions of ours."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if each is None else each.to(dtype) for each in tensors)

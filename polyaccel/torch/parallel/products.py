@@ -1,0 +1,118 @@
+"""The products of layers that are cut, with their exchanges inside.
+
+[Note: One exchange for one input]
+Layers cut by columns that read one input (query, key and value; gate and up) each find a part of its gradient. The
+first of them gives the input on to the next ones, so that in the backward pass it comes last, has the sum of their
+parts, adds its own and lets the ranks add theirs: one exchange instead of three. That goes on while the first layer's
+weight gradient is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from polyaccel.torch.parallel.functions import summed
+from polyaccel.torch.parallel.ranks import TensorRanks
+
+
+def column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, *, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """This rank's outputs of a linear layer, and `x` for other layers that read it: their gradients of it go into the
+    same exchange as this one's.
+
+    `x` is replicated. `weight` is (outputs, inputs), or the other way round where it is `transposed`.
+    """
+    if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return _product(x, weight, bias, transposed), x
+    return _Column.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def row_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, *, transposed: bool = False
+) -> Tensor:
+    """The replicated output of a linear layer from this rank's part `x` of its inputs. The replicated bias is added
+    after the sum."""
+    if ranks.size == 1:
+        return _product(x, weight, bias, transposed)
+    return _Row.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Column(Function):
+    """See [Note: One exchange for one input]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.transposed = ranks, transposed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return _product(x, weight, bias, transposed), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_of_others: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ranks: TensorRanks = ctx.ranks
+        of_x = grad_of_others if grad is None else _input_grad(grad, weight, ctx.transposed, grad_of_others)
+        if of_x is None:
+            return None, None, None, None, None
+        if torch.is_grad_enabled():
+            of_x = summed(of_x, ranks)
+            return of_x, *_weight_grads(ctx, grad, x), None, None
+        of_x = of_x.clone(memory_format=torch.contiguous_format) if of_x is grad_of_others else of_x.contiguous()
+        work = ranks.start_sum(of_x)
+        try:
+            of_weights = _weight_grads(ctx, grad, x)
+        finally:
+            work.wait()
+        return of_x, *of_weights, None, None
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, transposed: bool
+    ) -> Tensor:
+        ctx.transposed = transposed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        out = ranks.sum(_product(x, weight, None, transposed).contiguous())
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = None if weight is None else _input_grad(grad, weight, ctx.transposed, None)
+        return of_x, *_weight_grads(ctx, grad, x), None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return functional.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _input_grad(grad: Tensor, weight: Tensor, transposed: bool, more: Tensor | None) -> Tensor:
+    """The gradient of the input, and `more` of it."""
+    weight = weight.t() if transposed else weight
+    rows = _rows(grad)
+    found = rows @ weight if more is None else torch.addmm(_rows(more), rows, weight)
+    return found.view(*grad.shape[:-1], weight.shape[1])
+
+
+def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, where they are wanted."""
+    if grad is None:
+        return None, None
+    rows = _rows(grad)
+    of_weight = None
+    if x is not None:
+        of_weight = _rows(x).t() @ rows if ctx.transposed else rows.t() @ _rows(x)
+    return of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

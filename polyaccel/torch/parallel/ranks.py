@@ -1,0 +1,119 @@
+"""The ranks that share the layers of a model, as torch tensors see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
+from polyaccel.comm.work import Work
+from polyaccel.errors import ShardingError
+from polyaccel.types import ReduceOp
+
+
+def even_parts(count: int, ranks: int) -> tuple[int, ...]:
+    """`count` things over `ranks` in order: the first ranks have one more where that does not come out even."""
+    least, more = divmod(count, ranks)
+    return tuple(least + (rank < more) for rank in range(ranks))
+
+
+class TensorRanks:
+    """The ranks of `communicator`, which hold blocks of the same weights; `rank` is this one's place among them.
+
+    Tensors that are exchanged stay on their device. All ranks call the same methods in the same order. A model and its
+    copies share one such object.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.world_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        return self
+
+    def start_sum(self, tensor: Tensor) -> Work:
+        """Add the contiguous `tensor` up over the ranks, in place; it belongs to the work until that is waited for."""
+        buffer = self._buffer(tensor)
+        return self.communicator.all_reduce(buffer, ReduceOp.SUM, async_op=True, label="tensor parallel")
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The contiguous `tensor`, added up over the ranks in place."""
+        if self.size > 1 and tensor.numel():
+            self.communicator.all_reduce(self._buffer(tensor), ReduceOp.SUM, label="tensor parallel")
+        return tensor
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The contiguous `tensor`, in place the largest of the ranks' elements at each position."""
+        if self.size > 1 and tensor.numel():
+            self.communicator.all_reduce(self._buffer(tensor), ReduceOp.MAX, label="tensor parallel")
+        return tensor
+
+    def gathered(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """All ranks' parts side by side along `dim`, where rank r's has `sizes[r]` elements."""
+        dim = self._checked(part, dim, sizes, sizes[self.rank])
+        if self.size == 1:
+            return part.contiguous()
+        counts = [size * _row(part, dim) for size in sizes]
+        flat = part.new_empty(sum(counts))
+        self.communicator.all_gather(
+            self._buffer(flat), self._buffer(part.contiguous()), counts=counts, label="tensor parallel"
+        )
+        if _leading(part, dim) == 1:
+            return flat.view(*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+        parts = zip(flat.split_with_sizes(counts), sizes, strict=True)
+        return torch.cat([each.view(*part.shape[:dim], size, *part.shape[dim + 1 :]) for each, size in parts], dim)
+
+    def summed_part(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of the sum of all ranks' `whole` along `dim`, where rank r's has `sizes[r]` elements."""
+        dim = self._checked(whole, dim, sizes, sum(sizes))
+        if self.size == 1:
+            return whole.contiguous()
+        counts = [size * _row(whole, dim) for size in sizes]
+        if _leading(whole, dim) == 1:
+            source = whole.contiguous().view(-1)
+        else:
+            source = torch.cat([each.reshape(-1) for each in whole.split_with_sizes(list(sizes), dim)])
+        out = whole.new_empty(counts[self.rank])
+        self.communicator.reduce_scatter(
+            self._buffer(out), self._buffer(source), ReduceOp.SUM, counts=counts, label="tensor parallel"
+        )
+        return out.view(*whole.shape[:dim], sizes[self.rank], *whole.shape[dim + 1 :])
+
+    def part(self, whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of `whole` along `dim`, a view."""
+        dim = self._checked(whole, dim, sizes, sum(sizes))
+        return whole.narrow(dim, self.first(sizes), sizes[self.rank])
+
+    def first(self, sizes: Sequence[int]) -> int:
+        """Where this rank's part begins, where rank r's has `sizes[r]` elements."""
+        return [0, *accumulate(sizes)][self.rank]
+
+    def _buffer(self, tensor: Tensor) -> Buffer:
+        return self.communicator.accelerator.wrap(tensor)
+
+    def _checked(self, tensor: Tensor, dim: int, sizes: Sequence[int], expected: int) -> int:
+        """`dim` from 0 on. Raises ShardingError where the tensor does not have as many elements there as it should."""
+        dim = dim % max(tensor.dim(), 1)
+        if len(sizes) != self.size or tensor.dim() == 0 or tensor.shape[dim] != expected:
+            raise ShardingError(
+                f"a tensor of shape {tuple(tensor.shape)} has not the {expected} elements along dim {dim} of parts "
+                f"{list(sizes)} over {self.size} ranks",
+                cure="the parts are those of the whole tensor, one a rank",
+                value=tuple(tensor.shape),
+            )
+        return dim
+
+
+def _row(tensor: Tensor, dim: int) -> int:
+    """Elements of `tensor` for each index of `dim`."""
+    return _leading(tensor, dim) * tensor.shape[dim + 1 :].numel()
+
+
+def _leading(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[:dim].numel()
