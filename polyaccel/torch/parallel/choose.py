@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.parallel.plan import CutHeads, CutModule, Plan, RunsOfRanks, beside, even_runs, lengths, shifted
+from polyaccel.torch.parallel.plan import CutHeads, CutModule, CutPlan, RunsOfRanks, beside, even_runs, lengths, shifted
 from polyaccel.torch.parallel.structure import (
-    Region,
+    CutRegion,
     Structure,
     column,
     inputs_of,
@@ -34,7 +34,7 @@ def make_plan(
     specs: Sequence[LayerSpec] = (),
     use_defaults: bool = True,
     gather_logits: bool = True,
-) -> Plan:
+) -> CutPlan:
     """How to cut `model` over `ranks` ranks; it may be on the meta device.
 
     `specs` come first; with `use_defaults` follows what the model says of itself, or the structure where it says
@@ -66,7 +66,7 @@ def make_plan(
     return chosen.plan(source)
 
 
-def _is_wished(region: Region, wished: Mapping[str, Wish] | None, named: Mapping[str, Wish]) -> bool:
+def _is_wished(region: CutRegion, wished: Mapping[str, Wish] | None, named: Mapping[str, Wish]) -> bool:
     """Whether a region is to be cut as it shows: all of it is wished, and nobody says of which sections."""
     if any(
         len(named[layer].sections) > 1 or named[layer].style == "whole" for layer in region.layers if layer in named
@@ -85,10 +85,10 @@ class _Chosen:
         self.modules: dict[str, CutModule] = {}
         self._heads: list[CutHeads] = []
 
-    def plan(self, source: str) -> Plan:
+    def plan(self, source: str) -> CutPlan:
         shapes = {name: tuple(each.shape) for name, each in self._model.named_parameters(remove_duplicate=False)}
         modules = tuple(self.modules.values())
-        return Plan(type(self._model).__name__, self._ranks, modules, tuple(self._heads), shapes, source)
+        return CutPlan(type(self._model).__name__, self._ranks, modules, tuple(self._heads), shapes, source)
 
     def add(self, modules: Iterable[CutModule], heads: Iterable[CutHeads] = ()) -> None:
         """Raises ShardingError for a module that is cut twice."""

@@ -25,7 +25,7 @@ from polyaccel.torch.parallel.layers import (
     VocabularyEmbedding,
     shared_as,
 )
-from polyaccel.torch.parallel.plan import CutModule, Plan
+from polyaccel.torch.parallel.plan import CutModule, CutPlan
 from polyaccel.torch.parallel.ranks import TensorRanks
 from polyaccel.torch.parallel.regions import Regions
 from polyaccel.torch.params.cuts import Cut
@@ -42,7 +42,7 @@ _KINDS: dict[str, type] = {
 }
 
 
-def cut_model(model: nn.Module, communicator: Communicator, plan: Plan) -> None:
+def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> None:
     """Cut `model` as `plan` says, in place, for this rank of `communicator`. Collective.
 
     Parameters stay the objects that they are and get memory of their own, of the block's size. Where they are on the
@@ -75,7 +75,9 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: Plan) -> None:
         for name, values in heads.attributes.items():
             setattr(module, name, values[ranks.rank])
         if getattr(module, "config", None) is not None:
-            module.config = _seen(module.config, {name: each[ranks.rank] for name, each in heads.config.items()})
+            module.config = _seen(
+                module.config, {name: each[ranks.rank] for name, each in heads.config_numbers.items()}
+            )
     for module in modules.values():
         found = {name: cut[p] for name, p in module._parameters.items() if p is not None and p in cut}
         if found:
@@ -115,7 +117,7 @@ def taken(whole: Tensor, block: Block) -> Tensor:
     return whole.clone(memory_format=torch.contiguous_format)
 
 
-def _check(model: nn.Module, ranks: TensorRanks, plan: Plan) -> None:
+def _check(model: nn.Module, ranks: TensorRanks, plan: CutPlan) -> None:
     if plan.ranks != ranks.size:
         raise ShardingError(
             f"a plan for {plan.ranks} tensor ranks cannot be carried out by {ranks.size}", value=plan.ranks

@@ -46,11 +46,11 @@ class CutHeads:
 
     name: str
     attributes: Mapping[str, tuple[int, ...]]
-    config: Mapping[str, tuple[int, ...]]
+    config_numbers: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CutPlan:
     """All that is cut of a model over `ranks` ranks. `shapes` are the whole shapes of its parameters by name."""
 
     model: str

@@ -18,7 +18,7 @@ from polyaccel.torch.parallel.plan import CutHeads, CutModule, RunsOfRanks, besi
 
 
 @dataclass(frozen=True)
-class Region:
+class CutRegion:
     """Modules that are cut together; `layers` are the linear ones among them."""
 
     name: str
@@ -83,7 +83,7 @@ class Structure:
         self.ranks = ranks
         self.config = getattr(model, "config", None)
 
-    def regions(self) -> Iterator[Region]:
+    def regions(self) -> Iterator[CutRegion]:
         """All regions, outer modules first. Raises ShardingError for attention with fewer heads than ranks."""
         for name, module in self.modules.items():
             region = self._attention(name, module) or self._feed_forward(name, module) or self._experts(name, module)
@@ -95,7 +95,7 @@ class Structure:
         found = self.modules.get(_join(*path))
         return found if is_linear(found) else None
 
-    def _attention(self, name: str, module: nn.Module) -> Region | None:
+    def _attention(self, name: str, module: nn.Module) -> CutRegion | None:
         fused = self._child(name, names.FUSED)
         interleaved = self._child(name, names.INTERLEAVED)
         query, key, value = (self._child(name, each) for each in (names.QUERY, names.KEY, names.VALUE))
@@ -124,7 +124,7 @@ class Structure:
         heads = CutHeads(
             name, self._numbers(module, parts, queries, keys, size), _config_numbers(self.config_of(module), parts)
         )
-        return Region(name, (*found, *extra), (heads,), tuple(each.name for each in found))
+        return CutRegion(name, (*found, *extra), (heads,), tuple(each.name for each in found))
 
     def _key_heads(
         self, module: nn.Module, fused: str | None, query: str | None, key: str | None, value: str | None,
@@ -204,7 +204,7 @@ class Structure:
                 return None
         return found
 
-    def _feed_forward(self, name: str, module: nn.Module) -> Region | None:
+    def _feed_forward(self, name: str, module: nn.Module) -> CutRegion | None:
         ups = [_join(name, each) for each in names.UP if self.linear(name, each) is not None]
         downs = [_join(name, each) for each in names.DOWN if self.linear(name, each) is not None]
         if not ups and not downs:
@@ -228,9 +228,9 @@ class Structure:
         else:
             return None
         found = [*(column(up, self.modules[up], of_ups) for up in ups), row(downs[0], self.modules[downs[0]], runs)]
-        return Region(name, tuple(found), (), tuple(each.name for each in found))
+        return CutRegion(name, tuple(found), (), tuple(each.name for each in found))
 
-    def _experts(self, name: str, module: nn.Module) -> Region | None:
+    def _experts(self, name: str, module: nn.Module) -> CutRegion | None:
         """Experts in tensors of three dimensions: (experts, outputs, inputs), or the other way round."""
         up, down = (module._parameters.get(each) for each in ("gate_up_proj", "down_proj"))
         if up is None or down is None or up.dim() != 3 or down.dim() != 3:
@@ -247,7 +247,7 @@ class Structure:
         cuts = {"gate_up_proj": (of_up, beside(runs, shifted(runs, width))), "down_proj": (of_down, runs)}
         own = {each: lengths(runs) for each in names.EXPERT_WIDTHS if getattr(module, each, None) == width}
         cut = CutModule(name, "experts", cuts, attributes=own)
-        return Region(name, (cut,), (), (_join(name, "gate_up_proj"), _join(name, "down_proj"), name))
+        return CutRegion(name, (cut,), (), (_join(name, "gate_up_proj"), _join(name, "down_proj"), name))
 
     def _numbers(
         self, module: nn.Module, parts: HeadParts, queries: int, keys: int, size: int
