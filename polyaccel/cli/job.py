@@ -23,6 +23,7 @@ from polyaccel.launch.hosts import (
     first_slots,
     included,
     is_here,
+    listed_hosts,
     read_hostfile,
 )
 from polyaccel.launch.program import python_command
@@ -37,14 +38,15 @@ _OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_ARRIVALS")
 _THIS_HOST = "localhost"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options, the script and its arguments."""
+def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) -> None:
+    """Add the options and, unless the verb has a program of its own, the script and its arguments."""
 
     def add(*names: str, **how: object) -> None:
         dashed = [name.replace("_", "-") for name in names]
         parser.add_argument(*dict.fromkeys([*dashed, *names]), **how)  # type: ignore[arg-type]
 
     add("-H", "--hostfile", type=Path, metavar="FILE", help="lines `host slots=N`; without one, this machine")
+    add("--hosts", metavar="HOST[:N],...", help="hosts in place of a hostfile's, with N slots each, or one: a:8,b:8")
     add("-i", "--include", metavar="HOST[:SLOTS]@...", help="use these alone: a@b:0,2-4")
     add("-e", "--exclude", metavar="HOST[:SLOTS]@...", help="leave these out")
     add("--num_nodes", "--nnodes", type=int, metavar="N", help="use the first N hosts")
@@ -120,6 +122,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --nproc auto as many as there are devices then",
     )
     add("--dry_run", action="store_true", help="show what would be started, and start nothing")
+    if not with_script:
+        return
     parser.add_argument("script", help="the Python file (or, with --module, module) that every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to it")
 
@@ -173,8 +177,12 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
     if len(named) > 1 or (args.nproc is not None and (args.include or args.exclude)):
         both = " and ".join([*named, "--nproc"][:2])
         raise LaunchError(f"{both} cannot be given together", cure="choose hosts and slots by one of them")
-    if args.hostfile is None:
-        hosts: Hosts = {_THIS_HOST: tuple(range(args.nproc or count_ranks()))}
+    if args.hosts is not None and args.hostfile is not None:
+        raise LaunchError("--hosts and --hostfile cannot be given together", cure="name the hosts by one of them")
+    if args.hosts is not None:
+        hosts: Hosts = listed_hosts(args.hosts)
+    elif args.hostfile is None:
+        hosts = {_THIS_HOST: tuple(range(args.nproc or count_ranks()))}
     else:
         hosts = read_hostfile(args.hostfile)
     if args.include is not None:

@@ -34,7 +34,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
         "plugins": Verb("polyaccel.cli.plugins.verb", "list the installed plugins, check one, or begin a new one"),
         "ckpt": Verb("polyaccel.cli.ckpt.verb", "list, inspect, verify, compare, export and import checkpoints"),
-        "comm": Verb("polyaccel.cli.comm", "say where the ranks of a hanging or failed job diverged"),
+        "comm": Verb("polyaccel.cli.comm.verb", "measure collectives, or say where the ranks of a failed job diverged"),
         "doctor": Verb("polyaccel.cli.doctor.verb", "say what works on this machine and what does not"),
     }
 )

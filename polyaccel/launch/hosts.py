@@ -17,6 +17,7 @@ Hosts = dict[str, tuple[int, ...]]
 MOST_SLOTS = 4096
 """More ranks than this on one machine are a slip of the pen."""
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LISTED = re.compile(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d+))?")
 _PART = re.compile(r"\s*(\[[^\]]+\]|[^:\[\]]+)(?::(.*))?\s*", re.DOTALL)
 _SLOTS = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -52,6 +53,20 @@ def read_hostfile(file: Path) -> Hosts:
     if not hosts:
         cure = "write lines `host slots=2`, or leave --hostfile out"
         raise LaunchError(f"{file} names no host", cure=cure, value=str(file))
+    return hosts
+
+
+def listed_hosts(text: str) -> Hosts:
+    """The hosts of `a:8,b`: eight slots of `a`, one of `b`. Raises LaunchError, naming the part that is none."""
+    hosts = Hosts()
+    for part in text.split(","):
+        found = _LISTED.fullmatch(part.strip())
+        count = 0 if found is None or len(found[2] or "") > 9 else int(found[2] or 1)
+        host = "" if found is None else found[1].removeprefix("[").removesuffix("]")
+        if not host or not 1 <= count <= MOST_SLOTS or host in hosts:
+            cure = f"write each host once, as HOST or HOST:N with 1 to {MOST_SLOTS} slots: a:8,b:8"
+            raise LaunchError(f"--hosts {text!r}: {part!r} is no host", cure=cure, value=text)
+        hosts[host] = tuple(range(count))
     return hosts
 
 

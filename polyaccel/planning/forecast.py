@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
+from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.model import ModelShape
+from polyaccel.planning.times import comm_seconds
 from polyaccel.policies import PLACES, place_of, plan_for, step_plan_for, step_policy_of
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
@@ -64,12 +66,16 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The needs of a setting on each rank. `is_own`: it is the config's own setting."""
+    """The needs of a setting on each rank. `is_own`: it is the config's own setting.
+
+    `comm_s` is the seconds that a step's collectives take by a measured table, one after another; None without a table.
+    """
 
     setting: Setting
     memory: MemoryEstimate
     traffic: StepTraffic
     is_own: bool
+    comm_s: float | None = None
 
     def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
         """Whether the peaks stay within the limits; None is no limit."""
@@ -77,23 +83,29 @@ class Forecast:
         return all(limit is None or self.memory.peak_nbytes(place) <= limit for place, limit in limits.items())
 
 
-def forecasts(config: ResolvedConfig, model: ModelShape, world_size: int) -> tuple[Forecast, ...]:
-    """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's."""
+def forecasts(
+    config: ResolvedConfig, model: ModelShape, world_size: int, speeds: SpeedTable | None = None
+) -> tuple[Forecast, ...]:
+    """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
+    are those of collectives among the ranks, where somebody has measured them."""
     own = Setting.of(config)
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
         layout = plan_for(changed, model.specs, lambda: model.units, world_size)
         plan = step_plan(changed, layout, is_remote=True)
-        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own))
+        comm_s = None if speeds is None else comm_seconds(plan, speeds)
+        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, comm_s))
     return tuple(found)
 
 
 def cheapest_first(found: Iterable[Forecast]) -> list[Forecast]:
-    """By bytes sent in a step; of equal ones what offloads less, then what leaves more of the device."""
+    """By the seconds of a step's collectives where they are known, then bytes sent in a step; of equal ones what
+    offloads less, then what leaves more of the device."""
     return sorted(
         found,
         key=lambda forecast: (
+            forecast.comm_s or 0.0,
             forecast.traffic.total_nbytes,
             forecast.setting.offloaded,
             forecast.memory.peak_nbytes(Place.DEVICE),

@@ -1,15 +1,17 @@
-"""The commands `deepspeed`, `ds_report`, `ds_bench` and `zero_to_fp32`."""
+"""The commands `deepspeed`, `ds_report`, `ds_bench`, `ds_ssh` and `zero_to_fp32`."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 from polyaccel.errors import PolyaccelError
+from polyaccel_deepspeed.hosts import run_on_hosts, ssh_parser
 from polyaccel_deepspeed.launcher import launch_arguments, launch_ranks
 
-OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter")
+OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "pt2pt")
 """What `ds_bench` times."""
 
 
@@ -37,6 +39,12 @@ def bench(argv: Sequence[str] | None = None) -> int:
         else:
             own.append(word)
     return launch([*launchers, "--module", "polyaccel_deepspeed.bench", *own])
+
+
+def ssh(argv: Sequence[str] | None = None) -> int:
+    """`ds_ssh [-f hostfile] command ...`: the command on every host. Returns the largest exit code."""
+    given = ssh_parser().parse_args(argv)
+    return _shown("ds_ssh", lambda: run_on_hosts(given.hostfile, given.command, shlex.split(given.ssh_args)))
 
 
 def bench_parser() -> argparse.ArgumentParser:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job
+from polyaccel_deepspeed.hosts import DEFAULT_HOSTFILE
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file of variables that DeepSpeed's launcher passes on to other hosts; clients write it."""
 _ENVIRONMENT_VARIABLE = "DS_ENV_FILE"
-_DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 
 def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,8 +53,8 @@ def job(given: argparse.Namespace) -> Job:
             f"--autotuning {given.autotuning}: polyaccel has no such thing",
             cure="leave it out; `polyaccel plan` compares settings",
         )
-    if given.hostfile is None and _DEFAULT_HOSTFILE.is_file():
-        given.hostfile = _DEFAULT_HOSTFILE
+    if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
+        given.hostfile = DEFAULT_HOSTFILE
     elif given.hostfile is not None and not given.hostfile.is_file():
         print(f"deepspeed: there is no hostfile {given.hostfile}: ranks are started on this machine", file=sys.stderr)
         given.hostfile = None

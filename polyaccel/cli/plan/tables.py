@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.forecast import SETTINGS, Forecast, state_names
@@ -40,7 +41,7 @@ _LEGEND = (
 @dataclass(frozen=True)
 class Plan:
     """All that is shown. `assumptions` are sentences; `fitting` are those of `forecasts` that fit the limits
-    (None: none), cheapest first."""
+    (None: none), cheapest first. `speeds` are those of collectives, `compute_s` the seconds that a step computes."""
 
     model: ModelShape
     config: ResolvedConfig
@@ -51,6 +52,13 @@ class Plan:
     checkpoint_nbytes: int
     device_limit_nbytes: int | None
     host_limit_nbytes: int | None
+    speeds: SpeedTable | None = None
+    compute_s: float | None = None
+
+    def step_s(self, forecast: Forecast) -> float | None:
+        """The seconds of a step whose communication overlaps nothing; None where a part of it is not known."""
+        known = self.compute_s is not None and forecast.comm_s is not None
+        return (self.compute_s or 0.0) + (forecast.comm_s or 0.0) if known else None
 
 
 def print_plan(plan: Plan) -> None:
@@ -131,16 +139,33 @@ def _fit(plan: Plan) -> Group | Text:
     stated = " and ".join(f"{short_bytes(limit)} of {place}" for place, limit in limits.items() if limit is not None)
     if not plan.fitting:
         return Text(f"No setting fits {stated} memory. More ranks or a smaller model would.")
-    title = f"Fits {stated} memory, cheapest in traffic first" if stated else "Cheapest in traffic first"
-    table = _table("stage", "offload", "sent", "device", "host", "nvme")
+    order = "cheapest in traffic first" if plan.speeds is None else "fastest communication first"
+    title = f"Fits {stated} memory, {order}" if stated else order.capitalize()
+    times = [] if plan.speeds is None else ["comm s"] if plan.compute_s is None else ["comm s", "step s"]
+    table = _table("stage", "offload", "sent", *times, "device", "host", "nvme")
     for forecast in plan.fitting:
         peaks = (forecast.memory.peak_nbytes(place) for place in Place)
         sent = short_bytes(forecast.traffic.total_nbytes)
-        table.add_row(_stage(forecast), _offload(forecast), sent, *map(short_bytes, peaks))
+        seconds = (f"{value:.3g}" for value in (forecast.comm_s, plan.step_s(forecast)) if value is not None)
+        table.add_row(_stage(forecast), _offload(forecast), sent, *seconds, *map(short_bytes, peaks))
     return _titled(title, table)
 
 
 def _notes(plan: Plan) -> list[Text]:
+    return [*_note_on_times(plan), *_note_on_optimizer(plan)]
+
+
+def _note_on_times(plan: Plan) -> list[Text]:
+    speeds = plan.speeds
+    if speeds is None:
+        return []
+    where = f"{speeds.world_size} ranks on {len(speeds.ranks_on_hosts)} hosts by {speeds.backend}, {speeds.date}"
+    other = "" if speeds.world_size == plan.world_size else f"; bus bandwidths are taken to hold for {plan.world_size}"
+    step = "" if plan.compute_s is None else " step: computing and communication, one after the other."
+    return [Text(f"comm: seconds of a step's collectives, none overlapped, as measured on {where}{other}.{step}")]
+
+
+def _note_on_optimizer(plan: Plan) -> list[Text]:
     optimizer = plan.config.optimizer
     if optimizer is not None and optimizer.type in OPTIMIZERS:
         return []

@@ -37,6 +37,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     limit = "for each rank, such as 16G (powers of 1024)"
     parser.add_argument("--limit-device", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
     parser.add_argument("--limit-host", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
+    parser.add_argument(
+        "--comm",
+        type=Path,
+        metavar="FILE",
+        help="speeds by `polyaccel comm bench --json FILE`: a column with the seconds of a step's collectives",
+    )
+    parser.add_argument(
+        "--compute",
+        type=_seconds,
+        metavar="S",
+        help="seconds that a step computes on a rank, without "
+        "communication: with --comm, a column with the seconds of a step",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=run)
 
@@ -49,16 +62,34 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. The exit code is 1 when limits were given and no setting fits them."""
+    """Print the plan. The exit code is 1 when limits were given and no setting fits them. Raises PolyaccelError."""
+    if args.compute is not None and args.comm is None:
+        raise PolyaccelError(
+            f"--compute {args.compute:g}, and nothing says how fast ranks can talk",
+            cure="measure it: polyaccel comm bench --json FILE, then --comm FILE",
+            value=args.compute,
+        )
     from polyaccel.cli.plan.tables import Plan, print_plan
+    from polyaccel.comm.speeds.table import SpeedTable
     from polyaccel.planning.assumptions import planned_config
     from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, forecasts
 
     planned = planned_config(args.config, args.world_size)
     config = planned.config
     model = _model_shape(args.model, config)
-    found = forecasts(config, model, args.world_size)
+    speeds = None if args.comm is None else SpeedTable.read(args.comm)
+    found = forecasts(config, model, args.world_size, speeds)
     limits = {"device_nbytes": args.limit_device, "host_nbytes": args.limit_host}
     fitting = cheapest_first(forecast for forecast in found if forecast.fits(**limits))
     plan = Plan(
@@ -71,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         checkpoint_nbytes=checkpoint_nbytes(config, model),
         device_limit_nbytes=args.limit_device,
         host_limit_nbytes=args.limit_host,
+        speeds=speeds,
+        compute_s=args.compute,
     )
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
@@ -135,4 +168,6 @@ def _setting_as_json(forecast: Forecast, plan: Plan) -> dict[str, Any]:
         "memory_nbytes": memory,
         "peak_nbytes": {place.value: forecast.memory.peak_nbytes(place) for place in Place},
         "traffic": {**asdict(forecast.traffic), "total_numel": forecast.traffic.total_numel},
+        "comm_s": forecast.comm_s,
+        "step_s": plan.step_s(forecast),
     }

@@ -27,7 +27,8 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """A collective over bucket `bucket`, and what each rank sends in it, the scales of quantised traffic included.
+    """A collective of `ranks` ranks over bucket `bucket`, and what each of them sends in it, the scales of quantised
+    traffic included.
 
     The lower bound that bandwidth-optimal algorithms reach (Patarasuk & Yuan 2009): a reduce-scatter or all-gather
     sends all of a bucket but one shard, an all-reduce is one of each.
@@ -37,6 +38,7 @@ class PlannedCollective:
     bucket: int
     sent_numel: int
     sent_nbytes: int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _collective(
 ) -> PlannedCollective:
     part = plan.bucket.numel // ranks
     sent = (ranks - 1) * (2 if kind == "all_reduce" else 1)
-    return PlannedCollective(kind, plan.bucket.index, sent * part, sent * part_nbytes(part, dtype, bits))
+    return PlannedCollective(kind, plan.bucket.index, sent * part, sent * part_nbytes(part, dtype, bits), ranks)
 
 
 def _gathers_a_step(layout: ShardLayout, micro_batches: int) -> dict[str, int]:

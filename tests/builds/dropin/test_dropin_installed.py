@@ -15,7 +15,7 @@ from throwaway import Distribution, install
 import polyaccel
 
 PLUGIN = Path(__file__).parents[3] / "plugins" / "polyaccel-deepspeed"
-COMMANDS = ("deepspeed", "deepspeed.pt", "ds", "ds_report", "dsr", "ds_bench", "zero_to_fp32")
+COMMANDS = ("deepspeed", "deepspeed.pt", "ds", "ds_report", "dsr", "ds_bench", "ds_ssh", "zero_to_fp32")
 MOST_MODULES = 40
 """Modules that `import deepspeed` may load when torch is loaded already: a few milliseconds' worth."""
 LOADED = """

@@ -11,6 +11,7 @@ import pytest
 from polyaccel.cli.main import main
 from polyaccel.cli.plan.tables import short_bytes, short_count
 from polyaccel.cli.plan.verb import parse_size
+from polyaccel.comm.speeds.table import SpeedRow, speed_table
 from polyaccel.config import load_resolved
 from polyaccel.planning.forecast import SETTINGS, Setting, cheapest_first, checkpoint_nbytes, forecasts
 from polyaccel.planning.model import shape_of_count
@@ -100,6 +101,57 @@ def test_the_cheapest_in_traffic_comes_first_and_then_what_offloads_less() -> No
     assert sent == sorted(sent)
     assert [(f.setting.stage, f.setting.offload) for f in ordered[:2]] == [(1, "none"), (0, "none")]
     assert [forecast.setting.offload for forecast in ordered[:6]] == ["none", "none", "cpu", "cpu", "nvme", "nvme"]
+
+
+SPEEDS = [
+    SpeedRow(operation, nbytes, nbytes / bandwidth, nbytes / bandwidth)
+    for operation, bandwidth in (("all_reduce", 1e9), ("reduce_scatter", 2e9), ("all_gather", 4e9))
+    for nbytes in (1 << 10, 1 << 30)
+]
+
+
+def test_a_table_of_speeds_gives_the_seconds_of_communication(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = tmp_path / "speeds.json"
+    speeds.write_text(speed_table("gloo", "cpu", "float32", [4, 4], "2026-11-23 07:00", SPEEDS).to_json())
+    assert main(["plan", path, "1B", "-n", "8", "--json", "--comm", str(speeds), "--compute", "2"]) == 0
+    found = {_setting(each): each for each in _json(capsys)["settings"]}
+    for setting, each in found.items():
+        traffic = each["traffic"]
+        wholes = {  # of 8 ranks, in two bytes an element
+            "all_reduce": 2 * traffic["all_reduce_numel"] / (2 * 7 / 8),
+            "reduce_scatter": 2 * traffic["reduce_scatter_numel"] / (7 / 8),
+            "all_gather": 2 * traffic["all_gather_numel"] / (7 / 8),
+        }
+        seconds = wholes["all_reduce"] / 1e9 + wholes["reduce_scatter"] / 2e9 + wholes["all_gather"] / 4e9
+        assert each["comm_s"] == pytest.approx(seconds, rel=1e-3), setting
+        assert each["step_s"] == pytest.approx(2 + seconds, rel=1e-3)
+    assert found[Setting(1, "none")]["comm_s"] < found[Setting(0, "none")]["comm_s"]
+    assert main(["plan", path, "1B", "-n", "8", "--comm", str(speeds)]) == 0
+    shown = capsys.readouterr().out
+    assert "Fastest communication first" in shown
+    assert "comm s" in shown
+    assert "step s" not in shown
+    assert "as measured on 8 ranks" in " ".join(shown.split())
+
+
+def test_other_groups_and_quantised_traffic_are_timed_by_their_own_sizes(tmp_path: Path) -> None:
+    speeds = speed_table("gloo", "cpu", "float32", [4, 4], "2026-11-23 07:00", SPEEDS)
+    plain = {"stage": 3}
+    for changes in ({"zero_quantized_gradients": True}, {"zero_hpz_partition_size": 4}):
+        own, other = (
+            next(f for f in forecasts(_resolved(zero_optimization=zero), MODEL, 8, speeds) if f.is_own)
+            for zero in (plain, {**plain, **changes})
+        )
+        assert own.comm_s is not None
+        assert other.comm_s is not None
+        assert other.comm_s < own.comm_s
+
+
+def test_a_compute_time_without_speeds_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", path, "1B", "-n", "8", "--compute", "2"]) == 1
+    assert "polyaccel comm bench --json FILE" in capsys.readouterr().err
 
 
 def _json(capsys: pytest.CaptureFixture[str]) -> Any:

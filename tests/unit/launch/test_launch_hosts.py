@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.hosts import Hosts, excluded, first_hosts, first_slots, included, read_hostfile
+from polyaccel.launch.hosts import Hosts, excluded, first_hosts, first_slots, included, listed_hosts, read_hostfile
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True) | st.sampled_from(["::1", "fe80::2:1", "10.0.0.1"])
 HOSTS = st.dictionaries(NAMES, st.integers(1, 9).map(lambda count: tuple(range(count))), min_size=1, max_size=6)
@@ -52,6 +52,24 @@ def test_a_filter_takes_or_leaves_what_it_names(hosts: Hosts, data: st.DataObjec
     else:
         with pytest.raises(LaunchError, match="no host and no slot is left"):
             excluded(hosts, text)
+
+
+@given(HOSTS, st.data())
+def test_a_list_of_hosts_says_what_was_written(hosts: Hosts, data: st.DataObject) -> None:
+    parts = []
+    for host, slots in hosts.items():
+        named = f"[{host}]" if ":" in host else host
+        is_said = len(slots) > 1 or data.draw(st.booleans())
+        parts.append(f"{named}:{len(slots)}" if is_said else named)
+    assert listed_hosts(data.draw(st.sampled_from([",", ", "])).join(parts)) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "a:0", "a:x", "a:2,a", "a:4097", "a b", "::1", "[]:2", "a:1:2", "a:9999999999"]
+)
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"--hosts .* is no host"):
+        listed_hosts(text)
 
 
 @given(HOSTS, st.lists(st.sampled_from(["", "# a comment", "   "]), max_size=4), st.integers(0, 3))

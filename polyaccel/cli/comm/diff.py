@@ -12,11 +12,8 @@ from polyaccel.errors import CommError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "look at what ranks recorded of their collectives"
-    parser = subparsers.add_parser("comm", help=summary, description=summary)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     what = "say where ranks diverged, from the dumps they left"
-    diff = actions.add_parser("diff", help=what, description=what)
+    diff = subparsers.add_parser("diff", help=what, description=what)
     diff.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="rank-N.json files, or a folder of them")
     diff.set_defaults(func=run_diff)
 

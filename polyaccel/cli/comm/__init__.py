@@ -1,0 +1,1 @@
+"""`polyaccel comm`: what ranks recorded of their collectives, and how fast these are."""

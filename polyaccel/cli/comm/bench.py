@@ -1,0 +1,132 @@
+"""`polyaccel comm bench`: how fast the ranks of a job can move buffers, on this machine or between hosts.
+
+The same command is what a user types and what every rank runs: a process that a launcher has numbered measures, any
+other starts the ranks by `polyaccel run`, each with this command and the options about the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyaccel.cli.job import add_options
+
+if TYPE_CHECKING:
+    from polyaccel.types import DType
+
+_DESCRIPTION = """\
+Measure the collectives of the communicator that a training would have: time of a call, algorithm and bus bandwidth as
+nccl-tests define them. Under a launcher (polyaccel run --module polyaccel comm bench, mpirun, srun, torchrun) the ranks
+that it started measure; without one this command starts them, as polyaccel run does. Rank 0 prints a table, and with
+--json writes it for `polyaccel plan --comm`."""
+_OWN = ("smallest", "largest", "factor", "operations", "dtype", "rounds", "budget", "config", "json")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "measure how fast the ranks of a job can move buffers"
+    parser = subparsers.add_parser("bench", help=what, description=_DESCRIPTION, allow_abbrev=False)
+    own = parser.add_argument_group("the measurement")
+    size = _parsed("such as 1K or 64M (powers of 1024)")
+    own.add_argument("--smallest", type=size, default="1K", metavar="SIZE", help="(default: %(default)s)")
+    own.add_argument("--largest", type=size, default="64M", metavar="SIZE", help="(default: %(default)s)")
+    own.add_argument("--factor", type=_above(2), default="4", metavar="N", help="between sizes (default: %(default)s)")
+    own.add_argument("--operations", default=None, metavar="NAME,...", help="default: all that are known")
+    own.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements (default: %(default)s)")
+    own.add_argument("--rounds", type=_above(3), default="20", metavar="N", help="at most (default: %(default)s)")
+    own.add_argument("--budget", type=_seconds, default="0.5", metavar="S", help="seconds a row (default: %(default)s)")
+    own.add_argument("--config", metavar="FILE", help="a config whose `comm` and `accelerator` count")
+    own.add_argument("--json", metavar="FILE", help="where rank 0 writes the table; - prints it instead")
+    add_options(parser.add_argument_group("the ranks, where this command starts them"), with_script=False)  # type: ignore[arg-type]
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, or start the ranks that do. Returns the exit code. Raises PolyaccelError."""
+    from polyaccel.comm.discovery import look_around
+    from polyaccel.comm.speeds.measure import all_cases, sizes
+    from polyaccel.comm.speeds.table import OPERATIONS
+    from polyaccel.types import DType
+
+    operations = OPERATIONS if args.operations is None else args.operations.split(",")
+    wanted = list(all_cases(operations, sizes(args.smallest, max(args.smallest, args.largest), args.factor)))
+    dtype = DType.parse(args.dtype)
+    if any(row.matched for row in look_around()):
+        return _measure(args, wanted, dtype)
+    from polyaccel.cli.job import job_of
+    from polyaccel.cli.run import count_ranks, run_job
+
+    args.script, args.module, args.no_python, args.arguments = "polyaccel", True, False, ["comm", "bench", *_own(args)]
+    return run_job(job_of(args, os.environ, lambda: max(2, count_ranks())), args)
+
+
+def _own(args: argparse.Namespace) -> list[str]:
+    """The options about the measurement, as a rank gets them."""
+    given = {name: getattr(args, name) for name in _OWN}
+    if args.json not in (None, "-"):
+        given["json"] = str(Path(args.json).absolute())
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype: DType) -> int:
+    from polyaccel import comm
+    from polyaccel.comm.discovery import local_rank
+    from polyaccel.comm.join.hosts import ranks_by_host
+    from polyaccel.comm.speeds.measure import measured
+    from polyaccel.comm.speeds.table import shown
+    from polyaccel.config import load_config
+
+    comm.init_distributed(config=None if args.config is None else load_config(args.config), verbose=False)
+    communicator = comm.default_communicator()
+    places = communicator.all_gather_object((socket.gethostname(), local_rank(default=communicator.rank)))
+    table = measured(
+        communicator,
+        dtype,
+        wanted,
+        rounds=args.rounds,
+        budget_s=args.budget,
+        ranks_on_hosts=map(len, ranks_by_host(places)),
+    )
+    if communicator.rank == 0:
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(table.to_json() + "\n", encoding="utf-8")
+        print(table.to_json() if args.json == "-" else shown(table))
+        sys.stdout.flush()
+    comm.barrier()
+    comm.destroy_process_group()
+    return 0
+
+
+def _parsed(what: str) -> Callable[[str], int]:
+    from polyaccel.cli.plan.verb import parse_size
+
+    def size(text: str) -> int:
+        nbytes = parse_size(text)
+        if not 1 <= nbytes < 1 << 40:
+            raise argparse.ArgumentTypeError(f"{text!r} is no size {what}")
+        return nbytes
+
+    return size
+
+
+def _above(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text[:9]) or len(text) > 9:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} on")
+        return int(text)
+
+    return count
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds

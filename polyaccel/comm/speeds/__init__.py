@@ -1,0 +1,1 @@
+"""How fast a communicator moves buffers: measured, and as a table that others read."""

@@ -1,0 +1,164 @@
+"""`SpeedTable`: the seconds of collectives by operation and size, and what follows from them.
+
+Sizes and bandwidths are those of nccl-tests. The size of an all-gather is that of the gathered whole, of a
+reduce-scatter that of the source, of an all-to-all that of all parts of one rank, of a message that of the message. The
+algorithm bandwidth is size over time. The bus bandwidth is that times the share of the size which the slowest link of
+an ideal algorithm carries (`bus_factor`): it can be compared between operations and numbers of ranks, and with what the
+hardware promises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from polyaccel.errors import CommError
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+"""What is measured. `send_recv`: every rank sends to the next one and receives from the one before."""
+_FORMAT = "polyaccel comm speeds 1"
+_SHARES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1})
+
+
+def bus_factor(operation: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: 2 (n - 1) / n for an all-reduce of n ranks, (n - 1) / n for a gather, a
+    reduce-scatter or an all-to-all, 1 for a broadcast or a message."""
+    share = _SHARES.get(operation)
+    return 1.0 if share is None else share * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """`seconds`: the median over rounds of the slowest rank's time for a call; `fastest_s`: the best round."""
+
+    operation: str
+    nbytes: int
+    seconds: float
+    fastest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTable:
+    """What was measured. `ranks_on_hosts` counts the ranks of each host; `rows` are sorted by operation and size."""
+
+    backend: str
+    accelerator: str
+    dtype: str
+    ranks_on_hosts: tuple[int, ...]
+    date: str
+    """UTC."""
+    rows: tuple[SpeedRow, ...]
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks_on_hosts)
+
+    def bandwidths(self, row: SpeedRow) -> tuple[float, float]:
+        """The algorithm and the bus bandwidth of a row, in bytes a second."""
+        algorithm = row.nbytes / row.seconds
+        return algorithm, algorithm * bus_factor(row.operation, self.world_size)
+
+    def seconds(self, operation: str, nbytes: int, world_size: int | None = None) -> float:
+        """What a collective of that size takes by this table.
+
+        Between two measured sizes a straight line, below the smallest its time, above the largest in proportion to the
+        size. For another number of ranks than was measured the bus bandwidth is taken to be the same. Raises CommError
+        when the operation was not measured.
+        """
+        rows = [row for row in self.rows if row.operation == operation]
+        if not rows:
+            known = ", ".join(dict.fromkeys(row.operation for row in self.rows))
+            raise CommError(
+                f"the table of speeds has {known}, and no {operation}",
+                cure="measure all operations: polyaccel comm bench --json FILE",
+                value=operation,
+            )
+        scale = 1.0
+        if world_size is not None and world_size != self.world_size:
+            scale = bus_factor(operation, world_size) / bus_factor(operation, self.world_size)
+        if nbytes <= rows[0].nbytes:
+            return scale * rows[0].seconds
+        for before, after in pairwise(rows):
+            if nbytes <= after.nbytes:
+                share = (nbytes - before.nbytes) / (after.nbytes - before.nbytes)
+                return scale * (before.seconds + share * (after.seconds - before.seconds))
+        return scale * rows[-1].seconds * nbytes / rows[-1].nbytes
+
+    def to_json(self) -> str:
+        """The table as JSON, with both bandwidths in every row."""
+        tree = asdict(self)
+        for values, row in zip(tree["rows"], self.rows, strict=True):
+            values["algorithm_bytes_per_s"], values["bus_bytes_per_s"] = self.bandwidths(row)
+        return json.dumps({"format": _FORMAT, "world_size": self.world_size, **tree}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> SpeedTable:
+        """The inverse of `to_json`. `source` names the text in errors. Raises CommError for any other text."""
+        try:
+            tree = json.loads(text)
+            if tree["format"] != _FORMAT:
+                raise ValueError(f"its format is {tree['format']!r}")
+            rows = [_row(values) for values in tree["rows"]]
+            hosts = tuple(int(count) for count in tree["ranks_on_hosts"])
+            if not rows or sum(hosts) < 2 or min(hosts) < 1:
+                raise ValueError(f"{len(rows)} rows of {sum(hosts)} ranks")
+            backend, accelerator, dtype = (str(tree[name]) for name in ("backend", "accelerator", "dtype"))
+            return cls(backend, accelerator, dtype, hosts, str(tree["date"]), _sorted(rows))
+        except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
+            raise CommError(
+                f"{source} is no table of speeds: {type(error).__name__}: {error}",
+                cure="write one: polyaccel comm bench --json FILE",
+                value=source,
+            ) from error
+
+    @classmethod
+    def read(cls, file: Path) -> SpeedTable:
+        """The table in a file. Raises CommError where there is none."""
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            cure = "write one: polyaccel comm bench --json FILE"
+            raise CommError(f"{file} cannot be read: {error}", cure=cure, value=str(file)) from error
+        return cls.from_json(text, str(file))
+
+
+def speed_table(
+    backend: str, accelerator: str, dtype: str, ranks_on_hosts: Iterable[int], date: str, rows: Iterable[SpeedRow]
+) -> SpeedTable:
+    """A table of rows in any order."""
+    return SpeedTable(backend, accelerator, dtype, tuple(ranks_on_hosts), date, _sorted(rows))
+
+
+def shown(table: SpeedTable) -> str:
+    """The table for people: sizes in bytes, times in microseconds, bandwidths in GB/s (10^9 bytes)."""
+    hosts = table.ranks_on_hosts
+    where = f"{len(hosts)} hosts of {', '.join(map(str, hosts))}" if len(hosts) > 1 else "one host"
+    lines = [
+        f"{table.world_size} ranks on {where}, {table.accelerator}, by {table.backend}, {table.dtype}, {table.date}",
+        f"{'operation':<14} {'bytes':>11} {'time us':>11} {'best us':>11} {'algbw GB/s':>11} {'busbw GB/s':>11}",
+    ]
+    for row in table.rows:
+        algorithm, bus = table.bandwidths(row)
+        lines.append(
+            f"{row.operation:<14} {row.nbytes:>11} {1e6 * row.seconds:>11.1f} {1e6 * row.fastest_s:>11.1f} "
+            f"{algorithm / 1e9:>11.3f} {bus / 1e9:>11.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _sorted(rows: Iterable[SpeedRow]) -> tuple[SpeedRow, ...]:
+    return tuple(sorted(rows, key=lambda row: (OPERATIONS.index(row.operation), row.nbytes)))
+
+
+def _row(values: Mapping[str, Any]) -> SpeedRow:
+    row = SpeedRow(
+        str(values["operation"]), int(values["nbytes"]), float(values["seconds"]), float(values["fastest_s"])
+    )
+    if row.operation not in OPERATIONS or row.nbytes < 1 or not 0 < row.seconds < float("inf"):
+        raise ValueError(f"no row: {row}")
+    return row
