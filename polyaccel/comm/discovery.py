@@ -45,7 +45,8 @@ from polyaccel.errors import CommError
 _log = logging.getLogger(__name__)
 
 _TORCHRUN = "torchrun variables"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Where gloo is told which network interface is its."""
 _MARKS = ("TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE")
 """Set by torchrun, `polyaccel run` and DeepSpeed's launcher for each of their ranks."""
 _PASSED_ON: Mapping[str, Mapping[str, str]] = {
@@ -122,8 +123,8 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
         numbers = (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank, rendezvous.local_world_size)
         values |= zip(VARIABLES, (*numbers, rendezvous.address, rendezvous.port), strict=True)
         values |= _PASSED_ON[rendezvous.source]
-    if rendezvous.address is not None and _GLOO_INTERFACE not in environ:
-        values[_GLOO_INTERFACE] = _gloo_interface(rendezvous, environ)
+    if rendezvous.address is not None and GLOO_INTERFACE not in environ:
+        values[GLOO_INTERFACE] = _gloo_interface(rendezvous, environ)
     for name, value in values.items():
         if value is not None:
             environ.setdefault(name, str(value))
@@ -282,10 +283,10 @@ def _gloo_interface(rendezvous: Rendezvous, environ: Mapping[str, str]) -> str |
     """The interface that gloo must be told, for it takes the one that this host's name leads to.
 
     Ranks of one host need no other host to reach them: the loopback, where nobody said that there are others. Between
-    hosts it is the one on the way to rank 0, where the name leads to the loopback.
+    hosts it is the one on the way to rank 0's, whatever the name leads to: often the loopback, or a container's bridge.
     """
     address = rendezvous.address or LOOPBACK
     if rendezvous.local_world_size < rendezvous.world_size:
-        return None if host_address.is_named() else host_address.interface_facing(address)
+        return host_address.interface_between_hosts(address)
     is_said = "LOCAL_WORLD_SIZE" in environ or host_address.means_this_host(address)
     return host_address.loopback_interface() if is_said else None

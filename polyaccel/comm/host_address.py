@@ -15,6 +15,7 @@ _log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
+_ELSEWHERE = "192.0.2.1"  # an address of nobody's (RFC 5737), to which nothing is sent
 _BACKLOG = 4096  # ranks that come at once; the system takes less where it allows less
 
 
@@ -94,18 +95,29 @@ def _all_interfaces() -> dict[str, str]:
 
 def own_addresses() -> tuple[str, ...]:
     """The addresses by which other hosts may reach this one."""
-    return tuple(interfaces().values()) or tuple(a for a in _named() if not a.startswith("127."))
-
-
-def is_named() -> bool:
-    """Whether this host's name leads to an address by which other hosts may reach it."""
-    return any(not address.startswith("127.") for address in _named())
+    return tuple(interfaces().values()) or tuple(a for a in named_addresses() if not a.startswith("127."))
 
 
 def interface_facing(peer: str) -> str | None:
     """The network interface on the way to `peer`; None where there is none or it is not known."""
     facing = address_facing(peer)
     return next((name for name, address in interfaces().items() if address == facing), None)
+
+
+def interface_between_hosts(master: str) -> str | None:
+    """The network interface by which this host and that of rank 0, at `master`, reach each other; None where it is not
+    known.
+
+    That is the one on the way there. Where the way leads to the loopback, because this is that host and calls itself
+    so, it is the only interface, or the one on the way to anywhere.
+    """
+    if means_this_host(master):  # hosts of their launcher's, all of them here
+        return loopback_interface()
+    present = interfaces()
+    facing = interface_facing(master)
+    if facing is not None or len(present) < 2:
+        return facing or next(iter(present), None)
+    return interface_facing(_ELSEWHERE)
 
 
 def host_name() -> str:
@@ -131,7 +143,8 @@ def is_running(process: int, start: int) -> bool:
     return fields[0] not in "ZX" and int(fields[19]) == start
 
 
-def _named() -> list[str]:
+def named_addresses() -> list[str]:
+    """The addresses that this host's name leads to."""
     try:
         return socket.gethostbyname_ex(socket.gethostname())[2]
     except OSError:

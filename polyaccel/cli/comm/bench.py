@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from polyaccel.types import DType
 
 _DESCRIPTION = """\
-Measure the collectives of the communicator that a training would have: time of a call, algorithm and bus bandwidth as
-nccl-tests define them. Under a launcher (polyaccel run --module polyaccel comm bench, mpirun, srun, torchrun) the ranks
-that it started measure; without one this command starts them, as polyaccel run does. Rank 0 prints a table, and with
---json writes it for `polyaccel plan --comm`."""
+Measure the collectives of the communicator that a training would have: the time of a call, its size over that time
+(algbw), and what crosses the slowest link in a second (busbw). Under a launcher (polyaccel run --module polyaccel comm
+bench, mpirun, srun, torchrun) the ranks that it started measure; without one this command starts them, as polyaccel run
+does. Rank 0 prints a table, and with --json writes it for `polyaccel plan --comm`."""
 _OWN = ("smallest", "largest", "factor", "operations", "dtype", "rounds", "budget", "config", "json")
 
 

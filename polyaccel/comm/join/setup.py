@@ -22,6 +22,7 @@ from polyaccel.comm.default import (
 from polyaccel.comm.discovery import comes_of_launcher, discover, publish
 from polyaccel.comm.join.backends import comm_backend, fitting_backend
 from polyaccel.comm.join.hosts import share_hosts
+from polyaccel.comm.join.interfaces import name_interfaces
 from polyaccel.comm.secret import agree_on_secret
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
@@ -141,6 +142,8 @@ def connect(
         # Nobody said LOCAL_WORLD_SIZE, and so all ranks were taken to be on one host.
         _log.info("%s; using %s", error.message, own)
         communicator = join(own)
+    if communicator.backend == "gloo" and rendezvous.local_world_size < rendezvous.world_size:
+        name_interfaces(communicator)
     if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
         communicator = share_hosts(communicator, rendezvous.local_rank)
     agree_on_secret(communicator)

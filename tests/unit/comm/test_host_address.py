@@ -38,18 +38,31 @@ def test_interfaces_are_those_that_the_kernel_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "named"), [(["127.0.1.1"], False), ([], False), (["127.0.0.1", "10.0.0.2"], True)]
+    ("present", "routes", "found"),
+    [
+        ({"eth0": "10.0.0.2", "docker0": "172.17.0.1"}, {"10.0.0.1": "10.0.0.2"}, "eth0"),
+        ({"eth0": "10.0.0.1", "ib0": "10.1.0.1"}, {"10.0.0.1": "10.0.0.1"}, "eth0"),  # rank 0's host itself
+        ({"eth0": "10.0.0.1"}, {"10.0.0.1": "127.0.0.1"}, "eth0"),  # it calls itself by the loopback
+        ({"eth0": "10.0.0.1", "docker0": "172.17.0.1"}, {"192.0.2.1": "10.0.0.1"}, "eth0"),
+        ({"eth0": "10.0.0.1", "docker0": "172.17.0.1"}, {}, None),
+        ({}, {}, None),
+    ],
 )
-def test_a_name_that_leads_to_the_loopback_is_none(
-    addresses: list[str], named: bool, monkeypatch: pytest.MonkeyPatch
+def test_between_hosts_it_is_the_interface_on_the_way(
+    present: dict[str, str], routes: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], addresses))
-    assert host_address.is_named() is named
+    monkeypatch.setattr(host_address, "interfaces", lambda: present)
+    monkeypatch.setattr(host_address, "address_facing", routes.get)
+    assert host_address.interface_between_hosts("10.0.0.1") == found
 
 
-def test_a_host_without_a_name_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_meet_at_the_loopback_talk_by_it() -> None:
+    assert host_address.interface_between_hosts("127.0.0.1") == host_address.loopback_interface()
+
+
+def test_a_host_without_a_name_has_no_address_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> None:
         raise socket.gaierror(name)
 
     monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
-    assert not host_address.is_named()
+    assert host_address.named_addresses() == []

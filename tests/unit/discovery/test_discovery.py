@@ -185,18 +185,14 @@ def test_nothing_is_published_for_one_process_or_where_everybody_knows(
 
 
 @pytest.mark.parametrize("source", ["torchrun variables", "Slurm"])
-def test_gloo_is_told_its_interface_where_the_hosts_name_leads_nowhere(
+def test_between_hosts_gloo_is_told_the_interface_on_the_way_to_rank_0(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_address, "interface_facing", lambda peer: f"to {peer}")
+    monkeypatch.setattr(host_address, "interface_between_hosts", lambda peer: f"to {peer}")
     apart = Rendezvous(1, 2, 0, 1, "10.0.0.7", 1, source)
-    told: dict[bool, str | None] = {}
-    for named in (True, False):
-        monkeypatch.setattr(host_address, "is_named", lambda named=named: named)
-        environ: dict[str, str] = {}
-        publish(apart, environ)
-        told[named] = environ.get("GLOO_SOCKET_IFNAME")
-    assert told == {True: None, False: "to 10.0.0.7"}
+    environ: dict[str, str] = {}
+    publish(apart, environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "to 10.0.0.7"
     environ = {"GLOO_SOCKET_IFNAME": "ib0"}
     publish(apart, environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
