@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
+from types import MappingProxyType
 from typing import Any
 
 from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
@@ -17,6 +18,7 @@ from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
 from polyaccel.engine.base import EngineSettings
+from polyaccel.mesh import Mesh
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.offload.walk import most_host_buffers
 from polyaccel.registry import PluginGroup, load_plugin
@@ -50,26 +52,32 @@ _COMMON_SETTINGS = {
 
 
 def plan_for(
-    config: ResolvedConfig, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]], world_size: int
+    config: ResolvedConfig,
+    specs: tuple[ParamSpec, ...],
+    units: Callable[[], Mapping[str, str]],
+    mesh: Mesh,
+    rooms: Mapping[str, int] = MappingProxyType({}),
 ) -> ShardLayout:
-    """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded.
+    """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded. `rooms` has
+    the most elements that any rank holds of a parameter that is cut (`plan_layout`).
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
     """
     zero = config.zero_optimization
-    total = sum(spec.numel for spec in specs)
+    numels = {spec.fqn: rooms.get(spec.fqn, spec.numel) for spec in specs}
+    total = sum(numels.values())
     wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
     cap = min(zero.reduce_bucket_size, wanted)
     if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return plan_layout(specs, world_size=world_size, max_bucket_numel=cap)
+        return plan_layout(specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms)
     persistent = set[str]()
     left = zero.model_persistence_threshold
-    for spec in sorted(specs, key=lambda spec: spec.numel):
-        if spec.numel <= zero.param_persistence_threshold and spec.numel <= left:
-            persistent.add(spec.fqn)
-            left -= spec.numel
-    return plan_layout(specs, world_size=world_size, max_bucket_numel=cap, units=units(), persistent=persistent)
+    for fqn, numel in sorted(numels.items(), key=lambda item: item[1]):
+        if numel <= zero.param_persistence_threshold and numel <= left:
+            persistent.add(fqn)
+            left -= numel
+    return plan_layout(specs, mesh=mesh, max_bucket_numel=cap, units=units(), persistent=persistent, rooms=rooms)
 
 
 def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPolicy:

@@ -7,11 +7,12 @@ of its own kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from logging import getLogger
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from polyaccel.comm.default import default_communicator
 from polyaccel.comm.watch.summary import start_log
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
+from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.engine.about import about_run
 from polyaccel.engine.base import EngineParts, ModelAdapter
@@ -34,6 +36,7 @@ from polyaccel.engine.metrics import Monitor
 from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.mesh import Mesh
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.policies import (
@@ -48,7 +51,7 @@ from polyaccel.policies import (
 )
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.parts import Communicators, StepParts, Tiers
+from polyaccel.zero.parts import Communicators, GroupCommunicators, StepParts, Tiers
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.placement import Offload
 from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
@@ -72,8 +75,11 @@ class Runtime:
     step_policy: StepPolicy
     param_dtype: DType | None
     """The element type in which floating parameters are held; None: as the model has them."""
+    mesh: Mesh
+    """The axes along which the ranks stand."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
+    _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property
     def casts_inputs(self) -> bool:
@@ -87,6 +93,7 @@ class Runtime:
             settings=engine_settings_of(self.config),
             accelerator=self.accelerator,
             communicator=self.communicator,
+            mesh=self.mesh,
             loss_scaler=self.loss_scaler(),
             monitors=self.open_monitors(),
             about=self.about,
@@ -96,7 +103,7 @@ class Runtime:
     def about(self) -> dict[str, Any]:
         """What `about_run` tells of this run."""
         storage = self.config.checkpoint.storage_plugin[0]
-        return about_run(self.config.public_tree(), storage, self.accelerator, self.communicator)
+        return about_run(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
         """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config
@@ -127,45 +134,58 @@ class Runtime:
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
-        layout = self.plan(specs, adapter.unit_names)
+        layout = self.plan(specs, adapter.unit_names, rooms=self._rooms(specs))
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
         tiers = self.open_tiers(plan.offload, resident=resident)
-        parts = StepParts(self.accelerator, self.communicators(plan.traffic), tiers)
+        parts = StepParts(self.accelerator, self.communicators(layout, plan.traffic), tiers)
         return ZeroStep(plan, parts, adapter, optimizer, groups, timer)
 
     def plan(
-        self, specs: tuple[ParamSpec, ...], units: Callable[[], Mapping[str, str]], *, world_size: int | None = None
+        self,
+        specs: tuple[ParamSpec, ...],
+        units: Callable[[], Mapping[str, str]],
+        *,
+        rooms: Mapping[str, int] = MappingProxyType({}),
     ) -> ShardLayout:
-        """Lay out `specs` as the config says over `world_size` shards, one a rank by default; see `plan_for`."""
-        return plan_for(self.config, specs, units, world_size or self.communicator.world_size)
+        """Lay out `specs` as the config says over the mesh; see `plan_for`."""
+        return plan_for(self.config, specs, units, self.mesh, rooms)
 
-    def communicators(self, traffic: TrafficPolicy) -> Communicators:
-        """The communicators that carry parameters and gradients as `traffic` says. Collective where near ranks keep
-        second copies."""
-        communicator = self.communicator
-        near = None
-        if traffic.near_ranks > 1:
-            for first in range(0, communicator.world_size, traffic.near_ranks):
-                near = communicator.split(range(first, first + traffic.near_ranks)) or near
-            if near is not None:
-                near.barrier()  # every rank has joined before any may leave
+    def _rooms(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
+        """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""
+        cut = [spec for spec in specs if spec.cut]
+        told = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
+        return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*told, strict=True), strict=True)}
 
-        def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
-            if gather_bits is None and reduce_bits is None:
-                return communicator
-            return QuantizedCommunicator(
-                communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
-            )
+    def along(self, axes: Collection[str]) -> Communicator:
+        """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
 
-        return Communicators(
-            exact=communicator,
-            trained=quantised(traffic.trained_bits, None),
-            frozen=quantised(traffic.frozen_bits, None),
-            gradients=quantised(None, traffic.gradient_bits),
-            near=near,
-        )
+        Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
+        """
+        names = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.size > 1)
+        if self.mesh.size_of(names) == self.communicator.world_size:
+            return self.communicator
+        if names not in self._groups:
+            for ranks in self.mesh.groups(names):
+                group = self.communicator.split(ranks)
+                if group is not None:
+                    self._groups[names] = group
+            self._groups[names].barrier()  # every rank has joined before any may leave
+        return self._groups[names]
+
+    def leave_groups(self) -> None:
+        """Leave the groups along axes of the mesh."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def communicators(self, layout: ShardLayout, traffic: TrafficPolicy) -> Communicators:
+        """The communicators that carry parameters and gradients of `layout` as `traffic` says. Collective where some
+        parameters are cut, and where near ranks keep second copies."""
+        cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
+        groups = {cut: _as_they_travel(self.along(self.mesh.others(cut)), traffic) for cut in cuts}
+        return Communicators(self.communicator, groups)
 
     def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
         """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
@@ -259,6 +279,32 @@ class Runtime:
         return slice_optimizer(section.type), defaults
 
 
+def _as_they_travel(communicator: Communicator, traffic: TrafficPolicy) -> GroupCommunicators:
+    """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
+    copies."""
+    near = None
+    if traffic.near_ranks > 1:
+        for first in range(0, communicator.world_size, traffic.near_ranks):
+            near = communicator.split(range(first, first + traffic.near_ranks)) or near
+        if near is not None:
+            near.barrier()  # every rank has joined before any may leave
+
+    def quantised(gather_bits: Bits | None, reduce_bits: Bits | None) -> Communicator:
+        if gather_bits is None and reduce_bits is None:
+            return communicator
+        return QuantizedCommunicator(
+            communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
+        )
+
+    return GroupCommunicators(
+        exact=communicator,
+        trained=quantised(traffic.trained_bits, None),
+        frozen=quantised(traffic.frozen_bits, None),
+        gradients=quantised(None, traffic.gradient_bits),
+        near=near,
+    )
+
+
 def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> Runtime:
     """The runtime for a config over the default communicator.
 
@@ -286,6 +332,7 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_siz
         policy=ZeroPolicy.of_stage(config.zero_optimization.stage),
         step_policy=step_policy_of(config),
         param_dtype=param_dtype,
+        mesh=mesh_of(config, world_size or communicator.world_size),
     )
 
 

@@ -114,7 +114,8 @@ class ParamSpec:
 
     `fqn` is its fully qualified name (tied parameters: the first one), `dtype` the type it has on the device,
     `group` the index of its optimizer group, `trainable` whether it receives gradients. `block` is the part of the
-    global tensor that this rank holds, in the local `shape`; None where that is all of it.
+    global tensor that this rank holds, in the local `shape`; None where that is all of it. Along the axes `cut` of the
+    mesh other ranks hold other blocks; along all others the parameter is replicated.
 
     Raises ShardingError for a block of another local shape.
     """
@@ -125,6 +126,7 @@ class ParamSpec:
     group: int = 0
     trainable: bool = True
     block: Block | None = None
+    cut: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block.local_shape != self.shape:

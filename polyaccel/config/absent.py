@@ -256,7 +256,10 @@ ABSENT: tuple[Absent, ...] = (
         f"datastates_ckpt{BELOW}", None, "the DataStates checkpoint writer", 'name a plugin in "checkpoint.storage"'
     ),
     # Models cut over ranks, and rewritten ones.
-    Absent("sequence parallelism", {"sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32"}),
+    _tuning(
+        "sequences are exchanged between ranks in the element type of their values",
+        seq_parallel_communication_data_type="fp32",
+    ),
     Absent(
         "pipeline parallelism",
         _under(
@@ -275,7 +278,6 @@ ABSENT: tuple[Absent, ...] = (
         "tensor parallelism",
         _under(
             "tensor_parallel",
-            autotp_size=0,
             dtype="fp16",
             tp_overlap_comm=False,
             vocab_parallel_lm_head=None,
@@ -286,7 +288,7 @@ ABSENT: tuple[Absent, ...] = (
             kernel_inject=False,
             replace_with_kernel_inject=False,
         )
-        | _under("tensor_parallel.tp", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None)
+        | _under("tensor_parallel.tp", tp_grain_size=1, mpu=None, tp_group=None)
         | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None)
         | {f"tensor_parallel.partition_config{BELOW}": None},
         'shard the parameters: "zero_optimization": {"stage": 3}',

@@ -1,6 +1,7 @@
 """From a `Config` and the world size to the `ResolvedConfig` that training runs with.
 
-The batch triad is solved here: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+The batch triad is solved here: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks
+with batches of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import RULES, fill_auto
 from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
+from polyaccel.config.meshes import data_ranks, mesh_problems
 from polyaccel.config.problems import validate_tree
 from polyaccel.config.root import Config, ResolvedConfig
 from polyaccel.config.sections.zero import ZeroConfig
@@ -55,10 +57,13 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     # Once more, for what hints decided may contradict any other key, and a Config may have been made by hand.
     problems += [*undecided, *found, *config_problems(config)]
     problems += plugin_problems(config)
-    triad, unsolved = _triad(draft, config, [problem.key for problem in problems], world_size)
+    problems += mesh_problems(config, world_size)
+    data = data_ranks(config, world_size)
+    triad, unsolved = _triad(draft, config, [problem.key for problem in problems], data)
     problems += unsolved
-    if config.data_parallel_size not in (None, world_size):
-        expected = f"should be the world size, {world_size}"
+    if config.data_parallel_size not in (None, data):
+        of = "the world size" if data == world_size else f"what the other axes of the mesh leave of {world_size} ranks"
+        expected = f"should be {of}, {data}"
         problems.append(Problem("data_parallel_size", config.data_parallel_size, expected, "leave it out"))
     near = config.zero_optimization.zero_hpz_partition_size
     if world_size % near:

@@ -13,6 +13,7 @@ from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
 from polyaccel.config.sections.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
+from polyaccel.config.sections.mesh import MeshConfig, TensorParallelConfig
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
@@ -126,6 +127,12 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
 
+    mesh: MeshConfig = MeshConfig()
+    """The axes along which ranks stand."""
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    """Ranks that share the weights of each layer."""
+    sequence_parallel_size: PositiveInt = 1
+    """Ranks that share the sequences of a batch, a divisor of all ranks."""
     data_parallel_size: PositiveInt | None = None
     """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
 

@@ -8,7 +8,6 @@ from importlib import metadata
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.mesh import Mesh
 from polyaccel.registry import PluginGroup, find_plugin
@@ -16,9 +15,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 _PACKAGES = ("polyaccel", "torch", "jax", "numpy", "safetensors", "transformers")
 
 
-def about_run(
-    config: Mapping[str, Any], storage: str, accelerator: Accelerator, communicator: Communicator
-) -> dict[str, Any]:
+def about_run(config: Mapping[str, Any], storage: str, accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
     """Plain values: versions of packages, the plugins and where they are from, the mesh, and `config`, a tree of JSON.
     `storage` is the name of the storage's plugin."""
     return {
@@ -27,7 +24,7 @@ def about_run(
             "accelerator": _source(PluginGroup.ACCELERATORS, accelerator.name),
             "storage": _source(PluginGroup.STORAGE, storage),
         },
-        "mesh": {axis.name: axis.size for axis in Mesh.flat(communicator.world_size).axes},
+        "mesh": {axis.name: axis.size for axis in mesh.axes},
         "config": dict(config),
     }
 

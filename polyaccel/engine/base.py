@@ -24,6 +24,7 @@ from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
+from polyaccel.mesh import Mesh
 from polyaccel.types import ParamSpec
 from polyaccel.zero.buckets.params import ParamOwner
 from polyaccel.zero.update.optimizers import Group
@@ -59,6 +60,7 @@ class EngineParts:
     settings: EngineSettings
     accelerator: Accelerator
     communicator: Communicator
+    mesh: Mesh
     loss_scaler: LossScaler
     monitors: Sequence[Monitor]
     about: Mapping[str, Any]
@@ -96,6 +98,8 @@ class Engine(ABC):
     """What replicas in memory have as `client_state`: that of the last save or load, unless a script sets another."""
     accelerator: Accelerator
     communicator: Communicator
+    mesh: Mesh
+    """The axes along which the ranks stand."""
     counters: StepCounters
     loss_scaler: LossScaler
     zero: TrainedState
@@ -144,6 +148,7 @@ class Engine(ABC):
         self._settings = parts.settings
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
+        self.mesh = parts.mesh
         self._saver = Saver(parts.communicator, parts.settings.saving, parts.about)
         replica = parts.settings.saving.replica
         self._replicas = None if replica is None else Replicas(parts.communicator, replica, parts.about)

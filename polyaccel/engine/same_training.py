@@ -41,7 +41,8 @@ def _versions(about: Mapping[str, Any]) -> Iterator[str]:
 def _parameters(specs: Iterable[ParamSpec]) -> Iterator[str]:
     for spec in specs:
         use = f"trained in optimizer group {spec.group}" if spec.trainable else "frozen"
-        yield f"parameter {spec.fqn!r}, {spec.dtype.value} of shape {spec.shape}, {use}"
+        cut = f", cut along {' and '.join(spec.cut)}" if spec.cut else ""
+        yield f"parameter {spec.fqn!r}, {spec.dtype.value} of shape {spec.global_shape}{cut}, {use}"
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

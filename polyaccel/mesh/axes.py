@@ -5,7 +5,9 @@ Ranks fill the mesh row-major: the last axis varies fastest, so neighbours along
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from polyaccel.errors import ShardingError
@@ -74,8 +76,37 @@ class Mesh:
 
     def line(self, name: str, rank: int) -> tuple[int, ...]:
         """The ranks that share every coordinate with `rank` but the one along axis `name`, in order."""
+        return self.group((name,), rank)
+
+    def group(self, names: Collection[str], rank: int) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` but those along the axes `names`, in the order of the
+        mesh."""
         here = self.coordinates(rank)
-        return tuple(self.rank_at({**here, name: index}) for index in range(self.axis_size(name)))
+        free = [axis for axis in self.axes if axis.name in names]
+        places = product(*(range(axis.size) for axis in free))
+        return tuple(
+            self.rank_at({**here, **{axis.name: at for axis, at in zip(free, place, strict=True)}}) for place in places
+        )
+
+    def groups(self, names: Collection[str]) -> tuple[tuple[int, ...], ...]:
+        """Every `group` of these axes once, by its first rank."""
+        return tuple(dict.fromkeys(self.group(names, rank) for rank in range(self.world_size)))
+
+    def others(self, names: Collection[str]) -> tuple[str, ...]:
+        """The axes with more than one rank that are not in `names`, in order."""
+        return tuple(axis.name for axis in self.axes if axis.size > 1 and axis.name not in names)
+
+    def size_of(self, names: Collection[str]) -> int:
+        """How many ranks stand in a `group` of these axes."""
+        return prod(axis.size for axis in self.axes if axis.name in names)
+
+    def has_several(self, name: str) -> bool:
+        """Whether there is an axis `name` with more than one rank."""
+        return any(axis.name == name and axis.size > 1 for axis in self.axes)
+
+    def place(self, cut: Collection[str], rank: int) -> int:
+        """The place of `rank` among those that hold the same blocks of tensors which are cut along the axes `cut`."""
+        return self.group(self.others(cut), rank).index(rank)
 
     def _position(self, name: str) -> int:
         for position, axis in enumerate(self.axes):

@@ -8,6 +8,7 @@ from typing import Any
 
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.load import Source, draft_config
+from polyaccel.config.meshes import data_ranks
 from polyaccel.config.resolve import Triad, solve_triad
 from polyaccel.config.sections.offload import BUILT_IN_DEVICES
 from polyaccel.errors import ConfigError
@@ -52,7 +53,7 @@ def planned_config(source: Source, world_size: int) -> PlannedConfig:
     said = [f'{key} = {json.dumps(value)}: it is "auto" in the config' for key, value in values.items()]
     config, places = _known_places(config)
     said += places
-    batch, why = _batch(config, world_size)
+    batch, why = _batch(config, data_ranks(config, world_size))
     if why:
         said.append(why)
     sizes = {"train_batch_size": batch.train, "train_micro_batch_size_per_gpu": batch.micro}
@@ -73,7 +74,8 @@ def _known_places(config: Config) -> tuple[Config, list[str]]:
 
 
 def _batch(config: Config, world_size: int) -> tuple[Triad, str]:
-    """Batch sizes for `world_size` ranks, and the sentence that says what was assumed (empty: nothing)."""
+    """Batch sizes for `world_size` ranks with batches of their own, and the sentence that says what was assumed (empty:
+    nothing)."""
     train, micro, gas = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

@@ -11,6 +11,7 @@ from itertools import product
 
 from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
+from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.model import ModelShape
@@ -92,7 +93,7 @@ def forecasts(
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
-        layout = plan_for(changed, model.specs, lambda: model.units, world_size)
+        layout = plan_for(changed, model.specs, lambda: model.units, mesh_of(changed, world_size))
         plan = step_plan(changed, layout, is_remote=True)
         comm_s = None if speeds is None else comm_seconds(plan, speeds)
         found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, comm_s))

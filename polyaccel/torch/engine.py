@@ -246,8 +246,8 @@ class TorchEngine(nn.Module, Engine):
         return ShardedDataLoader(
             dataset,
             micro_batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.communicator.rank,
-            world_size=self.communicator.world_size,
+            rank=self.mesh.coordinates(self.communicator.rank)["data"],
+            world_size=self.mesh.axis_size("data"),
             drop_last=self._module_settings.drop_last,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -387,6 +387,7 @@ class TorchEngine(nn.Module, Engine):
         self._linears.release()
         self.adapter.release()
         self.zero.close()
+        self.runtime.leave_groups()
         self._recorder.close()
 
     def __getattr__(self, name: str) -> Any:

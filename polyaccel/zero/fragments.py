@@ -54,12 +54,13 @@ def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
     place, slot = step.params.locate(fqn)
     own = fragment(step, fqn, kind)
     dtype = _source(step, place.bucket.index, fqn, kind).dtype
-    whole = step.communicator.allocate(slot.param.numel, dtype if dtype is DType.FLOAT64 else DType.FLOAT32)
+    holders = step.holders(fqn)
+    whole = holders.allocate(slot.param.numel, dtype if dtype is DType.FLOAT64 else DType.FLOAT32)
     if own is not None:
         whole.view(own.start, own.values.numel).copy_from(own.values)
     is_complete = place.master.numel == place.bucket.numel
     if not is_complete and slot.param.numel:
-        step.communicator.all_reduce(
+        holders.all_reduce(
             whole, label=f"whole {kind}", bucket=place.bucket.index
         )  # zeros elsewhere, so nothing is rounded
     return whole
@@ -113,7 +114,7 @@ def shown_gradient(step: ZeroStep, fqn: str) -> ShownGradient | None:
     """
     gradients, index = step.gradients_of(fqn)
     step.require_complete(fqn)
-    is_alone = step.communicator.world_size == 1
+    is_alone = step.holders(fqn).world_size == 1
     if gradients.holds_unreduced:
         summed = gradients.unreduced(index)
         if summed is None or is_alone:

@@ -1,4 +1,5 @@
-"""The live parts that a step works with: an accelerator, communicators by what they carry, tiers by place."""
+"""The live parts that a step works with: an accelerator, communicators by who has them and by what they carry, tiers by
+place."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _NOWHERE_ELSE: Mapping[Place, Tier] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Communicators:
-    """The communicators of a step, all over the same ranks but for `near`.
+class GroupCommunicators:
+    """The communicators of the ranks that hold the same parameters, all over these but for `near`.
 
     `trained` and `frozen` gather parameters of that kind for passes, `gradients` reduces, `exact` does all else. `near`
     joins the neighbours of this rank that keep second copies with it, None where none are kept.
@@ -34,18 +35,14 @@ class Communicators:
     near: Communicator | None = None
 
     @classmethod
-    def plain(cls, communicator: Communicator) -> Communicators:
+    def plain(cls, communicator: Communicator) -> GroupCommunicators:
         """One communicator for everything."""
         return cls(communicator, communicator, communicator, communicator)
 
-    def say_nothing_is_gathered(self) -> None:
-        """Log once that a config asks for another way of gathering where there is nothing to gather."""
-        altered = self.near is not None or self.trained is not self.exact or self.frozen is not self.exact
-        if altered and self.exact.rank == 0:
-            log.info(
-                "no parameters are gathered, for they are persistent or in memory that the ranks share: "
-                "zero_quantized_weights, zero_quantized_nontrainable_weights and zero_hpz_partition_size change nothing"
-            )
+    @property
+    def are_altered(self) -> bool:
+        """Whether parameters of some kind are gathered in another way than all else travels."""
+        return self.near is not None or self.trained is not self.exact or self.frozen is not self.exact
 
     def of_passes(self, bucket: Bucket) -> Communicator:
         """The communicator that gathers `bucket` for forward and backward passes."""
@@ -55,10 +52,37 @@ class Communicators:
         """Whether passes compute with the values of the slices."""
         return self.of_passes(bucket) is self.exact
 
+
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """The communicators of a step: that of all ranks, and those of the ranks that hold the same parameters, by the axes
+    along which these are cut (`BucketKind.cut`)."""
+
+    world: Communicator
+    groups: Mapping[tuple[str, ...], GroupCommunicators]
+
+    @classmethod
+    def plain(cls, communicator: Communicator) -> Communicators:
+        """One communicator for everything, where nothing is cut."""
+        return cls(communicator, {(): GroupCommunicators.plain(communicator)})
+
+    def of(self, bucket: Bucket) -> GroupCommunicators:
+        """Those of the ranks that hold the parameters of `bucket`."""
+        return self.groups[bucket.kind.cut]
+
+    def say_nothing_is_gathered(self) -> None:
+        """Log once that a config asks for another way of gathering where there is nothing to gather."""
+        if any(group.are_altered for group in self.groups.values()) and self.world.rank == 0:
+            log.info(
+                "no parameters are gathered, for they are persistent or in memory that the ranks share: "
+                "zero_quantized_weights, zero_quantized_nontrainable_weights and zero_hpz_partition_size change nothing"
+            )
+
     def close(self) -> None:
-        """Leave the group of near ranks, which belongs to this step alone."""
-        if self.near is not None:
-            self.near.close()
+        """Leave the groups of near ranks, which belong to this step alone."""
+        for group in self.groups.values():
+            if group.near is not None:
+                group.near.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.changes import take_over_changes
 from polyaccel.zero.buckets.gradients import GradientBucket
@@ -55,7 +56,7 @@ class ZeroStep:
         groups: Sequence[Group],
         timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
     ) -> None:
-        communicator = parts.communicators.exact
+        communicator = parts.communicators.world
         if plan.layout.world_size != communicator.world_size:
             raise InvariantError(
                 f"layout for {plan.layout.world_size} ranks, communicator of {communicator.world_size}",
@@ -110,6 +111,10 @@ class ZeroStep:
         """What failed in the middle, an update apart, and left parameters and states of two steps."""
         self.passes = 0
         """How many backward passes have begun."""
+
+    def holders(self, fqn: str) -> Communicator:
+        """The communicator of the ranks that hold the same elements of a parameter as this one."""
+        return self._communicators.of(self.layout.locate(fqn)[0]).exact
 
     @property
     def steps(self) -> dict[str, int]:
@@ -325,7 +330,7 @@ class ZeroStep:
         self.require_whole()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
-            for piece in place.bucket.slices(self.communicator.rank):
+            for piece in place.bucket.slices(self._communicators.of(place.bucket).exact.rank):
                 _, slot = self.layout.locate(piece.fqn)
                 offset = slot.offset + piece.start - place.origin
                 yield slot, "param", piece.start, place.master.view(offset, piece.length)

@@ -49,7 +49,7 @@ class NativeEngine(JaxEngine):
         super().__init__(fn, params, runtime, hyperparameters)
         self._mesh = mesh
         specs = tuple(self.adapter.param_specs())
-        layout = runtime.plan(specs, self.adapter.unit_names, world_size=mesh.world_size)
+        layout = runtime.plan(specs, self.adapter.unit_names)
         update = None if slice_optimizer is None else slice_update(slice_optimizer)
         program = StepProgram(
             *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.reference import to_float64
@@ -86,7 +87,7 @@ def make_step(
     optimizer = optimizer or slice_optimizer("Adam")
     layout = plan_layout(
         [ParamSpec(fqn, SHAPES[fqn], dtype) for fqn in reversed(list(SHAPES))],
-        world_size=communicator.world_size,
+        mesh=Mesh.flat(communicator.world_size),
         max_bucket_numel=bucket_numel,
     )
     offload, tiers = Offload(), Tiers.around(device)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
 from polyaccel.errors import ShardingError
+from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.types import DType, ParamSpec
 
 
@@ -28,7 +29,7 @@ def parameter_specs(
     computes with both together and statistics rounded to 16 bits would stand still.
     Raises ShardingError for a group with parameters that are not the module's, or in another group too.
     """
-    params = dict(module.named_parameters())
+    params, cuts = dict(module.named_parameters()), cuts_of(module)
     group_of = _group_indices(groups, {parameter: fqn for fqn, parameter in params.items()})
     if param_dtype is None:
         dtypes: dict[nn.Parameter, DType] = {}
@@ -42,6 +43,7 @@ def parameter_specs(
             dtypes.get(parameter) or _dtype_of(fqn, parameter),
             group_of.get(fqn, 0) if parameter.requires_grad or fqn in trained else 0,
             fqn in group_of and (parameter.requires_grad or fqn in trained),
+            *((cut.block, cut.axes) if (cut := cuts.get(parameter)) is not None else ()),
         )
         for fqn, parameter in params.items()
     }

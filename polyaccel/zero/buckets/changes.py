@@ -10,7 +10,7 @@ takes over its own slice; where they differ, no rank goes on. In shared memory u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
@@ -32,8 +32,10 @@ def take_over_changes(
     if communicator.world_size > 1:
         digests = communicator.all_gather_object([params.digest(fqn) for fqn in names])
         for fqn, values in zip(names, zip(*digests, strict=True), strict=True):
-            if len(set(values)) > 1:
-                raise _difference(fqn, values, [rank for rank, theirs in enumerate(told) if fqn in theirs], owner)
+            for ranks in params.holders(fqn):
+                if len({values[rank] for rank in ranks}) > 1:
+                    writers = [rank for rank in ranks if fqn in told[rank]]
+                    raise _difference(fqn, {rank: values[rank] for rank in ranks}, writers, owner)
     for fqn in names:
         params.adopt(fqn)
     params.show_adopted(names)
@@ -51,18 +53,19 @@ def writers_of(params: ParamStore, communicator: Communicator, names: Sequence[s
         return written
     told = communicator.all_gather_object([(params.digest(fqn), params.differs(fqn)) for fqn in names])
     for fqn, found in zip(names, zip(*told, strict=True), strict=True):
-        digests = [digest for digest, _ in found]
-        usual = max(digests, key=digests.count)
-        writers = [rank for rank, (_, differs) in enumerate(found) if differs]
-        for rank in writers or [rank for rank, digest in enumerate(digests) if digest != usual]:
-            written[rank].add(fqn)
+        for ranks in params.holders(fqn):
+            digests = {rank: found[rank][0] for rank in ranks}
+            usual = max(digests.values(), key=[*digests.values()].count)
+            writers = [rank for rank in ranks if found[rank][1]]
+            for rank in writers or [rank for rank, digest in digests.items() if digest != usual]:
+                written[rank].add(fqn)
     return written
 
 
-def _difference(fqn: str, values: Collection[str], writers: list[int], owner: ParamOwner) -> ShardingError:
-    """The error for a parameter whose digest on each rank is in `values`, and to which `writers` may have written."""
+def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: ParamOwner) -> ShardingError:
+    """The error for a parameter whose digest on ranks is in `values`, and to which `writers` may have written."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
     groups = " and ".join(f"ranks {ranks}" for ranks in ranks_of.values())
     return ShardingError(

@@ -61,12 +61,11 @@ class Gathering:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicators = communicators
-        self._rank = communicators.exact.rank
-        self._second = SecondCopies(communicators.near)
+        self._second = SecondCopies(communicators)
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
-        self._pool = BufferPool(communicators.exact.allocate, policy.max_live_numel)
+        self._pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
         self.course = Course({index: place.bucket.numel for index, place in self._buckets.items()})
         self.live_numel = 0
         """Elements gathered at present, those under way included; the same on all ranks."""
@@ -308,7 +307,7 @@ class Gathering:
 
     def _begin(self, place: ShardedBucket, *, exact: bool) -> None:
         """Give a bucket its memory, and start to fetch this rank's part of it."""
-        place.is_exact = exact or place.is_own or self._communicators.are_exact(place.bucket)
+        place.is_exact = exact or place.is_own or self._communicators.of(place.bucket).are_exact(place.bucket)
         if place.is_own:
             place.full, place.fetch = place.own, DoneFetch()
         else:
@@ -335,7 +334,7 @@ class Gathering:
         `full`, so that it needs no other memory."""
         if place.source is None:
             return DoneFetch()
-        return place.source.fetch(place.own, place.own_part(full, self._rank))
+        return place.source.fetch(place.own, place.own_part(full, self._communicators.of(place.bucket).exact.rank))
 
     def _gather(self, place: ShardedBucket, full: Buffer, fetch: Fetch, *, exact: bool, async_op: bool) -> Work:
         fetch.finish()
@@ -344,8 +343,9 @@ class Gathering:
         work = self._second.gather(place.bucket, full, exact=exact, async_op=async_op)
         if work is not None:
             return work
-        communicator = self._communicators.exact if exact else self._communicators.of_passes(place.bucket)
-        own = place.own if place.source is None else place.own_part(full, self._rank)
+        group = self._communicators.of(place.bucket)
+        communicator = group.exact if exact else group.of_passes(place.bucket)
+        own = place.own if place.source is None else place.own_part(full, communicator.rank)
         return communicator.all_gather(full, own, async_op=async_op, label="parameters", bucket=place.bucket.index)
 
     def _settle(self, place: ShardedBucket) -> None:
@@ -356,7 +356,7 @@ class Gathering:
         with self._waiting():
             place.work.wait()
         place.work = None
-        if place.is_exact is self._communicators.are_exact(place.bucket):  # as passes see it
+        if place.is_exact is self._communicators.of(place.bucket).are_exact(place.bucket):  # as passes see it
             self._second.keep(place.plan, place.full, is_exact=place.is_exact)
         if place.kept is not None:
             self._let_go(place, place.kept)

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 
 from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
@@ -60,7 +61,8 @@ class ParamOwner(ABC):
 class ParamStore:
     """All parameters of a layout on one rank: bound to buckets, gathered while sharded, published after an update.
 
-    They start from what `owner` reads on rank 0, in its precision. `waiting` is entered around waits for other ranks.
+    They start from what `owner` reads on the first of the ranks that hold the same, in its precision. `waiting` is
+    entered around waits for other ranks.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class ParamStore:
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._layout = plan.layout
-        self._communicator = parts.communicators.exact
+        self._communicators = parts.communicators
         self._accelerator = parts.accelerator
         self._owner = owner
         self._waiting = waiting
@@ -81,7 +83,7 @@ class ParamStore:
         self._publishing: dict[int, Work] = {}
         self.buckets: list[BucketParams] = []
         for bucket in plan.buckets:
-            self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._communicator)))
+            self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._exact(bucket.bucket))))
         self.is_any_sharded = any(place.is_sharded for place in self.buckets)
         """Some bucket is whole only while it is gathered; the same on every rank."""
         self.gathering = Gathering(
@@ -104,6 +106,15 @@ class ParamStore:
         bucket, slot = self._layout.locate(fqn)
         return self.buckets[bucket.index], slot
 
+    def _exact(self, bucket: Bucket) -> Communicator:
+        """The communicator of the ranks that hold the parameters of `bucket`."""
+        return self._communicators.of(bucket).exact
+
+    def holders(self, fqn: str) -> Sequence[Sequence[int]]:
+        """The ranks of each group that holds the same elements of a parameter; one group where it is not cut."""
+        mesh, cut = self._layout.mesh, self._layout.locate(fqn)[0].kind.cut
+        return mesh.groups(mesh.others(cut))
+
     def full(self, index: int) -> Buffer:
         """The whole bucket, up to date. Raises ShardingError while it is sharded."""
         self.wait_published(index)
@@ -123,17 +134,18 @@ class ParamStore:
         precise = _common_dtype({original.dtype for original in originals.values()})
         direct = place.full if precise is bucket.kind.dtype else None
         staging = direct if direct is not None else self._accelerator.allocate(bucket.numel, precise)
-        writes = place.shared is None or self._communicator.rank == 0
+        communicator = self._exact(bucket)
+        writes = place.shared is None or communicator.rank == 0
         for slot in bucket.slots if writes or direct is None else ():
             staging.view(slot.offset, slot.param.numel).copy_from(originals[slot.param.fqn])
-        self._communicator.broadcast(staging, 0, label="initial parameters", bucket=bucket.index)
+        communicator.broadcast(staging, 0, label="initial parameters", bucket=bucket.index)
         if direct is None and writes:
             kept = place.own if place.full is None else place.full
             kept.copy_from(self._extent(staging, place))
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
         place.own.mark_written()
-        self._meet(place)  # what rank 0 wrote is there
+        self._meet(place)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.face is not None:
             self._show(bucket, [place.face.view(slot.offset, slot.param.numel) for slot in bucket.slots])
@@ -145,7 +157,7 @@ class ParamStore:
         """Where a bucket is in shared memory, wait until every rank has come here and its writes are visible."""
         if place.shared is not None:
             whole, index = place.shared.whole, place.bucket.index
-            self._communicator.all_gather(whole, place.own, label="shared parameters", bucket=index)
+            self._exact(place.bucket).all_gather(whole, place.own, label="shared parameters", bucket=index)
 
     def _source(self, place: BucketParams) -> Tier | None:
         """The tier that a shard must be read from to be on the device; None where it is there."""
@@ -156,7 +168,7 @@ class ParamStore:
         """The part of a whole bucket that this rank keeps."""
         if place.full is not None:
             return whole
-        low, high = place.bucket.shard_bounds(self._communicator.rank)
+        low, high = place.bucket.shard_bounds(self._exact(place.bucket).rank)
         return whole.view(low, high - low)
 
     def _show(self, bucket: Bucket, views: Sequence[Buffer]) -> None:
@@ -173,7 +185,7 @@ class ParamStore:
         """Start making an updated bucket whole on every rank; a sharded one is whole only when it is gathered next."""
         place = self.buckets[index]
         if place.full is not None and place.plan.publishes:
-            self._publishing[index] = self._communicator.all_gather(
+            self._publishing[index] = self._exact(place.bucket).all_gather(
                 place.full, place.own, async_op=True, label="updated parameters", bucket=index
             )
         self._mark_written(place)
@@ -311,13 +323,15 @@ class ParamStore:
         self.forget_faces(names)
 
     def broadcast_seen(self, names: Sequence[str], rank: int) -> None:
-        """Let all ranks have the values that users of `rank` see in whole parameters. Collective."""
+        """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
+        users of the ranks beside it see in the other blocks. Collective."""
         for fqn in names:
             place, slot = self.locate(fqn)
-            seen = self._seen(fqn)
-            if place.shared is None and self._communicator.world_size > 1 and seen.numel:
-                self._communicator.broadcast(seen, rank, label="changed parameters", bucket=place.bucket.index)
-            elif place.shared is not None and self._communicator.rank == rank:
+            seen, communicator = self._seen(fqn), self._exact(place.bucket)
+            root = self._layout.mesh.place(place.bucket.kind.cut, rank)
+            if place.shared is None and communicator.world_size > 1 and seen.numel:
+                communicator.broadcast(seen, root, label="changed parameters", bucket=place.bucket.index)
+            elif place.shared is not None and communicator.rank == root:
                 place.shared.whole.view(slot.offset, slot.param.numel).copy_from(seen)
         self.show_adopted(names)
 

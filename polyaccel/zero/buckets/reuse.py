@@ -10,40 +10,39 @@ is forgotten whenever parameters change.
 from __future__ import annotations
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
+from polyaccel.zero.parts import Communicators
 from polyaccel.zero.plan.bucket_plan import BucketPlan
 from polyaccel.zero.plan.layout import Bucket
 
 
 class SecondCopies:
-    """This rank's slices of gathered buckets. See [Note: Second copies]. Without `near` it keeps nothing."""
+    """This rank's slices of gathered buckets. See [Note: Second copies]. It keeps nothing where no ranks are near."""
 
-    def __init__(self, near: Communicator | None) -> None:
-        self._near = near
+    def __init__(self, communicators: Communicators) -> None:
+        self._communicators = communicators
         self._slices: dict[int, Buffer] = {}
         self._kept: dict[int, bool] = {}
         """The buckets that are kept, and whether their values are exact."""
 
     def keep(self, plan: BucketPlan, full: Buffer, *, is_exact: bool) -> None:
         """Keep this rank's slice of `full`, the gathered bucket of `plan`, unless it is kept already."""
-        index, second = plan.bucket.index, plan.second
-        if self._near is None or second is None or index in self._kept:
+        index, second, near = plan.bucket.index, plan.second, self._communicators.of(plan.bucket).near
+        if near is None or second is None or index in self._kept:
             return
         own = self._slices.get(index)
         if own is None:
-            own = self._slices[index] = self._near.allocate(second.numel, second.dtype)
-        own.copy_from(full.view(self._near.rank * second.numel, second.numel))
+            own = self._slices[index] = near.allocate(second.numel, second.dtype)
+        own.copy_from(full.view(near.rank * second.numel, second.numel))
         self._kept[index] = is_exact
 
     def gather(self, bucket: Bucket, full: Buffer, *, exact: bool, async_op: bool) -> Work | None:
         """Start to gather the bucket into `full`; None if it is not kept, or not in exact values that are asked for."""
-        if self._near is None or bucket.index not in self._kept or (exact and not self._kept[bucket.index]):
+        near = self._communicators.of(bucket).near
+        if near is None or bucket.index not in self._kept or (exact and not self._kept[bucket.index]):
             return None
         own = self._slices[bucket.index]
-        return self._near.all_gather(
-            full, own, async_op=async_op, label="parameters of near ranks", bucket=bucket.index
-        )
+        return near.all_gather(full, own, async_op=async_op, label="parameters of near ranks", bucket=bucket.index)
 
     def forget(self, index: int) -> None:
         """Bucket `index` has changed. Every rank does this alike."""

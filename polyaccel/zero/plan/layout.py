@@ -1,9 +1,9 @@
 """Where every element of every parameter lives.
 
-A *bucket* is a flat run of parameters that travels in one collective. It is cut into equal *shards*, one a rank, so
-its gradients are one reduce-scatter and its parameters one all-gather. A *slot* is a parameter inside a bucket; a
-*slice* is the part of a parameter that lies in one rank's shard, in the parameter's own coordinates, which mean the
-same under any world size, bucket size and framework.
+A *bucket* is a flat run of parameters that travels in one collective. It is cut into equal *shards*, one for each rank
+that holds the same parameters, so its gradients are one reduce-scatter and its parameters one all-gather. A *slot* is a
+parameter inside a bucket; a *slice* is the part of a parameter that lies in one rank's shard, in the parameter's own
+coordinates, which mean the same under any world size, bucket size and framework.
 
 Integers only: nothing here touches an array. Offsets and lengths count elements unless a name says `nbytes`.
 
@@ -13,6 +13,11 @@ boundary (DLPack imports a view without a copy only then). At the end of a bucke
 shards. Padding belongs to some rank's shard but to no slice; it is zero and stays zero, hence it adds nothing to a norm
 and an elementwise update leaves it alone. Boundaries are aligned for `ALIGNMENT_ITEMSIZE`-byte elements too, whatever
 the parameter's own type, because master weights and moments of another type share the bucket's offsets.
+
+[Note: Blocks of uneven length]
+Where a tensor is cut along axes of the mesh, ranks may hold blocks of different lengths (7 heads over 2 ranks). Each
+slot has room for the longest of them, so that buckets, offsets and shards are the same numbers on every rank, and what
+ranks decide from those numbers is the same too. The rest of the room is padding.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from polyaccel.errors import ShardingError
+from polyaccel.mesh.axes import Mesh
 from polyaccel.types import DType, ParamSpec
 
 ALIGNMENT_NBYTES = 64
@@ -56,7 +63,7 @@ class BucketKind:
     the unit if any.
 
     `persistent`: under sharded parameters these stay whole on every rank, because gathering them would cost more than
-    it saves.
+    it saves. `cut`: the axes of the mesh along which other ranks hold other blocks; the rest shards the bucket.
     """
 
     dtype: DType
@@ -64,11 +71,13 @@ class BucketKind:
     trainable: bool
     unit: str = ""
     persistent: bool = False
+    cut: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat run of slots of one kind, `numel` elements with padding, cut into `world_size` equal shards."""
+    """A flat run of slots of one kind, `numel` elements with padding, cut into `world_size` equal shards: one for each
+    of the ranks that hold the same parameters, whose numbers count among those."""
 
     index: int
     kind: BucketKind
@@ -96,10 +105,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Every parameter's place, in every rank. Equal on all ranks when built from equal arguments."""
+    """Every parameter's place, in every rank of `mesh`. Equal on all ranks when built from equal arguments, but for the
+    lengths of uneven blocks."""
 
     buckets: tuple[Bucket, ...]
-    world_size: int
+    mesh: Mesh
+
+    @property
+    def world_size(self) -> int:
+        """All ranks, whatever they hold."""
+        return self.mesh.world_size
 
     @cached_property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -127,27 +142,29 @@ class ShardLayout:
     def slices(self, rank: int) -> Iterator[tuple[Bucket, Slice]]:
         """The slices that `rank` owns, bucket by bucket: the unit of optimizer state and of checkpoints."""
         for bucket in self.buckets:
-            for piece in bucket.slices(rank):
+            for piece in bucket.slices(self.mesh.place(bucket.kind.cut, rank)):
                 yield bucket, piece
 
 
 def plan_layout(
     params: Sequence[ParamSpec],
     *,
-    world_size: int,
+    mesh: Mesh,
     max_bucket_numel: int,
     units: Mapping[str, str] | None = None,
     persistent: Set[str] = frozenset(),
+    rooms: Mapping[str, int] = MappingProxyType({}),
 ) -> ShardLayout:
     """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
 
     A bucket holds parameters of one `BucketKind` and at most `max_bucket_numel` elements before its closing padding; a
     larger parameter has a bucket to itself. `units` maps a parameter's name to its unit; buckets do not cross units,
     and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
-    unit and come last. Raises ShardingError for a repeated name.
+    unit and come last. `rooms` has the most elements that any rank holds of a parameter whose blocks are uneven.
+    Raises ShardingError for a repeated name.
     """
-    if world_size < 1 or max_bucket_numel < 1:
-        raise ShardingError(f"{world_size=} and {max_bucket_numel=} must both be at least 1")
+    if max_bucket_numel < 1:
+        raise ShardingError(f"{max_bucket_numel=} must be at least 1", value=max_bucket_numel)
 
     runs: list[tuple[BucketKind, list[Slot]]] = []
     open_runs: dict[BucketKind, list[Slot]] = {}
@@ -167,23 +184,28 @@ def plan_layout(
         if unit != last_unit:
             open_runs.clear()
             last_unit = unit
-        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays)
+        cut = tuple(axis for axis in param.cut if mesh.has_several(axis))
+        kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut)
         run = open_runs.get(kind)
-        offset = _round_up(run[-1].end, _alignment(param.dtype)) if run else 0
-        if run is None or offset + param.numel > max_bucket_numel:
+        offset = _round_up(_end(run[-1], rooms), _alignment(param.dtype)) if run else 0
+        if run is None or offset + rooms.get(param.fqn, param.numel) > max_bucket_numel:
             run, offset = [], 0
             runs.append((kind, run))
             open_runs[kind] = run
         run.append(Slot(param, offset))
 
-    buckets = tuple(_close(index, kind, run, world_size) for index, (kind, run) in enumerate(runs))
-    return ShardLayout(buckets, world_size)
+    buckets = []
+    for index, (kind, run) in enumerate(runs):
+        # Padded so that it is cut into equal shards that start aligned, none of them empty.
+        ranks = mesh.size_of(mesh.others(kind.cut))
+        numel = _round_up(max(1, _end(run[-1], rooms)), ranks * _alignment(kind.dtype))
+        buckets.append(Bucket(index, kind, tuple(run), numel, ranks))
+    return ShardLayout(tuple(buckets), mesh)
 
 
-def _close(index: int, kind: BucketKind, slots: list[Slot], world_size: int) -> Bucket:
-    """End a bucket with the padding that lets it be cut into equal shards that start aligned, none of them empty."""
-    numel = _round_up(max(1, slots[-1].end), world_size * _alignment(kind.dtype))
-    return Bucket(index, kind, tuple(slots), numel, world_size)
+def _end(slot: Slot, rooms: Mapping[str, int]) -> int:
+    """Where the room of a slot ends."""
+    return slot.offset + rooms.get(slot.param.fqn, slot.param.numel)
 
 
 def _alignment(dtype: DType) -> int:

@@ -224,23 +224,24 @@ def _pieces_nbytes(plan: StepPlan) -> int:
 
 def _gathered_nbytes(plan: StepPlan) -> int:
     """The most bytes of parameters that are unsharded at once; more micro-batches change nothing about it."""
-    is_there = all(plan.offload.is_device_memory(each.params.place) for each in plan.sharded)
-    if plan.layout.world_size == 1 and is_there:
-        return 0  # the only shard is the bucket
-    largest_itemsize = max((each.params.dtype.itemsize for each in plan.sharded), default=0)
-    everything = sum(each.bucket.numel * each.params.dtype.itemsize for each in plan.sharded)
+    is_there = plan.offload.is_device_memory
+    # Where the only shard is the bucket, and is there, nothing is gathered.
+    gathered = [each for each in plan.sharded if each.bucket.world_size > 1 or not is_there(each.params.place)]
+    largest_itemsize = max((each.params.dtype.itemsize for each in gathered), default=0)
+    everything = sum(each.bucket.numel * each.params.dtype.itemsize for each in gathered)
     return min(everything, plan.policy.gathering.max_live_numel * largest_itemsize)
 
 
 def _codes_nbytes(plan: StepPlan) -> int:
     """The most bytes of codes and scales at once, and of two parts in float32 in which gradients are added."""
-    traffic, ranks = plan.traffic, plan.layout.world_size
-    if ranks == 1:
+    traffic = plan.traffic
+    if all(each.bucket.world_size == 1 for each in plan.buckets):
         return 0
 
     def whole(each: BucketPlan, bits: Bits | None) -> int:
-        bucket = each.bucket
-        return 0 if bits is None else part_nbytes(bucket.shard_numel, bucket.kind.dtype, bits) * ranks
+        bucket, ranks = each.bucket, each.bucket.world_size
+        is_coded = bits is not None and ranks > 1
+        return part_nbytes(bucket.shard_numel, bucket.kind.dtype, bits) * ranks if is_coded else 0
 
     gathers = [
         (each.bucket.numel, whole(each, traffic.gathered_bits(trainable=each.bucket.kind.trainable)))

@@ -76,16 +76,15 @@ def step_traffic(plan: StepPlan) -> StepTraffic:
 def exchanges_of(plan: StepPlan) -> Iterator[PlannedCollective]:
     """The collectives of a step that no use of parameters governs, in the order in which every rank launches them: the
     reductions of each pass, bucket by bucket, then the all-gathers of updated parameters, bucket by bucket."""
-    ranks = plan.layout.world_size
     passes = plan.micro_batches if plan.zero.grads is Placement.SHARDED else 1
     for _ in range(passes):
         for each in plan.trained:
             kind: CollectiveKind = "reduce_scatter" if each.updates_shard else "all_reduce"
             bits = plan.traffic.gradient_bits if each.updates_shard else None
-            yield _collective(kind, each, each.travelling.dtype, bits, ranks)
+            yield _collective(kind, each, each.travelling.dtype, bits, each.bucket.world_size)
     for each in plan.trained:
         if each.publishes:
-            yield _collective("all_gather", each, each.bucket.kind.dtype, None, ranks)
+            yield _collective("all_gather", each, each.bucket.kind.dtype, None, each.bucket.world_size)
 
 
 def gathers_of(plan: StepPlan) -> Iterator[PlannedCollective]:
@@ -96,7 +95,7 @@ def gathers_of(plan: StepPlan) -> Iterator[PlannedCollective]:
     for each in plan.sharded:
         kind = each.bucket.kind
         bits = plan.traffic.gathered_bits(trainable=kind.trainable)
-        first = _collective("all_gather", each, kind.dtype, bits, plan.layout.world_size)
+        first = _collective("all_gather", each, kind.dtype, bits, each.bucket.world_size)
         again = first if near == 1 else _collective("all_gather", each, kind.dtype, None, near)
         yield first
         yield from [again] * (times[kind.unit] - 1)

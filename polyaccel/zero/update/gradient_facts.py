@@ -235,8 +235,11 @@ class GradientFacts:
         replicated = [(each, fqn) for each, fqn in written if each.result().numel == each.bucket.numel]
         if replicated:
             mine = self._squares_of(replicated)
-            rows = [list(row) for row in self._communicator.all_gather_object(mine)]
-            require_equal(rows, [fqn for _, fqn in replicated])
+            rows = self._communicator.all_gather_object(mine)
+            mesh = self._layout.mesh
+            for index, (gradients, fqn) in enumerate(replicated):
+                for holders in mesh.groups(mesh.others(gradients.bucket.kind.cut)):
+                    require_equal([[rows[rank][index]] for rank in holders], [fqn])
 
     def _squares_of(self, written: list[tuple[GradientBucket, str]]) -> list[float]:
         """The squared norms of whole gradients of parameters."""

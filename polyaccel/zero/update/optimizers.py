@@ -213,11 +213,14 @@ class TrustRatioOptimizer(RowOptimizer):
             pieces.append((index, shard.master.view(piece.shard_offset, piece.length)))
             pieces.append((len(names) + index, direction.view(piece.shard_offset, piece.length)))
         shard.kernels[SQUARE_SUMS](sums, pieces)
-        if shard.master.numel != shard.bucket.numel:  # cut over ranks
+        bucket = shard.bucket
+        holds_all = shard.master.numel == bucket.numel
+        if not holds_all or bucket.kind.cut:  # over ranks
             own, sums = sums, allocate_sums(communicator.accelerator, communicator, 2 * len(names))
             sums.copy_from(own)
-            communicator.all_reduce(sums, label="lamb norms", bucket=shard.bucket.index)
-        values = read_sums(sums)
+            communicator.all_reduce(sums, label="lamb norms", bucket=bucket.index)
+        times = bucket.world_size if holds_all and bucket.kind.cut else 1  # so often each element is counted
+        values = [value / times for value in read_sums(sums)]
         low, high = trust_bounds(self.row.rule(group, 1))
         ratios: dict[str, float] = {}
         for index, fqn in enumerate(names):

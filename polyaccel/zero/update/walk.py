@@ -204,7 +204,7 @@ class Update:
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._policy = policy = plan.policy
-        self._communicator = parts.communicators.exact
+        self._communicator = parts.communicators.world
         self._optimizer = optimizer
         self._states = states
         self._params = params

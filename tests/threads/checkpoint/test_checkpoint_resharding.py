@@ -17,6 +17,7 @@ from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, num
 from polyaccel.checkpoint import TensorPiece, open_checkpoint, pieces, save_checkpoint
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.mesh import Mesh
 from polyaccel.mesh.block import Block
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
@@ -102,8 +103,8 @@ def test_any_world_size_reads_what_any_other_saved(
     params: list[ParamSpec], saved_by: int, loaded_by: int, bucket_numels: tuple[int, int], piece_nbytes: int
 ) -> None:
     whole = states(params)
-    before = plan_layout(params, world_size=saved_by, max_bucket_numel=bucket_numels[0])
-    after = plan_layout(params[::-1], world_size=loaded_by, max_bucket_numel=bucket_numels[1])
+    before = plan_layout(params, mesh=Mesh.flat(saved_by), max_bucket_numel=bucket_numels[0])
+    after = plan_layout(params[::-1], mesh=Mesh.flat(loaded_by), max_bucket_numel=bucket_numels[1])
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "MAX_PIECE_NBYTES", piece_nbytes)
         run_threads(saved_by, save, Path(directory), before, whole, accelerator=NUMPY)
@@ -201,7 +202,7 @@ def test_blocks_that_do_not_make_up_the_tensor_are_refused(blocks: list[Block], 
 def test_any_range_of_a_tensor_can_be_read(data: st.DataObject, numel: int, saved_by: int) -> None:
     params = [ParamSpec("w", (numel,), DType.FLOAT32, trainable=False)]
     whole = states(params)
-    layout = plan_layout(params, world_size=saved_by, max_bucket_numel=64)
+    layout = plan_layout(params, mesh=Mesh.flat(saved_by), max_bucket_numel=64)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "MAX_PIECE_NBYTES", 28)
         run_threads(saved_by, save, Path(directory), layout, whole, accelerator=NUMPY)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.errors import CommError, InvariantError, ShardingError
+from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.gathering import Gathering
@@ -43,7 +44,7 @@ class Rank:
     def __post_init__(self) -> None:
         communicator = self.communicator
         params = [ParamSpec(str(index), (NUMEL,), DType.FLOAT32) for index in range(COUNT)]
-        layout = plan_layout(params, world_size=communicator.world_size, max_bucket_numel=NUMEL)
+        layout = plan_layout(params, mesh=Mesh.flat(communicator.world_size), max_bucket_numel=NUMEL)
         places = []
         for plan in plan_step(layout, ZeroPolicy.of_stage(3), StepPolicy()).buckets:
             own = communicator.accelerator.allocate(plan.bucket.shard_numel, DType.FLOAT32)

@@ -14,6 +14,7 @@ from numpy_training import GROUP, SHAPES, Views, accumulate, batch, gradients, i
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.errors import InvariantError, PolyaccelError
+from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
@@ -243,7 +244,7 @@ def test_a_failed_pass_must_be_discarded():
 
 def test_a_layout_for_other_ranks_is_refused():
     communicator = LocalWorld(1, NUMPY).communicators[0]
-    layout = plan_layout([], world_size=2, max_bucket_numel=1)
+    layout = plan_layout([], mesh=Mesh.flat(2), max_bucket_numel=1)
     parts = StepParts(NUMPY, Communicators.plain(communicator), Tiers.around(DeviceTier()))
     with pytest.raises(InvariantError, match="layout for 2 ranks, communicator of 1"):
         ZeroStep(plan_step(layout, ZeroPolicy.of_stage(0), StepPolicy()), parts, Views(communicator), None, [])

@@ -17,6 +17,7 @@ from polyaccel.accelerators.base import Capabilities
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError
+from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.offload.state_file import StateFile
@@ -82,7 +83,7 @@ def make(communicator: Any, count: int, **policy: int) -> tuple[Gathering, Disk]
     """`count` buckets of 64 elements, all of which have the value of their index; the shards are on the disk."""
     disk = Disk()
     params = [ParamSpec(str(index), (NUMEL,), F32) for index in range(count)]
-    layout = plan_layout(params, world_size=communicator.world_size, max_bucket_numel=NUMEL)
+    layout = plan_layout(params, mesh=Mesh.flat(communicator.world_size), max_bucket_numel=NUMEL)
     places = []
     for plan in plan_step(layout, ZeroPolicy.of_stage(3), StepPolicy()).buckets:
         bucket = plan.bucket

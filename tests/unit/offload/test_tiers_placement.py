@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.errors import ShardingError
+from polyaccel.mesh import Mesh
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 from polyaccel.zero.plan.placement import first_shards, offloaded_buckets
@@ -21,7 +22,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     persistent = {param.fqn for param in params if draw(st.booleans())}
     return plan_layout(
         params,
-        world_size=draw(st.integers(1, 3)),
+        mesh=Mesh.flat(draw(st.integers(1, 3))),
         max_bucket_numel=draw(st.integers(1, 800)),
         persistent=persistent,
     )
@@ -62,6 +63,6 @@ def test_the_first_shards_that_fit_are_kept(layout: ShardLayout, room: int) -> N
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5, float("nan")])
 def test_impossible_shares_are_refused(ratio: float) -> None:
-    layout = plan_layout([ParamSpec("p", (4,), DType.FLOAT32)], world_size=1, max_bucket_numel=8)
+    layout = plan_layout([ParamSpec("p", (4,), DType.FLOAT32)], mesh=Mesh.flat(1), max_bucket_numel=8)
     with pytest.raises(ShardingError, match="cannot be offloaded"):
         offloaded_buckets(layout, ratio)

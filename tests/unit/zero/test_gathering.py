@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.errors import InvariantError, ShardingError
+from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.gathering import Gathering
@@ -38,7 +39,7 @@ class Recorder:
 def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
     """`count` buckets of 64 elements, whose elements all have the value of their index."""
     params = [ParamSpec(str(index), (NUMEL,), DType.FLOAT32) for index in range(count)]
-    layout = plan_layout(params, world_size=communicator.world_size, max_bucket_numel=NUMEL)
+    layout = plan_layout(params, mesh=Mesh.flat(communicator.world_size), max_bucket_numel=NUMEL)
     places = []
     for plan in plan_step(layout, ZeroPolicy.of_stage(3), StepPolicy()).buckets:
         bucket = plan.bucket

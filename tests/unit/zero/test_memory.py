@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.mesh import Mesh
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
@@ -53,7 +54,7 @@ def estimate(
 
 def _bytes_a_param(stage: int, dtype: DType, *, world_size: int = 4, state_count: int = 2) -> float:
     """Of what stays between steps."""
-    layout = plan_layout([ParamSpec("a", (NUMEL,), dtype)], world_size=world_size, max_bucket_numel=NUMEL)
+    layout = plan_layout([ParamSpec("a", (NUMEL,), dtype)], mesh=Mesh.flat(world_size), max_bucket_numel=NUMEL)
     return estimate(stage, layout, state_count=state_count).resident_nbytes / NUMEL
 
 
@@ -91,7 +92,7 @@ LAYOUT = plan_layout(
         ParamSpec("bias", (40,), DType.BFLOAT16),
         ParamSpec("frozen", (100,), DType.BFLOAT16, trainable=False),
     ],
-    world_size=2,
+    mesh=Mesh.flat(2),
     max_bucket_numel=400,
     units={"head": "c", "body": "b", "bias": "b", "frozen": "a"},
 )
@@ -100,7 +101,7 @@ WHOLE, FROZEN = 640 + 384, 128
 
 @pytest.mark.parametrize(("world_size", "ahead"), [(4, True), (4, False), (1, True)])
 def test_quantised_traffic_takes_codes_scales_and_two_parts_in_float32(world_size: int, ahead: bool) -> None:
-    layout = plan_layout([ParamSpec("a", (NUMEL,), DType.BFLOAT16)], world_size=world_size, max_bucket_numel=NUMEL)
+    layout = plan_layout([ParamSpec("a", (NUMEL,), DType.BFLOAT16)], mesh=Mesh.flat(world_size), max_bucket_numel=NUMEL)
     policy = StepPolicy(gathering=GatherPolicy(prefetch_numel=NUMEL if ahead else NUMEL - 1))
     traffic = TrafficPolicy(trained_bits=8, gradient_bits=4)
     plan = plan_step(layout, ZeroPolicy.of_stage(3), policy, traffic=traffic, state_names=[])
@@ -180,7 +181,7 @@ def test_reduce_and_accumulation_types_are_obeyed(
 
 
 def test_a_wider_type_of_travel_is_not_widened_again() -> None:
-    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], world_size=1, max_bucket_numel=1000)
+    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], mesh=Mesh.flat(1), max_bucket_numel=1000)
     precision = Precision(reduce=DType.BFLOAT16)
     found = [estimate(1, layout, precision=precision, micro_batches=n) for n in (1, 2)]
     assert [estimate.nbytes(Purpose.GRADS) for estimate in found] == [2 * 64, 4 * 64]
@@ -201,7 +202,7 @@ def test_what_is_offloaded_leaves_the_device(state_count: int) -> None:
 
 
 def test_offloaded_master_weights_are_never_the_parameters() -> None:
-    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], world_size=2, max_bucket_numel=1000)
+    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], mesh=Mesh.flat(2), max_bucket_numel=1000)
     found = estimate(1, layout, offload=Offload({0: Place.HOST}, is_remote=False))
     assert found.nbytes(Purpose.PARAMS) == 4 * 64
     assert found.nbytes(Purpose.MASTER) == found.peak_nbytes(Place.HOST) - 2 * 4 * 32 == 4 * 32
@@ -237,7 +238,9 @@ def test_parameters_in_files_pass_to_a_device_through_pieces(
     dtype: DType, states: Place, buffers: int, most: int, longest: int
 ) -> None:
     """Those that are their own master weights through buffers of the states' tier."""
-    layout = plan_layout([ParamSpec(name, (64 * int(name),), dtype) for name in "26"], world_size=2, max_bucket_numel=1)
+    layout = plan_layout(
+        [ParamSpec(name, (64 * int(name),), dtype) for name in "26"], mesh=Mesh.flat(2), max_bucket_numel=1
+    )
     staged = {}
     for count in (0, 1):
         offload = Offload(
@@ -255,7 +258,7 @@ def test_parameters_in_files_pass_to_a_device_through_pieces(
 def test_persistent_parameters_stay_whole() -> None:
     params = [ParamSpec("a", (256,), DType.BFLOAT16), ParamSpec("bias", (64,), DType.BFLOAT16)]
     layout = plan_layout(
-        params, world_size=2, max_bucket_numel=1000, units={"a": "u", "bias": "u"}, persistent={"bias"}
+        params, mesh=Mesh.flat(2), max_bucket_numel=1000, units={"a": "u", "bias": "u"}, persistent={"bias"}
     )
     found = estimate(3, layout, max_gathered_numel=10_000)
     assert found.nbytes(Purpose.PARAMS) == 2 * (256 // 2 + 64)
@@ -281,7 +284,7 @@ def test_gathered_parameters_are_bounded(bound: int, numel: int) -> None:
 )
 def test_a_pool_holds_what_it_once_needed(sizes: list[int], most_in_use: int, held: int) -> None:
     params = [ParamSpec(f"p{index}", (size,), DType.FLOAT32) for index, size in enumerate(sizes)]
-    layout = plan_layout(params, world_size=1, max_bucket_numel=1)
+    layout = plan_layout(params, mesh=Mesh.flat(1), max_bucket_numel=1)
     found = estimate(2, layout, max_in_flight=most_in_use)
     assert found.nbytes(Purpose.GRADS_IN_FLIGHT) == 4 * held
 
@@ -289,7 +292,7 @@ def test_a_pool_holds_what_it_once_needed(sizes: list[int], most_in_use: int, he
 def test_buckets_of_several_types_are_each_counted_in_their_own() -> None:
     layout = plan_layout(
         [ParamSpec("a", (64,), DType.BFLOAT16), ParamSpec("b", (128,), DType.FLOAT32)],
-        world_size=2,
+        mesh=Mesh.flat(2),
         max_bucket_numel=1000,
     )
     rows = _rows(estimate(0, layout))
@@ -299,12 +302,14 @@ def test_buckets_of_several_types_are_each_counted_in_their_own() -> None:
 
 
 def test_one_rank_gathers_nothing() -> None:
-    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], world_size=1, max_bucket_numel=1000)
+    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32)], mesh=Mesh.flat(1), max_bucket_numel=1000)
     assert estimate(3, layout).nbytes(Purpose.GATHERED) == 0
 
 
 def test_a_frozen_model_holds_its_parameters_and_no_more() -> None:
-    layout = plan_layout([ParamSpec("a", (64,), DType.FLOAT32, trainable=False)], world_size=1, max_bucket_numel=1000)
+    layout = plan_layout(
+        [ParamSpec("a", (64,), DType.FLOAT32, trainable=False)], mesh=Mesh.flat(1), max_bucket_numel=1000
+    )
     assert estimate(2, layout).total_nbytes == 64 * 4
 
 
@@ -315,7 +320,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     params = [ParamSpec(f"p{index}", (size,), dtype) for index, size in enumerate(sizes)]
     units = {param.fqn: param.fqn for param in params}
     cap = draw(st.integers(1, 3000))
-    return plan_layout(params, world_size=draw(st.integers(1, 5)), max_bucket_numel=cap, units=units)
+    return plan_layout(params, mesh=Mesh.flat(draw(st.integers(1, 5))), max_bucket_numel=cap, units=units)
 
 
 @settings(deadline=None)

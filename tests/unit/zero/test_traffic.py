@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.mesh import Mesh
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
@@ -26,7 +27,7 @@ def _layout(*units: str, frozen: tuple[int, ...] = (), world_size: int = 2) -> S
         for index in range(len(units))
     ]
     names = {f"p{index}": unit for index, unit in enumerate(units)}
-    return plan_layout(params, world_size=world_size, max_bucket_numel=1, units=names)
+    return plan_layout(params, mesh=Mesh.flat(world_size), max_bucket_numel=1, units=names)
 
 
 def _plan(stage: int, layout: ShardLayout, **options: Any) -> StepPlan:
@@ -99,7 +100,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     ]
     units = {param.fqn: draw(st.sampled_from(["", "a", "b", "c"])) for param in params}
     return plan_layout(
-        params, world_size=draw(st.integers(1, 5)), max_bucket_numel=draw(st.integers(1, 500)), units=units
+        params, mesh=Mesh.flat(draw(st.integers(1, 5))), max_bucket_numel=draw(st.integers(1, 500)), units=units
     )
 
 
@@ -142,7 +143,7 @@ def test_sharded_parameters_are_gathered_for_forward_and_backward() -> None:
 
 def test_persistent_parameters_are_published_instead_of_gathered() -> None:
     params = [ParamSpec("a", (256,), DType.BFLOAT16), ParamSpec("bias", (64,), DType.BFLOAT16)]
-    layout = plan_layout(params, world_size=2, max_bucket_numel=1000, units={"a": "u"}, persistent={"bias"})
+    layout = plan_layout(params, mesh=Mesh.flat(2), max_bucket_numel=1000, units={"a": "u"}, persistent={"bias"})
     plan = _plan(3, layout)
     assert _exchanges(plan) == "rs0 rs1 ag1"
     assert [each.bucket for each in gathers_of(plan)] == [0]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalWorld
+from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.tier import TierOptions
 from polyaccel.types import DType, ParamSpec
@@ -37,7 +38,7 @@ def device_tier() -> DeviceTier:
 def make_shard(sizes, world, rank, optimizer, group, dtype=DType.FLOAT32):
     """Rank `rank`'s shard of one bucket with parameters p0, p1, ... of these sizes; master 1, gradient 0.5."""
     specs = [ParamSpec(f"p{index}", (size,), dtype) for index, size in enumerate(sizes)]
-    (bucket,) = plan_layout(specs, world_size=world, max_bucket_numel=10**6).buckets
+    (bucket,) = plan_layout(specs, mesh=Mesh.flat(world), max_bucket_numel=10**6).buckets
     buffers = [NUMPY.allocate(bucket.shard_numel, DType.FLOAT32) for _ in range(2)]
     out = None if dtype is DType.FLOAT32 else NUMPY.allocate(bucket.shard_numel, dtype)
     shard = Shard(bucket, device_tier(), buffers[0], out, bucket.slices(rank), grad=buffers[1])

@@ -1,0 +1,68 @@
+"""The mesh that a config asks for, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from polyaccel.config.root import Config
+from polyaccel.errors import Problem
+from polyaccel.mesh import Mesh, MeshAxis
+
+
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, and the others where they
+    have more than one rank."""
+    others = tuple(MeshAxis(axis, size) for axis, _, size in _shared(config))
+    return Mesh((MeshAxis("data", data_ranks(config, world_size)), *others))
+
+
+def data_ranks(config: Config, world_size: int) -> int:
+    """How many ranks have batches of their own; at least 1, whatever the config says."""
+    return max(1, world_size // prod(size for _, _, size in _shared(config)))
+
+
+def mesh_problems(config: Config, world_size: int) -> list[Problem]:
+    """What keeps `world_size` ranks from standing along the axes that `config` states."""
+    problems = []
+    for keys in _stated(config).values():
+        (key, size), *others = [(key, size) for key, size in keys.items() if size > 1] or [("", 1)]
+        for other, theirs in others:
+            if theirs != size:
+                problems.append(Problem(other, theirs, f"contradicts {key} = {size}", "give one of the two"))
+    shared = list(_shared(config))
+    ranks = prod(size for _, _, size in shared)
+    product = " * ".join(key for _, key, _ in shared)
+    stated = config.mesh.data
+    if world_size % ranks:
+        *before, (_, key, size) = shared
+        rest = ranks // size
+        fitting = [str(size) for size in range(2, world_size + 1) if world_size % (rest * size) == 0]
+        beside = "".join(f", with {other} = {theirs}" for _, other, theirs in before)
+        cure = f"use {' or '.join(fitting)}{beside}" if fitting else "leave it out, or start more ranks"
+        problems.append(Problem(key, size, f"makes {product} = {ranks}, no divisor of {world_size} ranks", cure))
+    elif stated is not None and stated * ranks != world_size:
+        times = f" times {product} = {ranks}" if shared else ""
+        expected = f"should be {world_size // ranks}: it is{times} to be the {world_size} ranks"
+        problems.append(Problem("mesh.data", stated, expected, "leave it out"))
+    return problems
+
+
+def _stated(config: Config) -> dict[str, dict[str, int]]:
+    """What each key says of the axes beside `data`, outermost first."""
+    tensor = config.tensor_parallel
+    return {
+        "sequence": {"mesh.sequence": config.mesh.sequence, "sequence_parallel_size": config.sequence_parallel_size},
+        "tensor": {
+            "mesh.tensor": config.mesh.tensor,
+            "tensor_parallel.autotp_size": tensor.autotp_size,
+            "tensor_parallel.tp.tp_size": tensor.tp.tp_size,
+        },
+    }
+
+
+def _shared(config: Config) -> Iterator[tuple[str, str, int]]:
+    """The axes beside `data` that have more than one rank: name, the key that says so, size."""
+    for axis, keys in _stated(config).items():
+        found = [(axis, key, size) for key, size in keys.items() if size > 1]
+        yield from found[:1]
