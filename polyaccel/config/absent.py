@@ -256,9 +256,11 @@ ABSENT: tuple[Absent, ...] = (
         f"datastates_ckpt{BELOW}", None, "the DataStates checkpoint writer", 'name a plugin in "checkpoint.storage"'
     ),
     # Models cut over ranks, and rewritten ones.
-    _tuning(
-        "sequences are exchanged between ranks in the element type of their values",
-        seq_parallel_communication_data_type="fp32",
+    _alone(
+        "seq_parallel_communication_data_type",
+        "fp32",
+        "another element type for what sequence-parallel ranks exchange",
+        "leave it out: activations travel in their own type",
     ),
     Absent(
         "pipeline parallelism",

@@ -13,13 +13,20 @@ from polyaccel.mesh import Mesh, MeshAxis
 def mesh_of(config: Config, world_size: int) -> Mesh:
     """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, and the others where they
     have more than one rank."""
-    others = tuple(MeshAxis(axis, size) for axis, _, size in _shared(config))
+    others = tuple(MeshAxis(axis, size) for axis, _, size in shared_axes(config))
     return Mesh((MeshAxis("data", data_ranks(config, world_size)), *others))
 
 
 def data_ranks(config: Config, world_size: int) -> int:
     """How many ranks have batches of their own; at least 1, whatever the config says."""
-    return max(1, world_size // prod(size for _, _, size in _shared(config)))
+    return max(1, world_size // prod(size for _, _, size in shared_axes(config)))
+
+
+def shared_axes(config: Config) -> Iterator[tuple[str, str, int]]:
+    """The axes beside `data` that have more than one rank: name, the key that says so, size."""
+    for axis, keys in _stated(config).items():
+        found = [(axis, key, size) for key, size in keys.items() if size > 1]
+        yield from found[:1]
 
 
 def mesh_problems(config: Config, world_size: int) -> list[Problem]:
@@ -30,7 +37,7 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
         for other, theirs in others:
             if theirs != size:
                 problems.append(Problem(other, theirs, f"contradicts {key} = {size}", "give one of the two"))
-    shared = list(_shared(config))
+    shared = list(shared_axes(config))
     ranks = prod(size for _, _, size in shared)
     product = " * ".join(key for _, key, _ in shared)
     stated = config.mesh.data
@@ -59,10 +66,3 @@ def _stated(config: Config) -> dict[str, dict[str, int]]:
             "tensor_parallel.tp.tp_size": tensor.tp.tp_size,
         },
     }
-
-
-def _shared(config: Config) -> Iterator[tuple[str, str, int]]:
-    """The axes beside `data` that have more than one rank: name, the key that says so, size."""
-    for axis, keys in _stated(config).items():
-        found = [(axis, key, size) for key, size in keys.items() if size > 1]
-        yield from found[:1]

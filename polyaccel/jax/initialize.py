@@ -11,6 +11,7 @@ import jax
 from polyaccel import comm
 from polyaccel.comm.default import is_initialized, own_thread_communicator
 from polyaccel.config import Config, ResolvedConfig, load_config
+from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.jax.engine import JaxEngine
@@ -65,6 +66,9 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
     problems = _native_problems(runtime) if is_native else []
+    for axis, key, size in shared_axes(config):
+        expected = f"asks for ranks along the axis {axis!r}, and functions of JAX train on that of data alone"
+        problems.append(Problem(key, size, expected, "leave it out"))
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"

@@ -14,6 +14,7 @@ from polyaccel import comm
 from polyaccel.accelerators.torch_device import require_torch_memory, torch_device_of
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
+from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.policies import module_rules_of
@@ -24,6 +25,7 @@ from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_cla
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
 from polyaccel.torch.settings import ModuleSettings
@@ -64,6 +66,7 @@ def initialize(
     require_whole(model)
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
+    _require_cuts(runtime, model)
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
@@ -75,6 +78,16 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _require_cuts(runtime: Runtime, model: nn.Module) -> None:
+    """Raise ConfigError where ranks are to share the weights of a model that is whole: each would compute the same."""
+    size = runtime.mesh.size_of(("tensor",))
+    if size > 1 and not any("tensor" in cut.axes for cut in cuts_of(model).values()):
+        key = next(key for axis, key, _ in shared_axes(runtime.config) if axis == "tensor")
+        expected = f"asks for {size} ranks that share each layer, and no parameter of the model is cut"
+        cure = "give its modules `parallel_cuts` (polyaccel.torch.params.cuts), or leave the key out"
+        raise ConfigError([Problem(key, size, expected, cure)])
 
 
 def _described(training_data: Any) -> str:

@@ -75,3 +75,14 @@ def test_repeated_and_empty_axes_are_refused() -> None:
         Mesh((MeshAxis("data", 2), MeshAxis("data", 3)))
     with pytest.raises(ShardingError, match="'data' has size 0"):
         Mesh.flat(0)
+
+
+def test_a_group_has_the_ranks_that_differ_along_its_axes_alone() -> None:
+    mesh = Mesh((MeshAxis("data", 2), MeshAxis("sequence", 1), MeshAxis("tensor", 3)))
+    assert mesh.group(("tensor",), 4) == (3, 4, 5)
+    assert mesh.group(("data", "tensor"), 4) == tuple(range(6))
+    assert mesh.group((), 4) == (4,)
+    assert mesh.groups(("data",)) == ((0, 3), (1, 4), (2, 5))
+    assert mesh.others(("tensor",)) == ("data",)
+    assert [mesh.place(("tensor",), rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert (mesh.size_of(("data", "tensor")), mesh.has_several("sequence")) == (6, False)

@@ -1,0 +1,68 @@
+"""The axes along which a config lets ranks stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyaccel.config import load_config, resolve_config
+from polyaccel.config.meshes import mesh_of
+from polyaccel.errors import ConfigError
+
+
+def _resolved(tree, world_size):
+    return resolve_config(load_config({"train_micro_batch_size_per_gpu": 3, **tree}), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("tree", "ranks", "axes", "batch"),
+    [
+        ({}, 4, {"data": 4}, 12),
+        ({"tensor_parallel": {"autotp_size": 2}}, 4, {"data": 2, "tensor": 2}, 6),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, 6, {"data": 3, "tensor": 2}, 9),
+        ({"mesh": {"tensor": 2, "data": 1}}, 2, {"data": 1, "tensor": 2}, 3),
+        ({"sequence_parallel_size": 2, "mesh": {"tensor": 3}}, 12, {"data": 2, "sequence": 2, "tensor": 3}, 6),
+        ({"mesh": {"sequence": 2}, "sequence_parallel_size": 2}, 2, {"data": 1, "sequence": 2}, 3),
+        ({"tensor_parallel": {"autotp_size": 1}, "data_parallel_size": 2}, 2, {"data": 2}, 6),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_batches_are_counted_by_the_ranks_that_have_their_own(tree, ranks, axes, batch):
+    config = _resolved(tree, ranks)
+    assert {axis.name: axis.size for axis in mesh_of(config, ranks).axes} == axes
+    assert config.train_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("tree", "ranks", "said"),
+    [
+        (
+            {"tensor_parallel": {"autotp_size": 3}},
+            4,
+            "autotp_size = 3: makes .* = 3, no divisor of 4 ranks\n.*use 2 or 4",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, 1, "no divisor of 1 ranks\n.*leave it out, or start more"),
+        (
+            {"sequence_parallel_size": 2, "mesh": {"tensor": 4}},
+            12,
+            (
+                r"mesh.tensor = 4: makes sequence_parallel_size \* mesh.tensor = 8, no divisor of 12 ranks\n"
+                r".*use 2 or 3 or 6, with sequence_parallel_size = 2"
+            ),
+        ),
+        ({"mesh": {"tensor": 2}, "tensor_parallel": {"autotp_size": 4}}, 8, "contradicts mesh.tensor = 2"),
+        (
+            {"mesh": {"tensor": 2, "data": 4}},
+            4,
+            "mesh.data = 4: should be 2: it is times mesh.tensor = 2 to be the 4 ranks",
+        ),
+        (
+            {"mesh": {"tensor": 2}, "data_parallel_size": 4},
+            4,
+            "should be what the other axes of the mesh leave of 4 ranks, 2",
+        ),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_says_which_would(tree, ranks, said):
+    with pytest.raises(ConfigError, match=said):
+        _resolved(tree, ranks)
