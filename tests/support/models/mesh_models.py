@@ -78,11 +78,13 @@ def bounds(rank: int, ranks: int) -> tuple[int, int]:
     return 33 * rank // ranks, 33 * (rank + 1) // ranks
 
 
-def cut_parity_model() -> CutParityModel:
-    """The same model every time, with the values of `parity_model`."""
-    model = CutParityModel()
-    model.load_state_dict(parity_model().state_dict())
-    return model
+def cut_parity_models(count: int) -> list[CutParityModel]:
+    """Models with the values of `parity_model`, which ranks that are threads cut: they have one generator of random
+    numbers, so models are built before the threads are."""
+    models = [CutParityModel() for _ in range(count)]
+    for model in models:
+        model.load_state_dict(parity_model().state_dict())
+    return models
 
 
 def mesh_config(config: Config, tensor: int) -> Config:
@@ -90,19 +92,20 @@ def mesh_config(config: Config, tensor: int) -> Config:
     return {**deepcopy(config), "mesh": {"tensor": tensor}}
 
 
-def join(communicator: Communicator, tensor: int) -> tuple[CutParityModel, int]:
-    """This rank's part of the model, and which batches are its own."""
+def join(communicator: Communicator, tensor: int, model: CutParityModel) -> tuple[CutParityModel, int]:
+    """This rank's part of the model, which is whole, and which batches are its own."""
     mesh = Mesh((MeshAxis("data", communicator.world_size // tensor), MeshAxis("tensor", tensor)))
     mine = [communicator.split(ranks) for ranks in mesh.groups(("tensor",))]
     ranks = next(group for group in mine if group is not None)
-    return cut_parity_model().cut(ranks), mesh.coordinates(communicator.rank)["data"]
+    return model.cut(ranks), mesh.coordinates(communicator.rank)["data"]
 
 
 def train_on_a_mesh(data: int, tensor: int, config: Config, steps: int, before_update: Any = nothing) -> list[Run]:
     """The runs of all ranks."""
+    models = cut_parity_models(data * tensor)
 
     def run_of(communicator: Communicator) -> Run:
-        model, place = join(communicator, tensor)
+        model, place = join(communicator, tensor, models[communicator.rank])
         engine, *_ = polyaccel.initialize(
             model=model, model_parameters=grouped(model), config=mesh_config(config, tensor)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mesh_models import join, mesh_config
+from mesh_models import cut_parity_models, join, mesh_config
 from pairwise import combinations
 from parity_models import SMALL_BUCKET, assert_bitwise, grouped, make_config, parity_loss, parity_model
 
@@ -25,11 +25,14 @@ def _whole(model):
     return {key: value.clone() for key, value in found.items() if value is not None}
 
 
-def _engine(communicator, tensor, stage):
-    if tensor == 1:
-        model, place = parity_model(), communicator.rank
-    else:
-        model, place = join(communicator, tensor)
+def _models(ranks, tensor):
+    return [parity_model() for _ in range(ranks)] if tensor == 1 else cut_parity_models(ranks)
+
+
+def _engine(communicator, models, tensor, stage):
+    model, place = models[communicator.rank], communicator.rank
+    if tensor > 1:
+        model, place = join(communicator, tensor, model)
     config = _config(stage) if tensor == 1 else mesh_config(_config(stage), tensor)
     engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)
     return engine, model, place
@@ -43,8 +46,8 @@ def _engine(communicator, tensor, stage):
 def test_a_checkpoint_of_one_mesh_is_loaded_by_another(source, target, stages, tmp_path):
     """There and back again: what the first mesh saved, the second loads and saves, and the first finds it unchanged."""
 
-    def train_and_save(communicator):
-        engine, model, place = _engine(communicator, source[1], stages[0])
+    def train_and_save(communicator, models):
+        engine, model, place = _engine(communicator, models, source[1], stages[0])
         for step in range(2):
             engine.backward(parity_loss(engine, step, 0, place))
             engine.step()
@@ -53,20 +56,24 @@ def test_a_checkpoint_of_one_mesh_is_loaded_by_another(source, target, stages, t
         engine.destroy()
         return states
 
-    def load_and_save(communicator):
-        engine, _, _ = _engine(communicator, target[1], stages[1])
+    def load_and_save(communicator, models):
+        engine, _, _ = _engine(communicator, models, target[1], stages[1])
         engine.load_checkpoint(str(tmp_path), "first")
         engine.save_checkpoint(str(tmp_path), "second")
         engine.destroy()
 
-    def load(communicator):
-        engine, model, _ = _engine(communicator, source[1], stages[0])
+    def load(communicator, models):
+        engine, model, _ = _engine(communicator, models, source[1], stages[0])
         engine.load_checkpoint(str(tmp_path), "second")
         states = _whole(model)
         engine.destroy()
         return states
 
-    saved = run_threads(source[0] * source[1], train_and_save)
-    run_threads(target[0] * target[1], load_and_save)
-    for before, after in zip(saved, run_threads(source[0] * source[1], load), strict=True):
+    def on(mesh, run):
+        models = _models(mesh[0] * mesh[1], mesh[1])
+        return run_threads(mesh[0] * mesh[1], lambda communicator: run(communicator, models))
+
+    saved = on(source, train_and_save)
+    on(target, load_and_save)
+    for before, after in zip(saved, on(source, load), strict=True):
         assert_bitwise(after, before)
