@@ -12,7 +12,9 @@ from typing import Any
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.background import client
 from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.places.saving import save_places
+from polyaccel.checkpoint.places.beside import SavingThread, communicator_beside
+from polyaccel.checkpoint.places.saving import save_places, write_apart
+from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
@@ -57,6 +59,7 @@ class Saver:
         self._under_way: _UnderWay | None = None
         self._image: Image | None = None
         self._has_told = False
+        self._beside: list[Communicator | None] = []
 
     def save(
         self,
@@ -80,11 +83,16 @@ class Saver:
         )
         nbytes = sum(intent.nbytes for intent in intents)
         places = None if storage.is_shared else save_places(storage, self._communicator)
-        is_apart = places is not None and places.count > 1
-        if is_apart and self.policy.in_background and rank == 0 and not self._has_told:
-            self._has_told = True
-            _log.info("checkpoints are written while training waits: hosts send each other copies of theirs; said once")
-        if is_apart or not all(intent.has_room for intent in intents):
+        is_in_background = all(intent.has_room for intent in intents)
+        if places is not None and places.count > 1 and is_in_background:
+            beside = self._communicator_beside()
+            is_in_background = beside is not None
+            if beside is not None:
+                self._under_way = _UnderWay.begin_apart(
+                    self._communicator, beside, storage, places, self.policy, tag, part, save_latest, self._filled
+                )
+                return
+        if not is_in_background:
             write_parts(
                 storage,
                 tag,
@@ -127,11 +135,26 @@ class Saver:
         finally:
             if image is not None:
                 image.close()
+            while self._beside:
+                beside = self._beside.pop()
+                if beside is not None:
+                    beside.close()
 
     def _end(self) -> None:
         ended, self._under_way = self._under_way, None
         assert ended is not None  # as its callers have seen
         ended.check()
+
+    def _communicator_beside(self) -> Communicator | None:
+        """That of the threads that save where hosts have storages of their own. Collective the first time."""
+        if not self._beside:
+            self._beside.append(communicator_beside(self._communicator))
+            if self._beside[0] is None and self._communicator.rank == 0:
+                _log.info(
+                    "checkpoints are written while training waits: hosts send each other copies of theirs, in messages "
+                    "that lie on a device; said once"
+                )
+        return self._beside[0]
 
     def _filled(self, part: SavePart) -> Image:
         """A copy of a part, in the memory that the save before had if that is as long: new pages cost more than the
@@ -169,7 +192,7 @@ class _UnderWay:
     def __init__(self, communicator: Communicator, tag: str, storage: Storage, folder: str) -> None:
         self._communicator = communicator
         self._tag, self._storage, self._folder = tag, storage, folder
-        self._pending: client.Pending | None = None
+        self._pending: client.Save | None = None
         self._outcomes: list[client.Ending | None] = []
 
     @classmethod
@@ -222,6 +245,39 @@ class _UnderWay:
         except CheckpointError:
             save._give_up()
             raise
+        return save
+
+    @classmethod
+    def begin_apart(
+        cls,
+        communicator: Communicator,
+        beside: Communicator,
+        storage: Storage,
+        places: Places,
+        policy: SavePolicy,
+        tag: str,
+        part: SavePart,
+        save_latest: bool,
+        filled: Callable[[SavePart], Image],
+    ) -> _UnderWay:
+        """Copy every rank's part, and let threads beside the ranks, whose communicator is `beside`, write them on the
+        hosts' own storages. Collective."""
+        images: list[Image] = []
+        agreed(communicator, f"staging {tag!r}", lambda: images.append(filled(part)))
+        save = cls(communicator, tag, storage, "")
+        write = partial(
+            write_apart,
+            storage,
+            places,
+            tag,
+            part,
+            communicator=beside,
+            save_latest=save_latest,
+            retention=policy.retention,
+            read=images[0].reading(part.layout),
+        )
+        save._pending = SavingThread(write)
+        client.look_after(save._pending)
         return save
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:

@@ -9,12 +9,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from threading import Lock
-from typing import Any
+from threading import Lock, local
+from typing import Any, Protocol
 
 from polyaccel.checkpoint.background.image import Image
 from polyaccel.checkpoint.background.job import GIVE_UP, LAST, SaveJob, receive, segments_of, send
@@ -23,9 +23,16 @@ from polyaccel.checkpoint.steps import SavePart
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
-_MAIN = "import sys; from polyaccel.checkpoint.background.process import main; main(int(sys.argv[1]))"
+# See [Note: A job that is ended] in `process`; here it is said before anything else is loaded.
+_MAIN = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from polyaccel.checkpoint.background.process import main
+main(int(sys.argv[1]))
+"""
 _lock = Lock()
-_under_way: set[Pending] = set()
+_thread = local()
+_under_way: set[Save] = set()
 """Also those whose engines are gone: a save that has begun is looked after until it has ended."""
 
 
@@ -40,6 +47,22 @@ class Ending:
 
     error: str = ""
     cure: str = ""
+
+
+class Save(Protocol):
+    """A rank's part of a save that is under way, wherever that is."""
+
+    is_told: bool
+    """Whether somebody has asked for the outcome of what has ended."""
+
+    def outcome(self, timeout_s: float | None = 0.0) -> Ending | None:
+        """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
+
+    def give_up(self) -> None:
+        """Let it stop waiting for other ranks' parts."""
+
+    def last(self) -> None:
+        """Let it wait for other ranks' parts no longer than for a while: nobody will say how they went."""
 
 
 class Pending:
@@ -193,8 +216,26 @@ def _read(message: tuple[bytes, list[int]] | None) -> Ending:
     return Ending() if tree["error"] is None else Ending(*tree["error"])
 
 
+def look_after(save: Save) -> None:
+    """From now on whoever opens checkpoints in this process waits for a save first, and so does its end."""
+    _under_way.difference_update([each for each in _under_way if each.outcome() is not None])
+    _under_way.add(save)
+
+
+@contextmanager
+def waiting_for_nobody() -> Iterator[None]:
+    """This thread is itself in the middle of a save, and waits for none."""
+    _thread.is_saving = True
+    try:
+        yield
+    finally:
+        _thread.is_saving = False
+
+
 def settle() -> None:
     """Wait until what this process has handed over is written. How it went is told where it is asked for."""
+    if getattr(_thread, "is_saving", False):
+        return
     for pending in list(_under_way):
         pending.outcome(timeout_s=None)
 

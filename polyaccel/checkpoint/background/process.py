@@ -4,6 +4,11 @@ It is told of jobs over the socket of that descriptor, and answers each over a s
 its rank has ended and its jobs have. A rank that was killed after it handed over its part loses nothing by that: what
 was staged is written, and committed if all ranks came so far.
 
+[Note: A job that is ended]
+Whoever ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later. When one
+rank was killed, its save is in order and should count: so a request is no reason to end before the jobs have ended, and
+the time until the kill is theirs. But then nobody waits long for a part of which nothing is heard.
+
 [Note: Who commits]
 Ranks' processes know each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`
 when its file is durable, or when it failed; rank 0's waits for all of them, then commits. It gives up when its rank
@@ -15,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from contextlib import suppress
@@ -33,6 +39,9 @@ from polyaccel.errors import CheckpointError, PolyaccelError
 
 _NICENESS = 5  # training goes first
 _GIVE_UP_AFTER_S = 120.0
+_GIVE_UP_WHEN_ASKED_S = 3.0
+_asked: list[float] = []
+"""When this process was asked to end."""
 _LOOK_AGAIN_S = (0.005, 0.5)
 _LOOK_AGAIN = 0.05
 """The pause between two looks for a note, as a share of the time that was waited."""
@@ -42,6 +51,7 @@ def main(descriptor: int) -> None:
     """Take jobs until the rank has ended."""
     with suppress(OSError):
         os.nice(_NICENESS)
+    signal.signal(signal.SIGTERM, lambda *_: _asked.append(time.monotonic()))
     rank = socket.socket(fileno=descriptor)
     jobs: list[Thread] = []
     ended = Event()
@@ -136,7 +146,10 @@ def _heard(storage: Storage, job: SaveJob, rank: int, gives_up: Event, ended: Ev
     while (nbytes := storage.size(path)) is None:
         waited_s = time.monotonic() - began_s
         pause_s = min(max(_LOOK_AGAIN_S[0], _LOOK_AGAIN * waited_s), _LOOK_AGAIN_S[1])
-        if gives_up.wait(pause_s) or (ended.is_set() and waited_s > _GIVE_UP_AFTER_S):
+        is_late = waited_s > _GIVE_UP_AFTER_S
+        if _asked:
+            is_late = time.monotonic() - max(began_s, _asked[0]) > _GIVE_UP_WHEN_ASKED_S
+        if gives_up.wait(pause_s) or (ended.is_set() and is_late):
             raise CheckpointError(f"rank {rank} has not written its part of {job.tag!r}", value=rank)
     tree = json_object(storage.read(path, 0, nbytes), path)
     if "error" in tree:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from polyaccel.checkpoint.commit import MANIFEST, Commit, read_commit, read_manifest, tag_names, write_commit
-from polyaccel.checkpoint.pieces import RankFile, reading
+from polyaccel.checkpoint.pieces import RankFile, Read, reading
 from polyaccel.checkpoint.places.copies import write_copies
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.retention.deletion import prune
@@ -52,8 +52,10 @@ def write_apart(
     communicator: Communicator,
     save_latest: bool,
     retention: Retention,
+    read: Read | None = None,
 ) -> Commit:
-    """As `write_parts`, on several places. Collective."""
+    """As `write_parts`, on several places. `read` gives what the part's segments hold, where `part.contents` may have
+    changed. Collective."""
     rank, step = communicator.rank, f"committing {tag!r}"
     place, is_leader = places.of_rank[rank], places.is_leader(rank)
     with ExitStack() as owned:
@@ -65,7 +67,7 @@ def write_apart(
             agreed(
                 communicator,
                 f"writing {tag!r}",
-                lambda: storage.write(own, file.chunks(part.layout, reading(part.contents))),
+                lambda: storage.write(own, file.chunks(part.layout, read or reading(part.contents))),
             )
             told = communicator.all_gather_object(file.to_tree())
             files = [RankFile.from_tree(tree, f"what rank {other} wrote") for other, tree in enumerate(told)]

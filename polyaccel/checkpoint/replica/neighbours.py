@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 
 from polyaccel.checkpoint.background.image import Image
+from polyaccel.checkpoint.places.beside import communicator_beside
 from polyaccel.checkpoint.places.copies import TurnExchange, chunk_buffers, copy_turns
 from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.replica.images import Generations, Room
@@ -28,13 +29,12 @@ class NeighbourCopies:
     messages have a communicator of their own, and lie in host memory."""
 
     def __init__(self, communicator: Communicator, places: Places, room: Room) -> None:
-        found = communicator.split(range(communicator.world_size))
-        assert found is not None  # every rank is a member
-        self._communicator = found
+        beside = communicator_beside(communicator)
+        self.overlaps = beside is not None
+        self._communicator = beside or communicator
         self._rank = communicator.rank
         self._room = room
-        self._buffers = chunk_buffers(found)
-        self.overlaps = self._buffers[0].device.type == "cpu"
+        self._buffers = chunk_buffers(self._communicator)
         self._turns: list[tuple[int | None, int | None]] = []
         """(the rank that takes this one's part, the rank whose part this one takes), for its turns."""
         for turn in copy_turns(places):
@@ -79,7 +79,8 @@ class NeighbourCopies:
     def close(self) -> None:
         """Let go of images and the communicator."""
         self.let_go()
-        self._communicator.close()
+        if self.overlaps:
+            self._communicator.close()
 
     def _turn(self, taker: int | None, source: int | None, out: bytes, in_nbytes: int = _LENGTHS.size) -> bytes:
         """Bytes for those that come."""

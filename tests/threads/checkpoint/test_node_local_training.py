@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from parity_models import make_config, parity_loss, parity_model
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import open_checkpoint
+from polyaccel.checkpoint.places import saving
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.join.threads import run_threads
+from polyaccel.errors import CheckpointError
 
 State = dict[tuple[str, str], bytes]
 
@@ -67,14 +70,92 @@ def test_two_hosts_of_two_ranks_are_loaded_by_others(
 ) -> None:
     with caplog.at_level(logging.INFO):
         run_threads(4, save, tmp_path, (0, 0, 1, 1), stage)
-    assert [record.message for record in caplog.records].count(
-        "checkpoints are written while training waits: hosts send each other copies of theirs; said once"
-    ) == 1
+    assert "training waits" not in caplog.text
     saved = contents(tmp_path / "host1")  # of two hosts each has all: its own and the other's copies
     nbytes = sum(len(data) for (_, kind), data in saved.items() if kind != "buffer")
     for hosts in readers:
         loaded = run_threads(len(hosts), load, tmp_path, hosts, other, saved)
         assert sum(loaded) >= nbytes * (len(hosts) if other == 0 else 1)
+
+
+class Held:
+    """Copies that are not made before they may be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go, self.fails = Event(), False
+        write_copies = saving.write_copies
+
+        def held(*args: Any) -> None:
+            assert self.may_go.wait(100)
+            if self.fails:  # on every rank, as `write_copies` says
+                raise CheckpointError("the network is on fire", cure="pour water on it")
+            write_copies(*args)
+
+        monkeypatch.setattr(saving, "write_copies", held)
+
+
+def train_on(engine: Any, steps: int) -> None:
+    for number in range(steps):
+        engine.backward(parity_loss(engine, number, engine.communicator.rank, 0))
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hosts_save_beside_training(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is on any disk before training goes on, and what is there at the end is the state when it was saved."""
+    held = Held(monkeypatch)
+
+    def saves(communicator: Communicator) -> State:
+        engine = engine_of(stage)
+        train_on(engine, 2)
+        engine.save_checkpoint(str(tmp_path / f"host{communicator.rank}"), client_state={"epoch": 7})
+        then = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.needed_pieces()}
+        train_on(engine, 2)
+        assert not list(tmp_path.glob("host*/*/commit.json"))
+        assert any(
+            buffer.to_bytes() != then[slot.param.fqn, kind] for slot, kind, _, buffer in engine.zero.needed_pieces()
+        )
+        communicator.barrier()
+        held.may_go.set()
+        engine.wait_for_checkpoint()
+        assert len(list(tmp_path.glob("host*/*/commit.json"))) == 3
+        engine.load_checkpoint(str(tmp_path / f"host{communicator.rank}"))
+        assert engine.global_steps == 2
+        found = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.needed_pieces()}
+        engine.destroy()
+        assert found == then
+        return {}
+
+    run_threads(3, saves)
+
+
+def test_a_copy_that_fails_is_told_to_all_ranks_by_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+
+    def saves(communicator: Communicator) -> None:
+        engine, place = engine_of(1), str(tmp_path / f"host{communicator.rank}")
+        train_on(engine, 1)
+        held.may_go.set()
+        engine.save_checkpoint(place)
+        engine.wait_for_checkpoint()
+        communicator.barrier()
+        held.fails = True
+        engine.save_checkpoint(place, tag="lost")
+        with pytest.raises(CheckpointError, match=r"saving 'lost' in the background failed on rank 0: .*on fire"):
+            engine.wait_for_checkpoint()
+        communicator.barrier()
+        held.fails = False
+        train_on(engine, 1)
+        engine.load_checkpoint(place)
+        assert engine.global_steps == 1
+        engine.save_checkpoint(place, tag="again")
+        engine.destroy()  # waits for it
+
+    run_threads(2, saves)
+    assert not list(tmp_path.glob("host*/lost/save-*"))
+    assert len(list(tmp_path.glob("host*/again/commit.json"))) == 2
 
 
 def test_one_host_saves_beside_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
