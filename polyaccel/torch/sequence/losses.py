@@ -1,0 +1,59 @@
+"""The loss of a sequence that is cut over ranks, weighted by tokens.
+
+[Note: Token means]
+The engine takes the mean of the ranks' gradients. For the mean over all tokens, each of N ranks needs as its loss
+    N * (sum over its tokens) / (number of tokens of all ranks),
+so a rank that has few target tokens, or none, has as little to say. What users see is the mean over all tokens, which
+is the mean of these losses, on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyaccel.comm.base import Communicator
+
+IGNORED = -100
+"""The label of tokens that are no targets."""
+
+
+def targets_of_next_tokens(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """For each token of `labels` (rows, length) the next one, which it is to foretell; `ignored` for the last."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
+
+
+def mean_over_tokens(total: Tensor, tokens: Tensor | int, communicator: Communicator) -> Tensor:
+    """The mean of `total`, a sum over this rank's `tokens`, over the tokens of all ranks of `communicator`; 0 where
+    there are none.
+
+    Its value is the same on all ranks; its gradients are such that their mean over these ranks is that of the mean over
+    tokens, however they are spread ([Note: Token means]). Collective.
+    """
+    wide = torch.promote_types(total.dtype, torch.float32)
+    both = torch.stack([total.detach().to(wide), torch.as_tensor(tokens, device=total.device).to(wide)])
+    communicator.all_reduce(communicator.accelerator.wrap(both), label="loss")
+    count = both[1].clamp(min=1.0)
+    own = total * (communicator.world_size / count)
+    return own + (both[0] / count - own.detach())
+
+
+def mean_of_ranks(loss: Tensor, communicator: Communicator) -> Tensor:
+    """`loss` with the mean of the ranks' losses as its value, and its own gradient. Collective."""
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    value = loss.detach().to(wide).reshape(1).clone()
+    communicator.all_reduce(communicator.accelerator.wrap(value), label="loss")
+    return loss + (value[0] / communicator.world_size - loss.detach()).to(loss.dtype)
+
+
+def cross_entropy_over_ranks(
+    logits: Tensor, targets: Tensor, communicator: Communicator, ignored: int = IGNORED
+) -> Tensor:
+    """Cross entropy of this rank's `logits` (..., classes) and `targets` (...), as `mean_over_tokens`. Collective."""
+    total = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2).float() if logits.dtype.itemsize < 4 else logits.flatten(0, -2),
+        targets.to(logits.device).flatten(),
+        ignore_index=ignored,
+        reduction="sum",
+    )
+    return mean_over_tokens(total, (targets != ignored).sum(), communicator)

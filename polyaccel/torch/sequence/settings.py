@@ -1,0 +1,18 @@
+"""How sequences are cut over ranks, as the config says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSettings:
+    """How attention of a sequence is computed over ranks."""
+
+    method: Literal["ulysses", "ring"] = "ulysses"
+    """Ulysses exchanges heads, and has any attention in between; the ring sends keys and values round, and has no limit
+    by the number of heads."""
+    core_attention: str = "auto"
+    """What computes attention between Ulysses's exchanges: "auto" (ours, whose memory grows with the length alone), or
+    one of transformers' implementations: "eager", "sdpa", "flex_attention"."""
