@@ -79,6 +79,8 @@ class Runtime:
     """The axes along which the ranks stand."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
+    before_leaving: list[Callable[[], object]] = field(default_factory=list)
+    """Called before the groups along axes of the mesh are left, for what works over them."""
     _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property
@@ -176,6 +178,8 @@ class Runtime:
 
     def leave_groups(self) -> None:
         """Leave the groups along axes of the mesh."""
+        while self.before_leaving:
+            self.before_leaving.pop()()
         for group in self._groups.values():
             group.close()
         self._groups.clear()

@@ -13,7 +13,7 @@ from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
 from polyaccel.config.sections.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
-from polyaccel.config.sections.mesh import MeshConfig, TensorParallelConfig
+from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, TensorParallelConfig
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
@@ -133,6 +133,8 @@ class Config(Section):
     """Ranks that share the weights of each layer."""
     sequence_parallel_size: PositiveInt = 1
     """Ranks that share the sequences of a batch, a divisor of all ranks."""
+    sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
+    """How attention is computed over them."""
     data_parallel_size: PositiveInt | None = None
     """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
 

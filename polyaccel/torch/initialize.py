@@ -28,6 +28,7 @@ from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
+from polyaccel.torch.sequence import SequenceSettings, use
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -72,12 +73,22 @@ def initialize(
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, rules.leaves)
+    _cut_sequences(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _cut_sequences(runtime: Runtime, model: nn.Module) -> None:
+    """Cut the sequences of `model` over the ranks along the axis `sequence`, unless it does that itself."""
+    size, section = runtime.mesh.size_of(("sequence",)), runtime.config.sequence_parallel
+    if size == 1 or section.method == "own":
+        return
+    settings = SequenceSettings(section.method, section.core_attention)
+    runtime.before_leaving.append(use(model, runtime.along(("sequence",)), settings).remove)
 
 
 def _require_cuts(runtime: Runtime, model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from polyaccel.config.section import CountInt, PositiveInt, Section
 
 
@@ -32,3 +34,14 @@ class TensorParallelConfig(Section):
     those of each group of so many ranks."""
     tp: TensorParallelSizeConfig = TensorParallelSizeConfig()
     """The same number, where DeepSpeed's inference configs have it."""
+
+
+class SequenceParallelConfig(Section):
+    """polyaccel's own section: how attention is computed where `sequence_parallel_size` ranks share each sequence."""
+
+    method: Literal["ulysses", "ring", "own"] = "ulysses"
+    """`ulysses` exchanges heads for tokens, `ring` sends keys and values round; both cut the batches of a model of
+    transformers by themselves. `own`: the model cuts its sequences itself."""
+    core_attention: str = "blockwise"
+    """The attention between Ulysses's exchanges: `blockwise`, whose memory grows with the length alone, or one of
+    transformers' names: `eager`, `sdpa`, `flex_attention`."""

@@ -95,7 +95,7 @@ class SequenceMask:
                     value=unlike,
                 )
             return self._ring(q, k, v, scaling)
-        is_ours = unlike is None and cut.settings.core_attention == "auto"
+        is_ours = unlike is None and cut.settings.core_attention == "blockwise"
         if named.get("s_aux") is not None:
             first, last = HeadShares.of(q.shape[1], k.shape[1], cut.communicator.world_size).query[
                 cut.communicator.rank
@@ -161,7 +161,7 @@ def core_attention(core: str, module: nn.Module) -> Callable[..., Any]:
     if own is None:
         raise PolyaccelError(
             f"{type(module).__name__} has no eager attention that can be called by itself",
-            cure='use core_attention "auto" or "sdpa"',
+            cure='use core_attention "blockwise" or "sdpa"',
             value="eager",
         )
     return own  # type: ignore[no-any-return]

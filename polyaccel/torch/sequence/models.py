@@ -43,13 +43,14 @@ class SequenceParallel:
         self._model = model
         self._transformer = _transformer_in(model)
         _require_attention_only(self._transformer)
-        self._before = self._transformer.config._attn_implementation
-        self._core = settings.core_attention if settings.core_attention != "auto" else self._before
+        theirs = self._transformer.config
+        self._before = theirs._attn_implementation
+        self._core = settings.core_attention if settings.core_attention != "blockwise" else self._before
         if self._core.startswith(PREFIX):
             raise PolyaccelError("the sequences of this model are cut over ranks already", cure="call remove() first")
         name = registered(self._core)
         self._transformer.set_attn_implementation(name)
-        if self._transformer.config._attn_implementation != name:
+        if theirs._attn_implementation != name:
             raise _refusal(self._transformer, "its attention is not chosen by name (AttentionInterface)")
         self._signature = inspect.signature(model.forward)
         self._loss = _loss_of(self._transformer)

@@ -13,6 +13,6 @@ class SequenceSettings:
     method: Literal["ulysses", "ring"] = "ulysses"
     """Ulysses exchanges heads, and has any attention in between; the ring sends keys and values round, and has no limit
     by the number of heads."""
-    core_attention: str = "auto"
-    """What computes attention between Ulysses's exchanges: "auto" (ours, whose memory grows with the length alone), or
-    one of transformers' implementations: "eager", "sdpa", "flex_attention"."""
+    core_attention: str = "blockwise"
+    """What computes attention between Ulysses's exchanges: "blockwise" (ours, whose memory grows with the length
+    alone), or one of transformers' implementations: "eager", "sdpa", "flex_attention"."""
