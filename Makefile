@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed mutants environment lint docs bench sanitize test-neon soak soak-replicas soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -95,6 +95,16 @@ test-deepspeed: ## let a real DeepSpeed 0.19.8, in an environment of its own (1 
 	DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation deepspeed==0.19.8
 	DEEPSPEED_PYTHON=$(abspath $(VENV))-deepspeed/bin/python $(BIN)/python -m pytest tests/builds/dropin/test_real_deepspeed.py $(ARGS)
 
+test-ray: ## run recipes/ray_train.py on a local Ray of two workers, in an environment of its own (Ray: 300 MB)
+	$(MAKE) environment VENV=$(VENV)-ray EXTRAS=torch PACKAGES="pytest pytest-timeout 'ray[train]'"
+	$(VENV)-ray/bin/python -m pytest tests/builds/recipes/test_ray_recipe.py $(ARGS)
+
+test-recipes: ## hold manifests and the SkyPilot task against the schemas that their packages publish, in an environment of its own
+	$(PYTHON) -m venv $(VENV)-recipes
+	$(VENV)-recipes/bin/python -m pip --disable-pip-version-check install -qq --editable . pytest pytest-timeout \
+		pyyaml jsonschema kubeflow-trainer-api skypilot
+	$(VENV)-recipes/bin/python -m pytest tests/builds/recipes/test_manifest_schemas.py tests/builds/recipes/test_skypilot_recipe.py $(ARGS)
+
 mutants: ## change lines of zero/, comm/ and checkpoint/, one at a time, in a copy, and see how many changes the tests catch
 	$(MAKE) environment VENV=$(VENV)-mutants EXTRAS=torch,dev PACKAGES='cosmic-ray==8.7.0'
 	$(VENV)-mutants/bin/python -m pytest -q tests/unit/support
@@ -155,7 +165,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-exchange $(VENV)-deepspeed $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

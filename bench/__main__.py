@@ -1,5 +1,5 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `imports`, `jax`, `kernels`,
-`memory`, `ownership`, `replica`, `saves` and `trainer`."""
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`,
+`memory`, `ownership`, `replica`, `saves`, `start` and `trainer`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 from bench import imports, kernels
 from bench.collectives import backends, sizes
+from bench.hosts import start, tax
 from bench.jax import models
 from bench.steps import memory, ownership, replica, saves, times
 from bench.trainer import compare
@@ -14,6 +15,7 @@ from bench.trainer import compare
 _COMMANDS = {
     "backends": backends.main,
     "comm": sizes.main,
+    "hosts": tax.main,
     "imports": imports.main,
     "jax": models.main,
     "kernels": kernels.main,
@@ -21,6 +23,7 @@ _COMMANDS = {
     "ownership": ownership.main,
     "replica": replica.main,
     "saves": saves.main,
+    "start": start.main,
     "trainer": compare.main,
 }
 

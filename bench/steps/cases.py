@@ -16,11 +16,17 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to train: a library and, where it has them, its ZeRO stage."""
+    """A way to train: a library and, where it has them, its ZeRO stage.
+
+    `is_flat`: ranks talk by gloo alone, also inside a host. `is_quantised`: parameters are gathered in 8 and gradients
+    reduced in 4 bits.
+    """
 
     name: str
     family: Family
     stage: int = 0
+    is_flat: bool = False
+    is_quantised: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -35,6 +41,9 @@ VARIANTS = {
         Variant("fsdp2", "fsdp2"),
         *(Variant(f"pa{stage}", "polyaccel", stage) for stage in range(4)),
         *(Variant(f"ds{stage}", "deepspeed", stage) for stage in range(4)),
+        Variant("pa3q", "polyaccel", 3, is_quantised=True),
+        *(Variant(f"pa{stage}-flat", "polyaccel", stage, is_flat=True) for stage in range(1, 4)),
+        Variant("pa3q-flat", "polyaccel", 3, is_flat=True, is_quantised=True),
     )
 }
 """By name. `local` is the same compute in all ranks at once without any communication: what a step costs by itself."""

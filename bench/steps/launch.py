@@ -45,13 +45,14 @@ def why_absent(variant: Variant) -> str | None:
     return None
 
 
-def run_job(job: Job) -> Run | Failure:
-    """Launch the ranks and wait for them. Only one job runs at a time, or both would measure each other."""
+def run_job(job: Job, options: Sequence[str] = ()) -> Run | Failure:
+    """Launch the ranks, by other `options` than so many on this machine, and wait for them. Only one job runs at a
+    time, or both would measure each other."""
     limit_s = _SETUP_LIMIT_S + _STEP_LIMIT_S * (job.warmup + job.steps)
     with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
         result, log = Path(folder, "run.json"), Path(folder, "log")
-        ranks = str(job.case.world_size)
-        command = [sys.executable, "-m", "polyaccel", "run", "--nproc", ranks, "--module", "bench.steps.worker"]
+        where = options or ("--nproc", str(job.case.world_size))
+        command = [sys.executable, "-m", "polyaccel", "run", *where, "--module", "bench.steps.worker"]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, job.to_json(), str(result)],

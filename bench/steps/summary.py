@@ -85,7 +85,8 @@ def _row(name: str, runs: Sequence[Run], local_s: Mapping[int, float], reference
     taxes = [median(run.step_s) / local_s[run.job.round] - 1.0 for run in runs if run.job.round in local_s]
     compared = [deviation(run, reference) for run in runs if reference is not None and run is not reference]
     farthest = max(compared, default=None)
-    limit = LOSS_TOLERANCE if case.dtype == "fp32" else inf  # bf16 policies differ, so their losses do
+    is_exact = case.dtype == "fp32" and not VARIANTS[name].is_quantised
+    limit = LOSS_TOLERANCE if is_exact else inf  # bf16 policies differ, so their losses do
     ranks = [rank for run in runs for rank in run.memory]
     return Row(
         variant=name,

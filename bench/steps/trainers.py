@@ -18,6 +18,7 @@ _LEARNING_RATE = 3e-4
 _BETAS = (0.9, 0.95)
 _EPS = 1e-8
 _WEIGHT_DECAY = 0.01
+_QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
 class Trainer(ABC):
@@ -134,7 +135,7 @@ def engine_config(job: Job, variant: Variant) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
         "gradient_clipping": _CLIP_NORM,
-        "zero_optimization": {"stage": variant.stage},
+        "zero_optimization": {"stage": variant.stage, **(_QUANTISED if variant.is_quantised else {})},
         "bf16": {"enabled": job.case.dtype == "bf16"},
         "optimizer": {
             "type": "AdamW",

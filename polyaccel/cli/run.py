@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import add_options, is_far, job_of
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
@@ -37,6 +38,7 @@ def add_parser(subparsers: _SubParsers) -> None:
         allow_abbrev=False,  # or an option of the script that is a prefix of ours would be taken from it
     )
     add_options(parser)
+    add_emit_options(parser)
     parser.set_defaults(func=run)
 
 
@@ -45,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises PluginNotFound for a launcher that is not installed, LaunchError for one that cannot be used here.
     """
+    if args.emit is not None:
+        print(manifest(args, os.environ), end="")
+        return 0
     check_not_nested(os.environ)
     job = job_of(args, os.environ, count_ranks)
     return run_job(job, args)

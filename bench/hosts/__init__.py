@@ -1,0 +1,1 @@
+"""Several hosts on this machine: how long a job takes to start, and what a step between hosts costs."""

@@ -1,0 +1,121 @@
+"""`polyaccel run --emit KIND`: the job that the other options describe, as a manifest for a cluster's scheduler.
+
+The job is made as for a start on the first of its hosts, and its pods give this command again, in the words of `words`,
+which say the same job. Nothing of this shell's environment goes into a manifest but what --export names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from polyaccel.cli.job import job_of
+from polyaccel.errors import LaunchError
+from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Job
+from polyaccel.launch.manifests.kubernetes import KINDS, PodSettings
+from polyaccel.launch.manifests.yaml import as_yaml
+
+_ALIASES = {"k8s": "k8s-jobset"}
+_NO_NAME = re.compile(r"[^a-z0-9]+")
+
+
+def add_emit_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of manifests."""
+    kinds = (*_ALIASES, *KINDS)
+    parser.add_argument(
+        "--emit",
+        choices=kinds,
+        metavar="KIND",
+        help=f"start nothing, and print a manifest for a cluster: {', '.join(kinds)}; with --num-nodes and --nproc",
+    )
+    parser.add_argument("--image", metavar="IMAGE", help="with --emit: the container image, which has polyaccel")
+    parser.add_argument("--name", metavar="NAME", help="with --emit: of the job (default: the script's)")
+    parser.add_argument("--workdir", metavar="DIR", help="with --emit: where the container works (default: its own)")
+    parser.add_argument(
+        "--resource",
+        action="append",
+        default=[],
+        metavar="NAME[=N]",
+        help="with --emit: what each pod gets, such as memory=64Gi; of a device plugin's name by default --nproc",
+    )
+
+
+def manifest(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """The manifest that the options ask for. Raises LaunchError."""
+    kind = KINDS[_ALIASES.get(args.emit, args.emit)]
+    _check(args)
+    pods = PodSettings(
+        name=args.name or _NO_NAME.sub("-", Path(args.script).stem.lower()).strip("-"),
+        image=args.image,
+        resources=dict(_resources(args)),
+        workdir=args.workdir,
+        restarts=args.restarts,
+    )
+    count = args.num_nodes or 1
+    args.hosts = ",".join(f"{kind.host(pods.name, number)}:{args.nproc}" for number in range(count))
+    first = kind.host(pods.name, 0)
+    changed = {"num_nodes": None, "nproc": None, "node_rank": 0, "master_addr": args.master_addr or first}
+    job = job_of(argparse.Namespace(**{**vars(args), **changed}), environment, lambda: 1)
+    return as_yaml(kind.make(job, ["polyaccel", "run", *kind.hosts_option(job), *words(job)], pods))
+
+
+def words(job: Job) -> Iterator[str]:
+    """The options of `polyaccel run`, but those about hosts and exported variables, its script and the arguments, that
+    make this job."""
+    if job.bind_cores:
+        yield "--bind-cores"
+    if job.cores is not None:
+        yield from ("--bind-core-list", ",".join(map(str, job.cores)))
+    numbers = {
+        "--grace": (job.grace_s, DEFAULT_GRACE_S),
+        "--stop-timeout": (job.stop_timeout_s, DEFAULT_STOP_TIMEOUT_S),
+        "--hang-timeout": (job.hang_timeout_s, 0.0),
+    }
+    for option, (value, default) in numbers.items():
+        if value != default:
+            yield from (option, f"{value:g}")
+    for option, text in (("--log-dir", job.log_dir), ("--venv-script", job.venv_script)):
+        if text is not None:
+            yield from (option, text)
+    first, *rest = job.command
+    if first != sys.executable:
+        yield "--no-python"
+        yield first
+    elif rest[:1] == ["-m"]:
+        yield "--module"
+        yield rest[1]
+    else:
+        yield from rest
+    yield from job.arguments
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise LaunchError for options that a manifest needs, or that mean nothing in one."""
+    for option, value in (("--image", args.image), ("--nproc", args.nproc)):
+        if value is None:
+            cure = f"give {option}: this machine is not the cluster's"
+            raise LaunchError(f"--emit {args.emit}, and no {option}", cure=cure, value=args.emit)
+    meaningless = {
+        "--hostfile": args.hostfile,
+        "--hosts": args.hosts,
+        "--include": args.include,
+        "--exclude": args.exclude,
+        "--node-rank": args.node_rank,
+        "--launcher": args.launcher,
+        "--elastic": args.elastic,
+    }
+    for option, value in meaningless.items():
+        if value is not None:
+            cure = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc say how many"
+            raise LaunchError(f"--emit {args.emit} and {option} cannot be given together", cure=cure, value=value)
+
+
+def _resources(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for text in args.resource:
+        name, mark, value = text.partition("=")
+        if not name or (mark and not value):
+            raise LaunchError(f"--resource {text!r} names none", cure="write NAME or NAME=AMOUNT", value=text)
+        yield name, value or str(args.nproc)

@@ -1,0 +1,1 @@
+"""Jobs as documents that a cluster's own scheduler reads."""
