@@ -9,6 +9,7 @@ the region says how; only what no region covers is cut evenly, as its style says
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -63,7 +64,30 @@ def make_plan(
             cure="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
             value=type(model).__name__,
         )
-    return chosen.plan(source)
+    plan = chosen.plan(source)
+    return plan if gather_logits else replace(plan, loss_sizes=_loss_sizes(model, structure, plan))
+
+
+def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
+    """Each rank's words. Raises ShardingError for a model whose output layer is not cut, or that computes its loss
+    where nobody can exchange it."""
+    key = "tensor_parallel.vocab_parallel_lm_head"
+    output = next((m for m in plan.modules if structure.modules[m.name] is output_layer(model)), None)
+    if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
+        raise ShardingError(
+            f"{key}: {type(model).__name__} has no causal loss over an output layer that is cut",
+            cure=f"leave {key} out",
+            value=type(model).__name__,
+        )
+    return lengths(output.cuts["weight"][1])
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer that gives logits, as the model names it."""
+    try:
+        return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _is_wished(region: CutRegion, wished: Mapping[str, Wish] | None, named: Mapping[str, Wish]) -> bool:
@@ -216,10 +240,7 @@ class _Chosen:
         return found._parameters["weight"] if isinstance(found, nn.Embedding) else None
 
     def _is_output(self, names: Sequence[str]) -> bool:
-        try:
-            output = self._model.get_output_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):
-            return False
+        output = output_layer(self._model)
         return any(self._structure.modules[name] is output for name in names)
 
 

@@ -53,6 +53,35 @@ def vocabulary_cross_entropy(
     return losses.sum() / (words != ignore_index).sum()  # type: ignore[no-any-return]
 
 
+class VocabularyLoss:
+    """The causal loss of transformers' models (`model.loss_function`), for logits of this rank's words."""
+
+    def __init__(self, ranks: TensorRanks, sizes: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._sizes = tuple(sizes)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
+        next one's, but where `shift_labels` has them."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = vocabulary_cross_entropy(
+            logits, shift_labels, self._ranks, self._sizes, ignore_index=ignore_index, reduction=reduction
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 class _CrossEntropy(Function):
     """The loss of each row, 0 where the target is to be ignored."""
 

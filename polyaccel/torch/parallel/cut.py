@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
+from polyaccel.torch.parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.parallel.layers import (
     ColumnLayer,
     FeatureEmbedding,
@@ -82,6 +83,8 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> No
         found = {name: cut[p] for name, p in module._parameters.items() if p is not None and p in cut}
         if found:
             module.parallel_cuts = {name: Cut(block) for name, block in found.items()}
+    if plan.loss_sizes is not None:
+        setattr(model, "loss_function", VocabularyLoss(ranks, plan.loss_sizes))  # noqa: B010 - a property of theirs
     model.register_forward_hook(lambda *_: regions.leave(), always_call=True)
     if ranks.rank == 0:
         _log.info("%s", plan.table())

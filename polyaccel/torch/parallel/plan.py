@@ -60,6 +60,8 @@ class CutPlan:
     shapes: Mapping[str, tuple[int, ...]]
     source: str
     """Where the plan comes from."""
+    loss_sizes: tuple[int, ...] | None = None
+    """Each rank's words, where logits stay cut and the model's loss takes them so."""
 
     def block(self, module: CutModule, parameter: str, rank: int) -> Block:
         """What `rank` has of a parameter of `module`."""
