@@ -282,17 +282,14 @@ ABSENT: tuple[Absent, ...] = (
             "tensor_parallel",
             dtype="fp16",
             tp_overlap_comm=False,
-            vocab_parallel_lm_head=None,
             vocab_parallel_ce_backend="torch",
-            preset_model=None,
             keep_module_on_host=False,
             injection_policy_tuple=None,
             kernel_inject=False,
             replace_with_kernel_inject=False,
         )
         | _under("tensor_parallel.tp", tp_grain_size=1, mpu=None, tp_group=None)
-        | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None)
-        | {f"tensor_parallel.partition_config{BELOW}": None},
+        | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None),
         'shard the parameters: "zero_optimization": {"stage": 3}',
     ),
     _alone("use_data_before_expert_parallelism", False, "expert parallelism"),

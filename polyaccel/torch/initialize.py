@@ -14,7 +14,6 @@ from polyaccel import comm
 from polyaccel.accelerators.torch_device import require_torch_memory, torch_device_of
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
-from polyaccel.config.meshes import shared_axes
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.policies import module_rules_of
@@ -25,6 +24,9 @@ from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_cla
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.parallel.choose import make_plan
+from polyaccel.torch.parallel.cut import cut_model
+from polyaccel.torch.parallel.wishes import LayerSpec
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
@@ -67,7 +69,7 @@ def initialize(
     require_whole(model)
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
-    _require_cuts(runtime, model)
+    _cut(runtime, model)
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
@@ -91,14 +93,25 @@ def _cut_sequences(runtime: Runtime, model: nn.Module) -> None:
     runtime.before_leaving.append(use(model, runtime.along(("sequence",)), settings).remove)
 
 
-def _require_cuts(runtime: Runtime, model: nn.Module) -> None:
-    """Raise ConfigError where ranks are to share the weights of a model that is whole: each would compute the same."""
-    size = runtime.mesh.size_of(("tensor",))
-    if size > 1 and not any("tensor" in cut.axes for cut in cuts_of(model).values()):
-        key = next(key for axis, key, _ in shared_axes(runtime.config) if axis == "tensor")
-        expected = f"asks for {size} ranks that share each layer, and no parameter of the model is cut"
-        cure = "give its modules `parallel_cuts` (polyaccel.torch.params.cuts), or leave the key out"
-        raise ConfigError([Problem(key, size, expected, cure)])
+def _cut(runtime: Runtime, model: nn.Module) -> None:
+    """Cut `model` over the ranks along `tensor`, where there are some and nobody has cut it. Collective there.
+
+    Raises ShardingError for a model that cannot be cut.
+    """
+    if runtime.mesh.size_of(("tensor",)) == 1 or any("tensor" in cut.axes for cut in cuts_of(model).values()):
+        return
+    ranks = runtime.along(("tensor",))
+    section = runtime.config.tensor_parallel
+    partition = section.partition_config
+    specs = () if partition is None else partition.layer_specs
+    plan = make_plan(
+        model,
+        ranks.world_size,
+        specs=[LayerSpec(each.patterns, each.partition_type, each.shape, each.partition_dim) for each in specs],
+        use_defaults=partition is None or partition.use_default_specs,
+        gather_logits=not section.vocab_parallel_lm_head,
+    )
+    cut_model(model, ranks, plan)
 
 
 def _described(training_data: Any) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from polyaccel.config.section import CountInt, PositiveInt, Section
+from pydantic import BeforeValidator
+
+from polyaccel.config.section import CountInt, Int, Listed, PositiveInt, Section
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class MeshConfig(Section):
@@ -26,6 +32,29 @@ class TensorParallelSizeConfig(Section):
     """Another name of `tensor_parallel.autotp_size`."""
 
 
+class LayerSpecConfig(Section):
+    """How layers are cut whose weights' names match."""
+
+    patterns: Listed[tuple[str, ...]]
+    """Regular expressions, matched with the beginning of a weight's name."""
+    partition_type: Literal["column", "row", "skip"] = "column"
+    """By outputs, by inputs, or not at all."""
+    shape: Annotated[tuple[int | tuple[int, ...], ...] | None, BeforeValidator(_tuples)] = None
+    """The parts of a fused layer's dimensions, each of which is cut: `[3, -1]` is three equal ones,
+    `[[64, 16, 16], -1]` queries, keys and values."""
+    partition_dim: Int | None = None
+    """The dimension of `shape` that has the parts; null is the one that is cut."""
+
+
+class PartitionConfig(Section):
+    """Layers that are cut as the user says."""
+
+    use_default_specs: bool = False
+    """Cut the layers that no pattern matches by the model's own plan, or by its structure."""
+    layer_specs: Listed[tuple[LayerSpecConfig, ...]] = ()
+    """What is cut, and how: the first pattern that matches decides."""
+
+
 class TensorParallelConfig(Section):
     """Weights that are cut over ranks, layer by layer."""
 
@@ -34,6 +63,12 @@ class TensorParallelConfig(Section):
     those of each group of so many ranks."""
     tp: TensorParallelSizeConfig = TensorParallelSizeConfig()
     """The same number, where DeepSpeed's inference configs have it."""
+    partition_config: PartitionConfig | None = None
+    """Layers of models that are not known; null cuts what the model's own plan says, or else its structure."""
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = None
+    """For configs that were written for DeepSpeed: what is cut is read from the model itself."""
+    vocab_parallel_lm_head: bool | None = None
+    """Leave logits cut over the ranks and compute a causal loss so: `outputs.logits` are those of this rank's words."""
 
 
 class SequenceParallelConfig(Section):

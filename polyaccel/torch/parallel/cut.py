@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
+from polyaccel.torch.deferred.tensor import DeferredTensor, put
+from polyaccel.torch.deferred.values import value_of
 from polyaccel.torch.parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.parallel.layers import (
     ColumnLayer,
@@ -28,7 +30,7 @@ from polyaccel.torch.parallel.layers import (
 )
 from polyaccel.torch.parallel.plan import CutModule, CutPlan
 from polyaccel.torch.parallel.ranks import TensorRanks
-from polyaccel.torch.parallel.regions import Regions
+from polyaccel.torch.parallel.regions import Regions, draw_alike
 from polyaccel.torch.params.cuts import Cut
 
 _log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> No
     """Cut `model` as `plan` says, in place, for this rank of `communicator`. Collective.
 
     Parameters stay the objects that they are and get memory of their own, of the block's size. Where they are on the
-    meta device, so are the blocks. Raises ShardingError where the ranks' plans differ, or the model is not the plan's.
+    meta device, so are the blocks; what zero.Init has deferred is computed weight by weight. Raises ShardingError where
+    the ranks' plans differ, or the model is not the plan's.
     """
     ranks = TensorRanks(communicator)
     _check(model, ranks, plan)
@@ -86,7 +89,8 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> No
     if plan.loss_sizes is not None:
         setattr(model, "loss_function", VocabularyLoss(ranks, plan.loss_sizes))  # noqa: B010 - a property of theirs
     model.register_forward_hook(lambda *_: regions.leave(), always_call=True)
-    if ranks.rank == 0:
+    draw_alike(ranks, [parameter.device for parameter in model.parameters()])
+    if communicator.ranks[ranks.rank] == 0:
         _log.info("%s", plan.table())
 
 
@@ -108,7 +112,10 @@ def _cut_parameter(module: nn.Module, path: str, name: str, block: Block, cut: d
                 value=path,
             )
         return
-    parameter.data = taken(parameter.data, block)
+    if isinstance(parameter, DeferredTensor):  # computed now, and no longer whole than until it is cut
+        put(parameter, taken(value_of(parameter), block))
+    else:
+        parameter.data = taken(parameter.data, block)
 
 
 def taken(whole: Tensor, block: Block) -> Tensor:

@@ -10,6 +10,7 @@ a region draws nothing, all others are those of one rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -54,6 +55,17 @@ class Regions:
         if has_drawn:
             torch.rand((), device=generator.device, generator=generator)
         self._outside = self._begun = None
+
+
+def draw_alike(ranks: TensorRanks, devices: Iterable[torch.device]) -> None:
+    """Give the default generators of `devices` the state that the first rank's have, as what is whole on every rank has
+    to be drawn alike. Collective."""
+    for device in sorted(set(devices) | {torch.device("cpu")}, key=str):
+        if device.type != "meta":
+            generator = default_generator(device)
+            states = ranks.communicator.all_gather_object(generator.get_state().numpy().tobytes())
+            if states[0] != states[ranks.rank]:
+                generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
 
 
 def default_generator(device: torch.device) -> torch.Generator:
