@@ -51,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     add("-e", "--exclude", metavar="HOST[:SLOTS]@...", help="leave these out")
     add("--num_nodes", "--nnodes", type=int, metavar="N", help="use the first N hosts")
     add(
+        "-n",
         "--nproc",
         "--num_gpus",
         "--num_accelerators",

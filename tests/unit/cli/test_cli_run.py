@@ -69,7 +69,7 @@ def test_options_stand_before_the_script_and_its_own_behind(jobs: list[Job]) -> 
 
 
 def test_defaults_are_those_of_the_contract(jobs: list[Job]) -> None:
-    assert main(["run", "--nproc", "1", "--module", "json.tool"]) == 5
+    assert main(["run", "-n", "1", "--module", "json.tool"]) == 5
     (job,) = jobs
     assert (job.grace_s, job.stop_timeout_s, job.log_dir, job.node) == (5.0, 60.0, None, None)
     assert job.command == (sys.executable, "-m", "json.tool")
