@@ -66,6 +66,16 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
+class CopiesOfState:
+    """Host memory that a rank's copies of its state take, beside the training itself: what a save in the background
+    stages, as long as there is room, and replicas. On several hosts replicas take twice as much, the neighbour's
+    too."""
+
+    staging_nbytes: int
+    replica_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """The needs of a setting on each rank. `is_own`: it is the config's own setting.
 
@@ -76,11 +86,14 @@ class Forecast:
     memory: MemoryEstimate
     traffic: StepTraffic
     is_own: bool
+    copies: CopiesOfState
     comm_s: float | None = None
 
     def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
-        """Whether the peaks stay within the limits; None is no limit."""
-        limits = {Place.DEVICE: device_nbytes, Place.HOST: host_nbytes}
+        """Whether the peaks stay within the limits, replicas included; None is no limit. A save that cannot stage
+        writes while training waits."""
+        left = None if host_nbytes is None else host_nbytes - self.copies.replica_nbytes
+        limits = {Place.DEVICE: device_nbytes, Place.HOST: left}
         return all(limit is None or self.memory.peak_nbytes(place) <= limit for place, limit in limits.items())
 
 
@@ -89,14 +102,14 @@ def forecasts(
 ) -> tuple[Forecast, ...]:
     """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
     are those of collectives among the ranks, where somebody has measured them."""
-    own = Setting.of(config)
+    own, copies = Setting.of(config), copies_of_state(config, model, world_size)
     found = []
     for setting in SETTINGS if own in SETTINGS else (*SETTINGS, own):
         changed = setting.applied_to(config)
         layout = plan_for(changed, model.specs, lambda: model.units, mesh_of(changed, world_size))
         plan = step_plan(changed, layout, is_remote=True)
         comm_s = None if speeds is None else comm_seconds(plan, speeds)
-        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, comm_s))
+        found.append(Forecast(setting, estimate_memory(plan), step_traffic(plan), setting == own, copies, comm_s))
     return tuple(found)
 
 
@@ -128,6 +141,13 @@ def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
         states = len(state_names(config)) * precision.states_of(spec.dtype).itemsize if spec.trainable else 0
         nbytes += spec.numel * (kept.itemsize + states)
     return nbytes
+
+
+def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) -> CopiesOfState:
+    """What the config's copies of a rank's state take. At every stage each rank saves its share of everything."""
+    share = -(-checkpoint_nbytes(config, model) // world_size)
+    section = config.checkpoint
+    return CopiesOfState(share if section.in_background else 0, 2 * share if section.replica_section else 0)
 
 
 def state_names(config: ResolvedConfig) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from polyaccel.accelerators.base import MemoryStats
+from polyaccel.control_group import memory_free_nbytes
 
 HostArrays = Literal["torch", "numpy"]
 """Whose arrays buffers in host memory are made of."""
@@ -57,7 +58,8 @@ def aligned_shift(address: int, nbytes: int) -> int:
 
 
 def memory_stats() -> MemoryStats:
-    """Resident bytes of this process now and at most, and the machine's memory."""
+    """Resident bytes of this process now and at most, and the machine's memory, of which a control group may leave less
+    free."""
     total_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         (resident, peak), (free,) = _fields(_STATUS, "VmRSS", "VmHWM"), _fields(_MEMINFO, "MemAvailable")
@@ -67,6 +69,8 @@ def memory_stats() -> MemoryStats:
         unit_nbytes = 1 if sys.platform == "darwin" else 1024
         resident = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_nbytes
         free = max(0, total_nbytes - resident)
+    left = memory_free_nbytes()
+    free = free if left is None else min(free, left)
     return MemoryStats(
         allocated_nbytes=resident,
         peak_nbytes=max(peak, resident),  # the kernel updates the two at different times

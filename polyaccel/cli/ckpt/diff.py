@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from polyaccel.cli.ckpt.shown import print_table, progress
+from polyaccel.cli.ckpt.shown import add_storage, print_table, progress
 from polyaccel.exchange.differing import Difference, difference
 from polyaccel.exchange.places import opened
 from polyaccel.exchange.verifying import checked_nbytes
@@ -24,12 +24,13 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument("b", metavar="B", help="the same")
     parser.add_argument("--json", action="store_true", help="print one JSON object, equal tensors included")
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what differs; the exit code is 1 where anything does. Raises CheckpointError for damage."""
-    one, other = opened(args.a), opened(args.b)
+    one, other = opened(args.a, storage=args.storage), opened(args.b, storage=args.storage)
     with progress("comparing", checked_nbytes(one)) as told:
         found = difference(one, other, told)
     if args.json:

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.cli.ckpt.shown import progress, size
+from polyaccel.cli.ckpt.shown import add_storage, progress, size
 from polyaccel.cli.plan.verb import parse_size
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.exchange.exporting import OutTensor, Progress, chosen, default_kinds
@@ -40,13 +40,14 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--kind", action="append", help=kind)
     most = "of a file, such as 2GB (powers of 1024; default: %(default)s); a larger tensor has a file of its own"
     parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help=most)
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and print their names; the exit code is 0. Raises CheckpointError where that cannot be done."""
     other = None if args.format in FORMATS else _writer(args.format)
-    reader = opened(args.dir, args.tag)
+    reader = opened(args.dir, args.tag, args.storage)
     tensors = _tensors(reader, args)
     out: Path = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

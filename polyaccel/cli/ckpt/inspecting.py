@@ -10,7 +10,7 @@ from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
 from polyaccel.cli.ckpt.ls import step_of
-from polyaccel.cli.ckpt.shown import print_table, size
+from polyaccel.cli.ckpt.shown import add_storage, print_table, size
 from polyaccel.exchange.places import opened
 
 
@@ -20,12 +20,13 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints, or the folder of a tag in it")
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the contents; the exit code is 0. Raises CheckpointError for one that cannot be read."""
-    reader = opened(args.dir, args.tag)
+    reader = opened(args.dir, args.tag, args.storage)
     if args.json:
         print(json.dumps(as_json(reader), indent=2, default=_shown))
     else:

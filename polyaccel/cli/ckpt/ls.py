@@ -7,12 +7,11 @@ import json
 from datetime import datetime
 from typing import Any
 
-from polyaccel.checkpoint import TagStatus
+from polyaccel.checkpoint import Storage, TagStatus, open_checkpoint
 from polyaccel.checkpoint.commit import read_latest
-from polyaccel.checkpoint.storage import FileStorage
-from polyaccel.cli.ckpt.shown import print_table, size
+from polyaccel.cli.ckpt.shown import add_storage, print_table, size
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.places import listed, opened, split
+from polyaccel.exchange.places import listed, split
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,14 +20,16 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = actions.add_parser("ls", help=summary, description=description)
     parser.add_argument("dir", metavar="DIR", help="the directory that save_checkpoint was given")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each tag. Raises CheckpointError for a directory without checkpoints."""
-    statuses = listed(args.dir)
-    latest = _latest(args.dir)
-    rows = [_row(args.dir, status, latest) for status in statuses]
+    statuses = listed(args.dir, args.storage)
+    storage, _ = split(args.dir, None, args.storage)
+    latest = _latest(storage)
+    rows = [_row(storage, status, latest) for status in statuses]
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -54,10 +55,10 @@ def step_of(scalars: dict[str, Any]) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _row(place: str, status: TagStatus, latest: str | None) -> dict[str, Any]:
+def _row(storage: Storage, status: TagStatus, latest: str | None) -> dict[str, Any]:
     ranks = step = nbytes = None
     if not status.problem:
-        reader = opened(split(place, None)[0], status.tag)
+        reader = open_checkpoint(storage, status.tag)
         ranks, step = reader.world_size, step_of(reader.scalars)
         nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in reader.tensors())
     state = f"not finite: {status.not_finite}" if status.not_finite else "good"
@@ -72,9 +73,9 @@ def _row(place: str, status: TagStatus, latest: str | None) -> dict[str, Any]:
     }
 
 
-def _latest(place: str) -> str | None:
+def _latest(storage: Storage) -> str | None:
     try:
-        return read_latest(FileStorage(split(place, None)[0]))
+        return read_latest(storage)
     except CheckpointError:
         return None
 

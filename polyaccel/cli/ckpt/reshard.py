@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from polyaccel.cli.ckpt.shown import progress, size
+from polyaccel.cli.ckpt.shown import add_storage, progress, size
 from polyaccel.exchange.places import opened
 from polyaccel.exchange.resharding import resharded
 from polyaccel.exchange.verifying import checked_nbytes
@@ -18,12 +18,13 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("out", metavar="OUT", help="the directory of checkpoints to write to")
     parser.add_argument("--ranks", type=int, metavar="N", help="files to write (default: as many as it has)")
     parser.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint under its tag and print a line; the exit code is 0. Raises CheckpointError for damage."""
-    reader = opened(args.dir, args.tag)
+    reader = opened(args.dir, args.tag, args.storage)
     ranks = reader.world_size if args.ranks is None else args.ranks
     nbytes = checked_nbytes(reader)
     with progress(f"writing {reader.tag}", nbytes) as told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,3 +44,9 @@ def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=nbytes)
         yield lambda part: bar.advance(task, part)
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """The option that says what storage a verb looks at."""
+    what = """what `checkpoint.storage` of the config says, a name or JSON (default: fsspec for a URL, else a folder)"""
+    parser.add_argument("--storage", metavar="STORAGE", help=what)

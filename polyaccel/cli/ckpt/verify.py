@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from polyaccel.cli.ckpt.shown import progress, size
-from polyaccel.exchange.places import listed, opened, split
+from polyaccel.checkpoint import open_checkpoint
+from polyaccel.cli.ckpt.shown import add_storage, progress, size
+from polyaccel.exchange.places import listed, split
 from polyaccel.exchange.verifying import checked_nbytes, verified
 
 
@@ -17,23 +18,24 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tag", help="the checkpoint (default: the one that `latest` names)")
     which.add_argument("--all", action="store_true", help="every checkpoint of the directory")
+    add_storage(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each checkpoint, and one for each damage. Raises CheckpointError for one that cannot be read."""
     is_whole = True
-    directory, tag = split(args.dir, args.tag)
+    directory, tag = split(args.dir, args.tag, args.storage)
     tags = [tag]
     if args.all:
-        statuses = listed(args.dir)
+        statuses = listed(args.dir, args.storage)
         for status in statuses:
             if status.problem:
                 is_whole = False
                 print(f"{status.tag}: {status.problem}")
         tags = [status.tag for status in statuses if not status.problem]
     for each in tags:
-        reader = opened(directory, each)
+        reader = open_checkpoint(directory, each)
         with progress(f"verifying {reader.tag}", checked_nbytes(reader)) as told:
             verdict = verified(reader, told)
         rate = f"{verdict.nbytes / verdict.seconds / 1e9:.2f} GB/s"

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from polyaccel.control_group import memory_limit_nbytes
+
 _SHARED_MEMORY = Path("/dev/shm")
 _CPUINFO = Path("/proc/cpuinfo")
 _FEATURES = (
@@ -82,12 +84,12 @@ def _cores() -> str:
 
 def _memory() -> str:
     total = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    meminfo, limit_nbytes = Path("/proc/meminfo"), memory_limit_nbytes()
     if meminfo.exists():
         available_kib = next(int(row.split()[1]) for row in meminfo.read_text().splitlines() if "MemAvailable" in row)
         total += f", {available_kib / 2**20:.1f} GiB available"
-    if limit.exists() and (limit_nbytes := limit.read_text().strip()).isdigit():
-        total += f", limited to {int(limit_nbytes) / _GIB:.1f} GiB by the container"
+    if limit_nbytes is not None:
+        total += f", limited to {limit_nbytes / _GIB:.1f} GiB by the container"
     return total
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.planning.forecast import SETTINGS, Forecast, state_names
+from polyaccel.planning.forecast import SETTINGS, CopiesOfState, Forecast, state_names
 from polyaccel.planning.model import ModelShape
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
@@ -50,6 +50,7 @@ class Plan:
     forecasts: Sequence[Forecast]
     fitting: Sequence[Forecast]
     checkpoint_nbytes: int
+    copies: CopiesOfState
     device_limit_nbytes: int | None
     host_limit_nbytes: int | None
     speeds: SpeedTable | None = None
@@ -104,7 +105,13 @@ def _head(plan: Plan) -> Text:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     counted = f"{short_count(model.numel)} parameters" + (f", {short_count(frozen)} of them frozen" if frozen else "")
     disk = short_bytes(plan.checkpoint_nbytes)
-    return Text(f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together.")
+    kept = []
+    if plan.copies.staging_nbytes:
+        kept.append(f"{short_bytes(plan.copies.staging_nbytes)} while a checkpoint is written beside training")
+    if plan.copies.replica_nbytes:
+        kept.append(f"{short_bytes(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
+    told = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."
+    return Text(f"{told} Beside what follows, a rank takes {' and '.join(kept)}, in host memory." if kept else told)
 
 
 def _assumed(plan: Plan) -> list[Text]:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.cli.plan.tables import Plan, print_plan
     from polyaccel.comm.speeds.table import SpeedTable
     from polyaccel.planning.assumptions import planned_config
-    from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, forecasts
+    from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
 
     planned = planned_config(args.config, args.world_size)
     config = planned.config
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         forecasts=found,
         fitting=fitting,
         checkpoint_nbytes=checkpoint_nbytes(config, model),
+        copies=copies_of_state(config, model, args.world_size),
         device_limit_nbytes=args.limit_device,
         host_limit_nbytes=args.limit_host,
         speeds=speeds,
@@ -150,6 +151,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "assumptions": list(plan.assumptions),
         "limits": {"device_nbytes": plan.device_limit_nbytes, "host_nbytes": plan.host_limit_nbytes},
         "checkpoint_nbytes": plan.checkpoint_nbytes,
+        "copies_of_state": asdict(plan.copies),
         "settings": [_setting_as_json(forecast, plan) for forecast in plan.forecasts],
         "fitting": [asdict(forecast.setting) for forecast in plan.fitting],
     }

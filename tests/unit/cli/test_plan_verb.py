@@ -13,7 +13,15 @@ from polyaccel.cli.plan.tables import short_bytes, short_count
 from polyaccel.cli.plan.verb import parse_size
 from polyaccel.comm.speeds.table import SpeedRow, speed_table
 from polyaccel.config import load_resolved
-from polyaccel.planning.forecast import SETTINGS, Setting, cheapest_first, checkpoint_nbytes, forecasts
+from polyaccel.planning.forecast import (
+    SETTINGS,
+    CopiesOfState,
+    Setting,
+    cheapest_first,
+    checkpoint_nbytes,
+    copies_of_state,
+    forecasts,
+)
 from polyaccel.planning.model import shape_of_count
 from polyaccel.types import DType
 from polyaccel.zero.plan.memory import Purpose
@@ -85,6 +93,19 @@ def test_figures_are_those_of_the_paper_where_nothing_else_is_known() -> None:
 )
 def test_a_checkpoint_has_masters_and_states(optimizer: dict[str, Any] | None, bytes_a_param: int) -> None:
     assert checkpoint_nbytes(_resolved(optimizer=optimizer), MODEL) == bytes_a_param * MODEL.numel
+
+
+def test_copies_of_a_ranks_state_are_counted() -> None:
+    """A rank saves its share of everything; replicas are two of it, and count against the host's limit."""
+    share = 12 * MODEL.numel // 8
+    assert copies_of_state(_resolved(), MODEL, 8) == CopiesOfState(share, 0)
+    kept = _resolved(checkpoint={"replica": True, "async": False})
+    assert copies_of_state(kept, MODEL, 8) == CopiesOfState(0, 2 * share)
+    plain, replicated = (next(f for f in forecasts(each, MODEL, 8) if f.is_own) for each in (_resolved(), kept))
+    most = plain.memory.peak_nbytes(Place.HOST) + 2 * share - 1
+    assert plain.fits(device_nbytes=None, host_nbytes=most)
+    assert not replicated.fits(device_nbytes=None, host_nbytes=most)
+    assert replicated.fits(device_nbytes=None, host_nbytes=most + 1)
 
 
 def test_the_share_that_is_offloaded_is_obeyed() -> None:

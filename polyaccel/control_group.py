@@ -1,0 +1,81 @@
+"""The memory that a control group leaves this process: the limit of a container, or of a job of a scheduler.
+
+What /proc/meminfo says is the machine's. A process that goes past its group's limit is killed, however much of the
+machine is free.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+_MOST_NBYTES = 1 << 60
+"""A limit above this is none: the first version of control groups writes one that is no number of bytes."""
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    """How a version of control groups calls a limit, what is used of it, and what of that are files' pages that it
+    takes back by itself."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_SECOND = _Names("memory.max", "memory.current", "inactive_file")
+_FIRST = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def memory_limit_nbytes() -> int | None:
+    """The most that this process and the others of its control groups may use together; None where nothing limits
+    them."""
+    return min((limit for _, _, limit in _groups()), default=None)
+
+
+def memory_free_nbytes() -> int | None:
+    """What its control groups leave this process now, beside what they use; None where nothing limits them."""
+    free = list[int]()
+    for folder, names, limit in _groups():
+        try:
+            used = int((folder / names.used).read_text())
+            stated = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # moved to another group, or deleted
+            continue
+        free.append(max(0, limit - used + int(stated.get(names.reclaimable, 0))))
+    return min(free, default=None)
+
+
+@cache
+def _groups() -> tuple[tuple[Path, _Names, int], ...]:
+    """The groups of this process that have a limit."""
+    return tuple(_limited(_OWN_GROUPS, _ROOT))
+
+
+def _limited(own_groups: Path, root: Path) -> list[tuple[Path, _Names, int]]:
+    """The folders of the groups that `own_groups` names, and of those above them, that have a limit in bytes. Inside of
+    a container its own group is often the root."""
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:  # no Linux
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = _FIRST if "memory" in controllers.split(",") else _SECOND
+        if controllers and names is _SECOND:
+            continue
+        top = root / "memory" if names is _FIRST else root
+        folder = top / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            try:
+                limit = int((each / names.limit).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                limit = _MOST_NBYTES
+            if limit < _MOST_NBYTES:
+                found.append((each, names, limit))
+            if each == top:
+                break
+    return found
