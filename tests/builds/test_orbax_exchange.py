@@ -70,8 +70,8 @@ def test_a_tree_without_params_is_all_parameters(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_progress_tells_every_byte(tmp_path: Path) -> None:
-    """That of the model, 24 tensors, once: the library copies what it writes, and reads more than it is asked for."""
-    most = {"export": 24 + 4, "import": 24}
+    """Of 24 tensors an export has some in memory; for an import the library reads more than it is asked for."""
+    most = {"export": 8, "import": 24}
     job = Path(__file__).parents[1] / "support" / "saves" / "exchange_memory_job.py"
     done = subprocess.run(
         [sys.executable, str(job), str(tmp_path), "orbax"], capture_output=True, text=True, timeout=250

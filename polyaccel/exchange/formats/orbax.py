@@ -25,7 +25,8 @@ PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
 
 
 def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
-    """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile.
+    """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile, out of
+    which it writes.
 
     Returns the names of the files. Raises CheckpointError where the library is not installed, and for damage."""
     ocp = _library()
@@ -41,9 +42,25 @@ def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[s
             for name in branch:
                 at = at.setdefault(name, {})
             at[leaf] = flat.reshape(tensor.shape)
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(out.absolute(), tree, force=True)
+        most_nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+        with ocp.Checkpointer(_handler(ocp, most_nbytes)) as checkpointer:
+            checkpointer.save(out.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
     return sorted(each.name for each in out.iterdir())
+
+
+def _handler(ocp: Any, most_nbytes: int) -> Any:
+    """What writes arrays without copies of its own, where the library lets them be left out: those of the tree lie in a
+    file and stay as they are. `most_nbytes` is the length of the largest."""
+    kinds = ocp.type_handlers
+    try:
+        handler = kinds.NumpyHandler(deepcopy_host_arrays=False)
+    except TypeError:  # an older version, which always copies
+        handler = kinds.NumpyHandler()
+    others = (import_module("jax").Array, kinds.ArrayHandler())  # without it the library warns
+    registry = kinds.create_type_handler_registry((np.ndarray, handler), others)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, save_concurrent_gb=1 + -(-most_nbytes // (1 << 30))
+    )
 
 
 def read(source: Path) -> list[InTensor]:
