@@ -2,6 +2,7 @@
 
 `begins`: how long the step's end takes longer, for parameters are copied there; `waits`: how long the next update waits
 for the rest; `in a thread`: how long that copies and computes checksums, beside the next forward and backward pass.
+`sends`: how long that sends parts to neighbours then, and takes theirs, beside the whole next step (`--apart`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from bench.steps.cases import SHAPES, VARIANTS, Case, Job
 from bench.steps.launch import figures_of
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
+from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
+from polyaccel.launch.keeper.start import KeeperProcess
+from polyaccel.seal import secret_in
 
 _LIMIT_S = 900.0
 _MIB = 1 << 20
@@ -37,15 +41,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--micro-batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
     parser.add_argument("--turns", type=positive, default=6, help=f"of {_IN_TURN} steps each (default: %(default)s)")
+    parser.add_argument(
+        "--apart", action="store_true", help="each rank has a keeper of its own, as if it were on a host of its own"
+    )
     args = parser.parse_args(argv)
     job = Job("pa1", Case(args.size, args.micro_batch, args.dtype, args.ranks), 3, args.turns, 0)
     with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
-        figures = _measure(job, Path(folder) / "figures.json")
+        figures = _measure(job, Path(folder) / "figures.json", apart=args.apart)
     console = make_console()
     console.print(str(describe_machine()), markup=False)
     table = make_table(
         f"Replicas, {args.size}, AdamW, {args.dtype}, {args.ranks} ranks, medians of {_IN_TURN * args.turns} steps",
-        ("step s without", "with", "more", "begins s", "waits s", "in a thread s", "MiB a rank", "MiB/s"),
+        ("step s without", "with", "more", "begins s", "waits s", "in a thread s", "sends s", "MiB a rank", "MiB/s"),
     )
     without, with_s = median(figures["without_s"]), median(figures["with_s"])
     begins_s, waits_s, thread_s = (median(figures[name]) for name in ("begins_s", "waits_s", "thread_s"))
@@ -57,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         f"{begins_s:.4f}",
         f"{waits_s:.4f}",
         f"{thread_s:.3f}",
+        f"{median(figures['sends_s']):.3f}",
         f"{mib:.0f}",
         f"{mib / thread_s:,.0f}",
     )
@@ -64,14 +72,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure(job: Job, result: Path) -> dict[str, Any]:
+def _measure(job: Job, result: Path, *, apart: bool) -> dict[str, Any]:
     options = ["--nproc", str(job.case.world_size), "--restarts", "1"]
-    figures: dict[str, Any] = figures_of(__spec__.name, [job.to_json(), str(result)], result, options, _LIMIT_S)
+    arguments = [job.to_json(), str(result), *(["apart"] if apart else [])]
+    figures: dict[str, Any] = figures_of(__spec__.name, arguments, result, options, _LIMIT_S)
     return figures
 
 
-def train(job: Job, result: Path) -> None:
+def train(job: Job, result: Path, *, apart: bool) -> None:
     """What every rank does."""
+    if apart:
+        keeper = KeeperProcess(secret_in(os.environ) or b"")
+        os.environ[KEEPER_VARIABLE] = keeper.name
     import torch
     import torch.distributed as dist
 
@@ -86,7 +98,9 @@ def train(job: Job, result: Path) -> None:
     trainer: Any = build_trainer(job, variant, Gpt(SHAPES[job.case.size]), load_library(variant), job.case.world_size)
     corpus, clock, rank, engine = load_corpus(), PhaseClock(), dist.get_rank(), trainer._engine
     replicas = Replicas(engine.communicator, ReplicaPolicy(), {})
-    took: dict[str, list[float]] = {name: [] for name in ("without_s", "with_s", "begins_s", "waits_s", "thread_s")}
+    took: dict[str, list[float]] = {
+        name: [] for name in ("without_s", "with_s", "begins_s", "waits_s", "thread_s", "sends_s")
+    }
     turn = 0
 
     def steps(name: str, count: int) -> None:
@@ -115,6 +129,7 @@ def train(job: Job, result: Path) -> None:
     assert writer is not None
     replicas.replicate = timed("begins_s", replicas.replicate)  # type: ignore[method-assign]
     writer._finish = timed("thread_s", writer._finish)
+    writer._exchange = timed("sends_s", writer._exchange)
     for times in took.values():
         times.clear()
     for _ in range(job.steps):
@@ -123,13 +138,15 @@ def train(job: Job, result: Path) -> None:
         steps("with_s", _IN_TURN)
         took["waits_s"].pop()  # that after the last step
     if rank == 0:
-        result.write_text(json.dumps({**took, "nbytes": writer._halves[0].image.nbytes}))
+        result.write_text(json.dumps({**took, "nbytes": writer._own.halves[0].image.nbytes}))
     replicas.close()
     engine._replicas = None
     dist.barrier()
+    if apart:
+        keeper.close()
 
 
 if __name__ == "__main__":
     if os.environ.get("RANK") is None:
         sys.exit(main(sys.argv[1:]))
-    train(Job.from_json(sys.argv[1]), Path(sys.argv[2]))
+    train(Job.from_json(sys.argv[1]), Path(sys.argv[2]), apart=sys.argv[3:] == ["apart"])
