@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-replicas soak-shm lock clean
+.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -151,6 +151,9 @@ soak: $(STAMP) ## train for 15 minutes at stage 3 with offload, and kill jobs fo
 
 soak-replicas: $(STAMP) ## kill ranks, writers of saves and the keeper 200 times: the losses stay those of the undisturbed run, bit by bit
 	nice -n 5 $(BIN)/python tests/soak/replicas.py $(ARGS)
+
+soak-hosts: $(STAMP) ## kill, stop and cut off 200 jobs over two hosts, by ssh and pdsh: all ends within 15 s with the right code, and nothing is left
+	nice -n 5 $(BIN)/python tests/soak/hosts.py $(ARGS)
 
 soak-shm: $(STAMP) ## run 10,000 random collectives and 100 random kills over shared memory
 	POLYACCEL_SHM_COLLECTIVES=10000 POLYACCEL_SHM_KILLS=100 $(BIN)/python -m pytest tests/procs/shm/test_shm_random.py \

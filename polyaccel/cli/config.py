@@ -52,7 +52,12 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _implied_world_size(config: Config) -> int:
-    """The number of ranks for which three given batch sizes agree; 1 when they leave it open or never agree."""
+    """The number of ranks for which three given batch sizes agree, or the least that `elasticity` has; 1 when they
+    leave it open or never agree."""
+    from polyaccel.config.elastic import compute_elastic_config
+
+    if config.elasticity.enabled:
+        return compute_elastic_config(config.elasticity).world_sizes[0]
     train, micro, gas = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -68,10 +73,15 @@ def _report(config: ResolvedConfig, source: str, world_size: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from polyaccel.config.elastic import compute_elastic_config
+
     table = Table("setting", "value", box=None, pad_edge=False)
     table.add_row("train_batch_size", str(config.train_batch_size))
     table.add_row("train_micro_batch_size_per_gpu", str(config.train_micro_batch_size_per_gpu))
     table.add_row("gradient_accumulation_steps", str(config.gradient_accumulation_steps))
+    if config.elasticity.enabled:
+        sizes = compute_elastic_config(config.elasticity).world_sizes
+        table.add_row("numbers of ranks", ", ".join(map(str, sizes)))
     for key, value in _settings(config):
         table.add_row(Text(key), Text(json.dumps(value)))
     console = Console(soft_wrap=True)

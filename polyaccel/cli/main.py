@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from types import MappingProxyType
 
+from polyaccel.cli.parser import JobParser
 from polyaccel.errors import PolyaccelError
 
 
@@ -76,7 +77,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="polyaccel", description="One training engine for any accelerator.")
     parser.add_argument("--version", action="version", version=f"polyaccel {metadata.version('polyaccel')}")
     parser.add_argument("-v", "--verbose", dest="debug", action="store_true", help="show the traceback of an error")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=JobParser)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, verb in VERBS.items():
         if name == chosen:

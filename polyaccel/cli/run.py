@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyaccel.cli.elastic import check_size, elastic_sizes
 from polyaccel.cli.emit import add_emit_options, manifest
-from polyaccel.cli.job import add_options, is_far, job_of
+from polyaccel.cli.job import is_far, job_of
+from polyaccel.cli.options import add_options
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
-from polyaccel.launch.program import check_not_nested
+from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 from polyaccel.seal import SECRET_VARIABLE
@@ -57,15 +63,47 @@ def run(args: argparse.Namespace) -> int:
 
 def run_job(job: Job, args: argparse.Namespace) -> int:
     """Start a job as the options of its start say. Returns its exit code."""
+    sizes = elastic_sizes(args)
+    check_size(job.world_size, sizes)
     is_there = is_far(dict(job.hosts), job.node, force=args.force_multi)
     launcher = choose_launcher(args.launcher or (_DEFAULT_FAR if is_there else _DEFAULT_LAUNCHER))
     if args.dry_run:
         print(shown_plan(launcher.plan(job), os.environ))
         return 0
+    for sentence in how_to_attach(job):
+        print(f"polyaccel: {sentence}", file=sys.stderr)
+    with pid_file(args.save_pid) if args.save_pid else nullcontext():
+        return _run(launcher, job, args, sizes)
+
+
+def _run(launcher: Launcher, job: Job, args: argparse.Namespace, sizes: tuple[int, ...] | None) -> int:
     if not args.restarts:
         return launcher.run(job).code
     counted = count_ranks if args.nproc is None and args.elastic is not None else None
-    return run_with_restarts(launcher, job, RestartPolicy(args.restarts, args.elastic, counted)).code
+    policy = RestartPolicy(args.restarts, args.elastic, counted, sizes)
+    return run_with_restarts(launcher, job, policy).code
+
+
+@contextmanager
+def pid_file(suffix: str) -> Iterator[None]:
+    """Keep this process's id in a file of the folder for temporary files, named by the id and `suffix`."""
+    path = Path(tempfile.gettempdir(), f"{os.getpid()}{suffix}")
+    with suppress(FileNotFoundError):
+        path.unlink()  # of an earlier process of this number that was killed
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except OSError as error:
+        raise LaunchError(
+            f"--save-pid: {path} cannot be written: {error}", cure="see whether there is room", value=str(path)
+        ) from error
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(f"{os.getpid()}\n")
+    print(f"polyaccel: the launcher's process id is in {path}", file=sys.stderr)
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
 
 
 def shown_plan(plan: LaunchPlan, environment: Mapping[str, str]) -> str:

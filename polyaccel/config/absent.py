@@ -359,7 +359,6 @@ ABSENT: tuple[Absent, ...] = (
     _removed("compression", f"compression_training{BELOW}"),
     _removed("the top-level curriculum", f"curriculum_learning{BELOW}"),
     _removed("eigenvalues for quantisation", f"eigenvalue{BELOW}"),
-    _removed("elasticity", f"elasticity{BELOW}"),
     _removed("graph harvesting", f"graph_harvesting{BELOW}"),
     _removed("the Nebula checkpoint writer", f"nebula{BELOW}"),
     _removed("progressive layer drop", f"progressive_layer_drop{BELOW}"),

@@ -11,7 +11,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
-    return [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
+    return [*_precision(config), *_gradients(config), *_travel(config), *_offload(config), *_elasticity(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -98,3 +98,11 @@ def _offload(config: Config) -> list[Problem]:
             Problem("zero_optimization.offload_param.device", device, expected, 'use "stage": 3, or "none"')
         )
     return problems
+
+
+def _elasticity(config: Config) -> list[Problem]:
+    section = config.elasticity
+    if not section.enabled or section.model_parallel_size == 1:
+        return []
+    expected, cure = "is for models that are cut over ranks, which cannot be trained here", "use 1"
+    return [Problem("elasticity.model_parallel_size", section.model_parallel_size, expected, cure)]

@@ -14,6 +14,7 @@ from typing import Any
 from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import RULES, fill_auto
 from polyaccel.config.conflicts import plugin_problems
+from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
 from polyaccel.config.meshes import data_ranks, mesh_problems
 from polyaccel.config.problems import validate_tree
@@ -24,6 +25,7 @@ from polyaccel.errors import ConfigError, InvariantError, Problem
 _logger = logging.getLogger(__name__)
 _TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MATRIX_UNIT_WIDTH = 8
+_MOST_SHOWN = 20
 
 
 def resolve_config(config: Config, *, world_size: int, hints: Mapping[str, Any] | None = None) -> ResolvedConfig:
@@ -48,7 +50,8 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
         problems.append(Problem("world_size", world_size, "should be at least 1", "count the ranks that train"))
         raise ConfigError(problems, source=draft.source)
     tree = draft.config.model_dump(exclude_unset=True, by_alias=True)
-    undecided = fill_auto(tree, draft.config.auto_keys, hints)
+    is_elastic = draft.config.elasticity.enabled
+    undecided = fill_auto(tree, draft.config.auto_keys - set(_TRIAD if is_elastic else ()), hints)
     config, found = validate_tree(Config, tree)
     if config is None:
         raise InvariantError("a config without its offending keys is still refused", value=found)
@@ -59,7 +62,11 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     problems += plugin_problems(config)
     problems += mesh_problems(config, world_size)
     data = data_ranks(config, world_size)
-    triad, unsolved = _triad(draft, config, [problem.key for problem in problems], data)
+    solve = _elastic_triad if is_elastic else _triad
+    triad, unsolved = solve(draft, config, [problem.key for problem in problems], data)
+    if is_elastic and data != world_size:
+        expected, cure = "is for ranks that all train on other samples, and the mesh has other axes", "leave one out"
+        problems.append(Problem("elasticity.enabled", True, expected, cure))
     problems += unsolved
     if config.data_parallel_size not in (None, data):
         of = "the world size" if data == world_size else f"what the other axes of the mesh leave of {world_size} ranks"
@@ -88,6 +95,39 @@ def _triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> 
         cure = f'give {names} (a hint of this name, which decides the "auto"), or write a value'
         solved = Problem(solved.key, solved.value, solved.expected, cure)
     return Triad(1, 1, 1), [solved]
+
+
+def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> tuple[Triad, list[Problem]]:
+    """The triad that the section `elasticity` has for `world_size` ranks. Batch sizes that are written beside it may
+    say the same, or are to be ignored."""
+    section = config.elasticity
+    if any(key.startswith("elasticity") for key in blamed):
+        return Triad(1, 1, 1), []
+    try:
+        batch = compute_elastic_config(section)
+    except ConfigError as error:
+        return Triad(1, 1, 1), list(error.problems)
+    if world_size not in batch.world_sizes:
+        shown = ", ".join(map(str, batch.world_sizes[:_MOST_SHOWN]))
+        more = ", ..." if len(batch.world_sizes) > _MOST_SHOWN else ""
+        expected = f"is none of those that elasticity has for {batch.train_batch_size} samples a step: {shown}{more}"
+        near = batch.largest(world_size) or batch.world_sizes[0]
+        cure = f"start {near} ranks, for example, or change elasticity (max_train_batch_size, micro_batch_sizes)"
+        return Triad(1, 1, 1), [Problem("world_size", world_size, expected, cure)]
+    micro = batch.micro_batch_size(world_size)
+    triad = Triad(batch.train_batch_size, micro, batch.train_batch_size // (micro * world_size))
+    problems = []
+    for name, decided in zip(_TRIAD, (triad.train, triad.micro, triad.gas), strict=True):
+        given = getattr(config, name)
+        if given in (None, decided) or name in draft.config.auto_keys:
+            continue
+        if section.ignore_non_elastic_batch_info:
+            sentence = f"{name} = {given} is ignored: elasticity decides it, {decided} on {world_size} ranks"
+            config._without_effect = {**config._without_effect, name: sentence}
+        else:
+            cure = "leave it out, or set elasticity.ignore_non_elastic_batch_info"
+            problems.append(Problem(name, given, f"is decided by elasticity: {decided} on {world_size} ranks", cure))
+    return triad, problems
 
 
 def _final(config: Config, triad: Triad) -> ResolvedConfig:

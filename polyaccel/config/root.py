@@ -13,6 +13,7 @@ from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
 from polyaccel.config.sections.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
+from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, TensorParallelConfig
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
@@ -56,6 +57,8 @@ class Config(Section):
     """Samples of one forward pass on one rank. Activations, and so most of a device's memory, grow with it."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches of one optimizer step. More of them cost time and a second set of gradients, not activations."""
+    elasticity: ElasticityConfig = ElasticityConfig()
+    """Batch sizes that follow from the number of ranks, the same samples a step on all numbers that it allows."""
 
     optimizer: OptimizerConfig | None = None
     """The optimizer to build when the caller passes none."""

@@ -51,7 +51,8 @@ class Job:
     in POLYACCEL_JOB_ID; `secret` seals what ranks send each other (empty: nothing does).
 
     `launcher_args` are more options for the command that reaches other hosts, `ssh_port` is the one that their servers
-    listen on, and a shell there reads `venv_script` first.
+    listen on, and a shell there reads `venv_script` first. Rank R listens for a debugger on its host's loopback at
+    `debug_port` + R, and begins when there is one if it `debug_waits`; None lets none listen.
 
     `bind_cores` gives each rank's process its share of the cores, `cores` (None: all that may be used) says of which.
     After one rank failed the others get SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after
@@ -80,6 +81,8 @@ class Job:
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
     venv_script: str | None = None
+    debug_port: int | None = None
+    debug_waits: bool = False
 
     @property
     def world_size(self) -> int:

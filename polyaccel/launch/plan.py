@@ -9,7 +9,7 @@ from pathlib import Path
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, split_cores, usable_cpus
 from polyaccel.launch.base import Job, LaunchPlan, RankSpec
-from polyaccel.launch.program import check_not_nested, rank_environment
+from polyaccel.launch.program import check_not_nested, debugged, rank_environment
 from polyaccel.port import free_port, is_free
 
 LOOPBACK = "127.0.0.1"  # the number, because some machines cannot look up even "localhost"
@@ -52,7 +52,7 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
         RankSpec(
             rank=first + local_rank,
             local_rank=local_rank,
-            command=_command(job, local_rank),
+            command=_command(job, first + local_rank, local_rank),
             environment=rank_environment(
                 given,
                 job,
@@ -70,9 +70,10 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
     return LaunchPlan(job.job_id, ranks, address, port, job.grace_s, job.stop_timeout_s, log_dir, job.hang_timeout_s)
 
 
-def _command(job: Job, local_rank: int) -> tuple[str, ...]:
+def _command(job: Job, rank: int, local_rank: int) -> tuple[str, ...]:
     named = (f"--local_rank={local_rank}",) if job.names_local_rank else ()
-    return (*job.command, *named, *job.arguments)
+    command = job.command if job.debug_port is None else debugged(job.command, job.debug_port + rank, job.debug_waits)
+    return (*command, *named, *job.arguments)
 
 
 def _checked(cores: tuple[int, ...], usable: frozenset[int]) -> tuple[int, ...]:

@@ -13,8 +13,11 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job
+from polyaccel.launch.hosts import is_here
 from polyaccel.seal import SECRET_VARIABLE
 
+_DEBUGGER = "debugpy"
+_LOOPBACK = "127.0.0.1"
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """The value of `GLIBC_TUNABLES` that lets malloc ask for huge pages (glibc 2.35 and later; others ignore it).
 
@@ -38,6 +41,38 @@ def python_command(target: str, arguments: Sequence[str] = (), *, module: bool =
             cure = f"to run the module of that name: polyaccel run --module {target}"
         raise LaunchError(f"no script {target!r} in {os.getcwd()}", cure=cure, value=target)
     return (sys.executable, target, *arguments)
+
+
+def check_debugger(*, is_python: bool) -> None:
+    """Raise LaunchError where ranks could not listen for a debugger."""
+    if not is_python:
+        raise LaunchError("--debugpy is for programs of Python", cure="leave out --no-python, or --debugpy")
+    if not _has_module(_DEBUGGER):
+        raise LaunchError(f"--debugpy needs the package {_DEBUGGER}", cure=f"pip install {_DEBUGGER}, on every host")
+
+
+def debugged(command: Sequence[str], port: int, waits: bool) -> tuple[str, ...]:
+    """The command line `python ...` whose process listens for a debugger on the loopback, where nobody of another host
+    reaches it: who does may run anything in it."""
+    python, *rest = command
+    wait = ("--wait-for-client",) if waits else ()
+    # Frozen modules cannot be stepped into, of which debugpy would warn.
+    return (python, "-Xfrozen_modules=off", "-m", _DEBUGGER, "--listen", f"{_LOOPBACK}:{port}", *wait, *rest)
+
+
+def how_to_attach(job: Job) -> list[str]:
+    """A sentence for each rank that listens for a debugger."""
+    if job.debug_port is None:
+        return []
+    said, waits = [], ", and waits for it" if job.debug_waits else ""
+    places = ((number, host) for number, (host, slots) in enumerate(job.hosts.items()) for _ in slots)
+    for rank, (number, host) in enumerate(places):
+        port = job.debug_port + rank
+        if job.node not in (None, number):
+            continue
+        way = "" if job.node is not None or is_here(host) else f", after `ssh -N -L {port}:{_LOOPBACK}:{port} {host}`"
+        said.append(f"rank {rank} listens for a debugger{waits}: attach to {_LOOPBACK}:{port}{way}")
+    return said
 
 
 def check_not_nested(environment: Mapping[str, str]) -> None:

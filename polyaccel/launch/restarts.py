@@ -27,18 +27,24 @@ RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """How often a job is started again, and with how many ranks: as many as before, or, where `least` is not None, down
-    to that many: as many as `count_ranks` says, or without it one fewer for each that a signal killed."""
+    to that many: as many as `count_ranks` says, or without it one fewer for each that a signal killed. Where only some
+    numbers can train, `sizes` has them: then it is the largest of these that is not above, and not below `least`."""
 
     most: int
     least: int | None = None
     count_ranks: Callable[[], int] | None = None
+    sizes: tuple[int, ...] | None = None
 
     def ranks_after(self, ranks: int, end: JobEnd) -> int:
         """The ranks of the next start."""
         if self.least is None:
             return ranks
         left = ranks - end.killed if self.count_ranks is None else self.count_ranks()
-        return max(left, min(self.least, ranks))
+        left = max(left, min(self.least, ranks))
+        if self.sizes is None:
+            return left
+        fitting = [size for size in self.sizes if min(self.least, ranks) <= size <= left]
+        return max(fitting, default=ranks)
 
 
 def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobEnd:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from polyaccel.arrival import HAS_MET, SHOW_STACK, STEP, WAITS, ArrivalPipe
 from polyaccel.errors import LaunchError
@@ -86,6 +86,9 @@ class JobFailure:
 class Supervisor:
     """Runs one job, once. `look` is called whenever something may have happened. See [Note: How a job ends]."""
 
+    signals: ClassVar[tuple[signal.Signals, ...]] = (*_FORWARDED, _ASKING, signal.SIGCHLD)
+    """Those that are waited for."""
+
     def __init__(
         self,
         plan: LaunchPlan,
@@ -116,7 +119,7 @@ class Supervisor:
     def run(self) -> JobEnd:
         """How the job ended, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
         news = [self._arrivals.read_fd, *self._news()]
-        with SignalInbox((*_FORWARDED, _ASKING, signal.SIGCHLD), news) as inbox:
+        with SignalInbox(self.signals, news) as inbox:
             try:
                 self._start()
                 while self._is_going_on():

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyaccel.config import Config, ResolvedConfig, resolve_config
+from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Source, draft_config
 from polyaccel.config.meshes import data_ranks
 from polyaccel.config.resolve import Triad, solve_triad
+from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.offload import BUILT_IN_DEVICES
 from polyaccel.errors import ConfigError
 
@@ -56,6 +58,8 @@ def planned_config(source: Source, world_size: int) -> PlannedConfig:
     batch, why = _batch(config, data_ranks(config, world_size))
     if why:
         said.append(why)
+    if config.elasticity.enabled:  # the sizes are decided
+        config = config.model_copy(update={"elasticity": ElasticityConfig()})
     sizes = {"train_batch_size": batch.train, "train_micro_batch_size_per_gpu": batch.micro}
     fitting = config.model_copy(update={**sizes, "gradient_accumulation_steps": batch.gas})
     return PlannedConfig(resolve_config(fitting, world_size=world_size, hints=values), tuple(said))
@@ -81,6 +85,11 @@ def _batch(config: Config, world_size: int) -> tuple[Triad, str]:
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
     )
+    if config.elasticity.enabled:
+        elastic = compute_elastic_config(config.elasticity)
+        train = elastic.train_batch_size
+        fits = world_size in elastic.world_sizes
+        micro, gas = elastic.micro_batch_size(world_size) if fits else elastic.micro_batch_sizes[0], None
     solved = solve_triad(train, micro, gas, world_size=world_size)
     if isinstance(solved, Triad):
         return solved, ""

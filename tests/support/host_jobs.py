@@ -23,24 +23,35 @@ class Hosts:
         self.folder = folder
         (folder / "hosts").write_text("host1 slots=2\nhost2 slots=1\n")
 
-    def command(self, script: Path, *options: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    def command(self, script: Path, *options: str, arguments: tuple[str, ...] = (), launcher: str = "ssh") -> list[str]:
         """`polyaccel run` of a script over both hosts."""
-        ssh = f"-F {self.up.ssh_config}"
-        options = ("--hostfile", str(self.folder / "hosts"), "--launcher-args", ssh, *options)
+        if launcher == "ssh":
+            options = ("--launcher-args", f"-F {self.up.ssh_config}", *options)
+        options = ("--hostfile", str(self.folder / "hosts"), "--launcher", launcher, *options)
         return [sys.executable, "-m", "polyaccel", "run", *options, str(script), *arguments]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `polyaccel run` gets: pdsh hands on options of ssh from there alone."""
+        return {**os.environ, "PDSH_SSH_ARGS_APPEND": f"-F {self.up.ssh_config}"}
+
     def run(
-        self, script: Path, *options: str, arguments: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
+        self,
+        script: Path,
+        *options: str,
+        arguments: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+        launcher: str = "ssh",
     ) -> subprocess.CompletedProcess[str]:
         """Such a job, once it has ended, begun with more variables."""
         return subprocess.run(
-            self.command(script, *options, arguments=arguments),
+            self.command(script, *options, arguments=arguments, launcher=launcher),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,
             cwd=script.parent,
-            env={**os.environ, **(environment or {})},
+            env={**self.environment, **(environment or {})},
         )
 
     def left(self) -> list[str]:

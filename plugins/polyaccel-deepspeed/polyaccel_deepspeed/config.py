@@ -115,7 +115,6 @@ def _switched_off(tree: Tree) -> Iterator[Change]:
     """Sections of what DeepSpeed has removed, which are off."""
     for key in (
         "amp",
-        "elasticity",
         "curriculum_learning",
         "eigenvalue",
         "progressive_layer_drop",

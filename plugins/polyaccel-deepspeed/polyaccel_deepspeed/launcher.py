@@ -17,23 +17,24 @@ from polyaccel_deepspeed.hosts import DEFAULT_HOSTFILE
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file of variables that DeepSpeed's launcher passes on to other hosts; clients write it."""
 _ENVIRONMENT_VARIABLE = "DS_ENV_FILE"
+_PID_SUFFIX = ".deepspeed"
 
 
 def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of DeepSpeed 0.19.8's launcher."""
-    from polyaccel.cli.job import add_options
+    from polyaccel.cli.options import add_options
+    from polyaccel.cli.parser import JobParser
 
-    parser = argparse.ArgumentParser(
-        prog="deepspeed", description="start the ranks of a training script", allow_abbrev=False
-    )
+    parser = JobParser(prog="deepspeed", description="start the ranks of a training script", allow_abbrev=False)
     add_options(parser)
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     parser.add_argument("--autotuning", default="", help="not available")
-    for name in ("no_ssh_check", "save_pid"):
-        parser.add_argument(f"--{name}", action="store_true", help="accepted")
+    parser.add_argument("--no_ssh_check", action="store_true", help="accepted")
     parser.add_argument("--log_level", default="info", help="accepted")
     parser.add_argument("-q", "--quiet", action="store_true", help="accepted")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    given.save_pid = given.save_pid and _PID_SUFFIX
+    return given
 
 
 def launch_ranks(given: argparse.Namespace) -> int:

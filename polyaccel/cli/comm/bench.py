@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyaccel.cli.job import add_options
+from polyaccel.cli.options import add_options
 
 if TYPE_CHECKING:
     from polyaccel.types import DType

@@ -216,14 +216,19 @@ class Dumper:
         """`write` of a process that ends now. The line is shown only where a call has not ended for a while, which
         others may wonder about, and if nobody holds up the log: the main thread, which may have been in the middle of a
         line of its own when the signal came, writes no more."""
-        waits_since_s = min((each.started_s for each in [*self._recorder.entries] if each.ended_s is None), default=inf)
+        hangs = self._hangs()
         with self._writing:
             path, said = self._write(reason)
-        if path is not None and time() - waits_since_s < _HANGS_AFTER_S:
+        if path is not None and not hangs:
             return
         line = threading.Thread(target=_log.warning, args=(said,), daemon=True, name="polyaccel last line")
         line.start()
         line.join(_SAYING_S)
+
+    def _hangs(self) -> bool:
+        """Whether a call has not ended for a while."""
+        waits_since_s = min((each.started_s for each in [*self._recorder.entries] if each.ended_s is None), default=inf)
+        return time() - waits_since_s >= _HANGS_AFTER_S
 
     def _watch_exceptions(self) -> None:
         of_main, of_threads = sys.excepthook, threading.excepthook
@@ -319,7 +324,8 @@ class Dumper:
                     if number == signal.SIGUSR1 and is_ours:
                         self.write("SIGUSR1")
                     elif number == signal.SIGTERM and not is_ours:
-                        self.write("SIGTERM", level=logging.INFO)
+                        # The script's own way to end; it has the word, unless it cannot.
+                        self.write("SIGTERM", level=logging.INFO if self._hangs() else logging.DEBUG)
                     elif number == signal.SIGTERM:
                         self._write_last("SIGTERM")
                         # Python lets only the main thread, which may hang, give a signal its default action back.

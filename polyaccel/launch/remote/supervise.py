@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from queue import SimpleQueue
-from time import monotonic
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, ClassVar
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
-from polyaccel.launch.remote.words import BEAT_S, END, SIGNAL, WordFilter
+from polyaccel.launch.remote.callers import LOST, Callers
+from polyaccel.launch.remote.words import BEAT_S, END, PAUSE, SIGNAL, WordFilter
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
 ANSWER_S = 60.0
 """Within this time every agent is there, or the job fails."""
 _SEND_AGAIN_S = 0.02
+_PAUSE_S = 1.0
+"""For agents to be told that the launcher is about to be stopped."""
 _LATER_S = 3.0
 """An agent's grace period ends so long before the launcher's."""
 
@@ -34,19 +37,21 @@ Hear = Callable[[dict[str, Any]], None]
 class Way:
     """A command that brings this machine's standard input to agents, and their output back.
 
-    `hosts` are the numbers of their hosts, `name` stands for them in messages.
+    `hosts` are the numbers of their hosts, `name` stands for them in messages. Agents of a way that brings no input
+    call back. See [Note: An agent that calls back].
     """
 
     name: str
     command: tuple[str, ...]
     hosts: tuple[int, ...]
+    calls_back: bool = False
 
 
-def plan_ways(job: Job, ways: Sequence[Way]) -> LaunchPlan:
-    """The processes of the ways, as those of a job of their own: what ranks leave behind on this machine is the agents'
-    to end."""
+def plan_ways(job: Job, ways: Sequence[Way], variables: Mapping[str, str] | None = None) -> LaunchPlan:
+    """The processes of the ways, with more `variables`, as those of a job of their own: what ranks leave behind on this
+    machine is the agents' to end."""
     job_id = f"ways-{job.job_id}"
-    environment = {**os.environ, JOB_ID: job_id}
+    environment = {**os.environ, **(variables or {}), JOB_ID: job_id}
     processes = tuple(RankSpec(place, place, way.command, environment) for place, way in enumerate(ways))
     port = job.master_port or 0
     return LaunchPlan(job_id, processes, job.master_addr or "", port, job.grace_s + _LATER_S, job.stop_timeout_s)
@@ -87,6 +92,10 @@ class HostProcess(RankProcess):
     def send(self, line: str) -> None:
         """Send a line to the agents. One that has gone hears nothing."""
         self._unsent += line.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
         with suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
@@ -99,11 +108,49 @@ class HostProcess(RankProcess):
             self.send(f"{SIGNAL} {int(signum)}")
 
 
+class CallingProcess(HostProcess):
+    """The process of a way whose agents call back."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        process: subprocess.Popen[bytes],
+        way: Way,
+        hear: Callable[[dict[str, Any]], None],
+        callers: Callers,
+    ) -> None:
+        super().__init__(spec, process, way, hear)
+        self._callers = callers
+
+    @property
+    def has_unsent(self) -> bool:
+        return self._callers.has_unsent and self.state is not ProcessState.ENDED
+
+    def send(self, line: str) -> None:
+        for number in self.way.hosts:
+            self._callers.send(number, line.encode() + b"\n")
+
+    def flush(self) -> None:
+        self._callers.flush()
+
+
 class HostsSupervisor(Supervisor):
     """Runs one job on several hosts, once."""
 
-    def __init__(self, job: Job, ways: Sequence[Way], *, first_address: str | None, look: Callable[[], object]) -> None:
-        """`first_address` is where the other hosts find the first one, if the job does not say."""
+    signals: ClassVar[tuple[signal.Signals, ...]] = (*Supervisor.signals, signal.SIGTSTP)
+
+    def __init__(
+        self,
+        job: Job,
+        ways: Sequence[Way],
+        *,
+        first_address: str | None,
+        look: Callable[[], object],
+        callers: Callers | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`first_address` is where the other hosts find the first one, if the job does not say. `callers` are the
+        agents that call back, `variables` those of the ways beyond this process's."""
         self._job = job
         self._ways = tuple(ways)
         self._first_address = first_address
@@ -114,7 +161,8 @@ class HostsSupervisor(Supervisor):
         self._beat_s = monotonic()
         self._answer_until_s = monotonic() + ANSWER_S
         self._is_told = False
-        plan = plan_ways(job, ways)
+        self._callers = callers
+        plan = plan_ways(job, ways, variables)
         super().__init__(plan, JobOutput(plan), look=look)
 
     def run(self) -> JobEnd:
@@ -137,7 +185,11 @@ class HostsSupervisor(Supervisor):
             )
         except OSError as error:
             raise LaunchError(f"{spec.command[0]} cannot be started: {error}", value=spec.command) from error
-        return HostProcess(spec, process, self._ways[spec.rank], self._take_note)
+        way = self._ways[spec.rank]
+        if way.calls_back:
+            assert self._callers is not None  # such ways are made with them
+            return CallingProcess(spec, process, way, self._take_note, self._callers)
+        return HostProcess(spec, process, way, self._take_note)
 
     def _take_note(self, said: dict[str, Any]) -> None:
         """Called where output is read, by another thread."""
@@ -145,10 +197,12 @@ class HostsSupervisor(Supervisor):
         os.write(self._write_fd, b"!")
 
     def _news(self) -> list[int]:
-        return [self._read_fd]
+        return [self._read_fd, *([] if self._callers is None else [self._callers.fileno()])]
 
     def _patience_s(self) -> float | None:
         until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
+        if self._callers is not None and not self._is_ending:
+            until = min(until, self._callers.lost_at_s() - monotonic())
         if any(each.has_unsent for each in self._processes()):
             until = _SEND_AGAIN_S
         before = super()._patience_s()
@@ -159,7 +213,23 @@ class HostsSupervisor(Supervisor):
             os.read(self._read_fd, 4096)
         while not self._heard.empty():
             self._hear(self._heard.get())
+        if signal.SIGTSTP in signals:
+            self._stop_oneself()
+        if self._callers is not None:
+            self._callers.take()
+            for number, code in self._callers.codes.items():
+                self._note_end(number, code)
+                if (
+                    code
+                ):  # as a rule the agent has said why by its output; but that may be cut off, or wait for a reader
+                    host, why = tuple(self._job.hosts)[number], f"failed with code {code}"
+                    why = "is lost: the way to its agent has ended" if code == LOST else why
+                    was_asked = code - 128 in self._passed_on
+                    self._fail(JobFailure(code, f"the part of the job on {host} {why}", was_asked=was_asked))
         super()._handle(signals)
+        if self._callers is not None and not self._is_ending and (lost := self._callers.lost()):
+            names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
+            self._fail(JobFailure(LOST, f"{names}: the connection to the agent is lost, or it does not answer"))
         if monotonic() >= self._beat_s or any(each.has_unsent for each in self._processes()):
             self._beat_s = monotonic() + BEAT_S
             for each in self._processes():
@@ -167,20 +237,43 @@ class HostsSupervisor(Supervisor):
         if not self._is_told and not self._is_ending and monotonic() >= self._answer_until_s:
             self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
 
+    def _stop_oneself(self) -> None:
+        """Tell the agents that nothing will be heard for a while, and stop."""
+        for each in self._processes():
+            each.send(PAUSE)
+        until_s = monotonic() + _PAUSE_S
+        while any(each.has_unsent for each in self._processes()) and monotonic() < until_s:
+            sleep(_SEND_AGAIN_S)
+            for each in self._processes():
+                each.flush()
+        stopped_s = monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._answer_until_s += monotonic() - stopped_s
+        self._beat_s = monotonic()
+        if self._callers is not None:
+            self._callers.forgive()
+
     def _hear(self, said: dict[str, Any]) -> None:
         number = int(said["number"])
         if "ended" in said:
-            for each in self._processes():
-                if number in each.way.hosts:
-                    each.codes[number] = int(said["ended"])
+            self._note_end(number, int(said["ended"]))
+            if self._callers is not None:
+                self._callers.forget(number)
         elif "code" in said:
             host, code = tuple(self._job.hosts)[number], int(said["code"])
             why, was_asked = f"the part of the job on {host} failed: {said['why']}", code - 128 in self._passed_on
             self._fail(JobFailure(code, why, was_asked=was_asked))
         else:
             self._hellos[number] = said
+            if self._callers is not None and "key" in said:
+                self._callers.expect(number, bytes.fromhex(said["key"]))
             if len(self._hellos) == len(self._job.hosts):
                 self._tell()
+
+    def _note_end(self, number: int, code: int) -> None:
+        for each in self._processes():
+            if number in each.way.hosts:
+                each.codes[number] = code
 
     def _note_failures(self, changed: list[RankProcess]) -> None:
         for each in changed:

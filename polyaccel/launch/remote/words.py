@@ -1,7 +1,8 @@
 """What a launcher and its agents on other hosts say to each other, over an agent's standard input and output.
 
 The launcher sends lines: the job, an empty one every few seconds, signals to pass on. An agent ends its ranks when the
-lines end, or stay away: then the launcher is gone, or the way to it. The agent sends words among what its ranks print:
+lines end, or stay away: then the launcher is gone, or the way to it. A launcher that is about to be stopped (Ctrl-Z)
+says so; until its next line an agent is content with none. The agent sends words among what its ranks print:
 that it is there, and how its part of the job ended.
 """
 
@@ -15,7 +16,7 @@ BEAT_S = 2.0
 """How often the launcher sends a line."""
 SILENCE_S = 10.0
 """An agent that has heard nothing for so long ends its ranks."""
-SIGNAL, END = "signal", "end"
+SIGNAL, END, PAUSE = "signal", "end", "pause"
 _MARK = b"\x1epolyaccel-agent "
 
 

@@ -217,6 +217,8 @@ except CommError:
     sys.exit("the other rank is gone")
 """
 HANDLED = """
+import logging
+logging.basicConfig(level="INFO")  # as the engine shows rank 0's lines
 def end(*_):
     wait_for(path("rank-0.json"))
     print("ended by its own handler", flush=True)
@@ -247,6 +249,7 @@ def test_a_killed_rank_leaves_none_and_is_the_one_that_is_missing(
     assert jobs[0].process.returncode in (1, 128 + signal.SIGKILL), output
     assert said in output
     assert read_dump(jobs[0].dumps / "rank-0.json").reason == reason
+    assert ("compare all ranks with" in output) == (body is not HANDLED), output  # no call hangs: nothing to tell
     left = {"rank-0.json", "rank-0.earlier", "rank-1.earlier"}
     assert {file.name for file in jobs[0].dumps.glob("rank-*")} == left, output
     _, text = diff(jobs[0].dumps, capsys)

@@ -9,9 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 
 import pytest
 from host_jobs import Hosts
+from waiting_job import WaitingJob
+
+from polyaccel.launch.remote.words import BEAT_S, SILENCE_S
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 SPY = Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py"
@@ -21,14 +25,6 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE LOCAL
 told = {name: int(os.environ[name]) for name in names.split()}
 told |= {name: os.environ[name] for name in ("MASTER_ADDR", "OURS", "FROM_FILE")}
 print(json.dumps([told, sys.argv[1:], socket.gethostname(), os.getcwd()]))
-"""
-WAITS = """
-import os, signal, sys
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    file.write("there")
-os.rename(os.path.join(sys.argv[1], os.environ["RANK"]), os.path.join(sys.argv[1], "rank" + os.environ["RANK"]))
-signal.alarm(300)
-signal.pause()
 """
 NASTY = (
     "two words",
@@ -142,50 +138,14 @@ def test_a_host_that_cannot_be_reached_is_named(two_hosts: Hosts, tmp_path: Path
     assert two_hosts.left() == []
 
 
-def _reset_signals() -> None:
-    """Whatever started pytest may ignore some, and a launcher leaves ignored what it finds so."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-class Running:
-    """A job over both hosts whose ranks wait."""
-
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts = hosts
-        self.process = subprocess.Popen(
-            hosts.command(_script(folder, WAITS), "--grace", "2", arguments=(str(folder),)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            preexec_fn=_reset_signals,
-        )
-        while not all((folder / f"rank{rank}").exists() for rank in range(3)):
-            assert self.process.poll() is None, self.process.communicate()
-        assert len(hosts.left()) >= 5
-
-    def ended(self) -> tuple[int, str]:
-        """The exit code and all that was said."""
-        said, _ = self.process.communicate(timeout=100)
-        return self.process.returncode, said
-
-
 @pytest.fixture
-def running(two_hosts: Hosts, tmp_path: Path) -> Iterator[Running]:
-    job = Running(two_hosts, tmp_path)
-    try:
+def running(two_hosts: Hosts, tmp_path: Path) -> Iterator[WaitingJob]:
+    with WaitingJob(two_hosts, tmp_path) as job:
         yield job
-    finally:
-        for host in two_hosts.up.hosts:
-            host.heal()
-        job.process.kill()
-        job.process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_reach_all_ranks(running: Running, number: signal.Signals) -> None:
+def test_signals_reach_all_ranks(running: WaitingJob, number: signal.Signals) -> None:
     running.process.send_signal(number)
     code, said = running.ended()
     assert code == 128 + number
@@ -193,12 +153,50 @@ def test_signals_reach_all_ranks(running: Running, number: signal.Signals) -> No
     assert running.hosts.left() == []
 
 
-def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(running: Running) -> None:
+def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(running: WaitingJob) -> None:
     running.process.kill()
     running.hosts.wait_until_nothing_is_left()
 
 
-def test_an_ssh_that_is_killed_ends_the_job(running: Running) -> None:
+def test_a_launcher_that_is_stopped_by_ctrl_z_is_not_lost(running: WaitingJob) -> None:
+    """It tells the agents before it stops; longer than these wait for one that says nothing, its ranks go on."""
+    running.process.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, running.process.pid, os.WSTOPPED | os.WNOWAIT)
+    sleep(SILENCE_S + BEAT_S)
+    running.process.send_signal(signal.SIGCONT)
+    sleep(BEAT_S)
+    assert running.process.poll() is None
+    assert len(running.hosts.left()) >= 5
+    running.process.send_signal(signal.SIGTERM)
+    code, said = running.ended()
+    assert code == 128 + signal.SIGTERM, said
+    assert running.hosts.left() == []
+
+
+def test_a_launcher_that_is_stopped_by_force_counts_as_lost(running: WaitingJob) -> None:
+    running.process.send_signal(signal.SIGSTOP)
+    running.hosts.wait_until_nothing_is_left()
+    running.process.send_signal(signal.SIGCONT)
+    code, said = running.ended()
+    assert code == 128 + signal.SIGTERM
+    assert f"nothing was heard of the launcher for {SILENCE_S:g} s" in said
+
+
+def test_a_shell_on_the_host_reads_the_script_of_an_environment(two_hosts: Hosts, tmp_path: Path) -> None:
+    venv = tmp_path / "a folder" / "activate"
+    venv.parent.mkdir()
+    venv.write_text('export FROM_VENV="two words"\n')
+    script = _script(tmp_path, "import os; print(os.environ['FROM_VENV'])")
+    done = two_hosts.run(script, "--venv-script", str(venv))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[rank {n}] two words" for n in range(3)])
+    (tmp_path / "bad").write_text("return 3\n")
+    done = two_hosts.run(script, "--venv-script", str(tmp_path / "bad"))
+    assert done.returncode == 3
+    assert "without a word of the ranks on host" in done.stderr
+    assert two_hosts.left() == []
+
+
+def test_an_ssh_that_is_killed_ends_the_job(running: WaitingJob) -> None:
     subprocess.run(["pkill", "-KILL", "-P", str(running.process.pid), "-x", "ssh"], check=True)
     code, said = running.ended()
     assert code == 137
@@ -206,7 +204,7 @@ def test_an_ssh_that_is_killed_ends_the_job(running: Running) -> None:
     running.hosts.wait_until_nothing_is_left()
 
 
-def test_an_agent_that_is_killed_ends_the_job(running: Running) -> None:
+def test_an_agent_that_is_killed_ends_the_job(running: WaitingJob) -> None:
     running.hosts.up.hosts[1].run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
     code, said = running.ended()
     assert code != 0
@@ -214,7 +212,7 @@ def test_an_agent_that_is_killed_ends_the_job(running: Running) -> None:
     running.hosts.wait_until_nothing_is_left()
 
 
-def test_a_host_without_a_network_ends_the_job_on_both_sides(running: Running) -> None:
+def test_a_host_without_a_network_ends_the_job_on_both_sides(running: WaitingJob) -> None:
     running.hosts.up.hosts[1].cut()
     code, said = running.ended()
     assert code == 255

@@ -163,7 +163,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "contradicts zero_optimization.offload_optimizer.device",
     ),
     ({"amp": {"enabled": True}}, "amp", "use bf16, fp16 or torch_autocast"),
-    ({"elasticity": {}}, "elasticity", "was removed from DeepSpeed"),
+    ({"compression_training": {}}, "compression_training", "was removed from DeepSpeed"),
+    (
+        {"elasticity": {"enabled": True, "max_train_batch_size": 8}} | {"gradient_accumulation_steps": 3},
+        "gradient_accumulation_steps",
+        "is decided by elasticity: 1 on 2 ranks",
+    ),
+    ({"elasticity": {"enabled": True}}, "elasticity", "needs max_train_batch_size"),
+    ({"elasticity": {"version": 0.3}}, "elasticity.version", "should be 0.1 or 0.2"),
+    ({"elasticity": {"micro_batch_sizes": []}}, "elasticity.micro_batch_sizes", "names no micro-batch"),
     (_zero(mics_shard_size=2), "zero_optimization.mics_shard_size", "was removed from DeepSpeed: MiCS"),
 ]
 

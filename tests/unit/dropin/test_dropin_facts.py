@@ -57,6 +57,8 @@ OTHER_NAMES = {
     "stage3_gather_fp16_weights_on_model_save": True,
 }
 """Keys of `zero_optimization` by names that are older, or without their `stage3_`; and values for them."""
+REMOVED = "deepspeed.elasticity"
+"""Modules that DeepSpeed has removed since 0.19.6, and that there are here."""
 THERE = [
     (module, name)
     for module, entry in MODULES.items()
@@ -94,7 +96,8 @@ def test_every_public_name_has_its_row() -> None:
 
 def test_every_row_is_a_name_of_deepspeeds() -> None:
     shared = {name for names in FACTS["modules"].values() for name in names}
-    assert [name for entry in MODULES.values() for name in entry.names if name not in shared] == []
+    there = [entry for module, entry in MODULES.items() if not module.startswith(REMOVED)]
+    assert [name for entry in there for name in entry.names if name not in shared] == []
 
 
 def test_what_is_there_takes_deepspeeds_arguments() -> None:

@@ -68,7 +68,7 @@ def test_a_name_stays_a_function_beside_the_module_of_its_name() -> None:
 
 def test_a_module_that_is_not_in_the_table_does_not_exist() -> None:
     with pytest.raises(ModuleNotFoundError):
-        import_module("deepspeed.elasticity")
+        import_module("deepspeed.nebula")
 
 
 def test_its_version_names_both() -> None:

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manifest_commands import expanded, pod_commands
 
-from polyaccel.cli.job import add_options, job_of
+from polyaccel.cli.job import job_of
 from polyaccel.cli.main import main
+from polyaccel.cli.options import add_options
 from polyaccel.launch.base import Job
 from polyaccel.launch.manifests.yaml import as_yaml
 

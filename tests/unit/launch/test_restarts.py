@@ -72,6 +72,12 @@ def test_a_job_that_was_asked_to_end_is_not_started_again() -> None:
     assert ranks_of(launcher) == [3]
 
 
+def test_only_numbers_of_ranks_that_can_train_are_started() -> None:
+    launcher = Ended([KILLED, KILLED, JobEnd(137, "two", killed=2), KILLED, JobEnd(0)])
+    assert run(launcher, RestartPolicy(9, least=2, sizes=(1, 2, 3, 4, 6)), ranks=6) == 0
+    assert ranks_of(launcher) == [6, 4, 3, 2, 2]
+
+
 def test_ranks_that_were_killed_are_left_out_down_to_the_least(capfd: pytest.CaptureFixture[str]) -> None:
     """One that ends with a code of its own has lost no place."""
     launcher = Ended([KILLED, JobEnd(1, "rank 0 exited"), JobEnd(137, "two", killed=2), KILLED, JobEnd(0)])

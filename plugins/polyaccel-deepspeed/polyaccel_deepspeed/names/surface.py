@@ -24,6 +24,7 @@ _ACCELERATOR = "polyaccel_deepspeed.accelerator"
 _CHECKPOINT = "polyaccel_deepspeed.checkpoint"
 _COMM = "polyaccel_deepspeed.comm"
 _COMMANDS = "polyaccel_deepspeed.commands"
+_ELASTICITY = "polyaccel_deepspeed.engine.elasticity"
 _ENGINE = "polyaccel_deepspeed.engine.engine"
 _INITIALIZE = "polyaccel_deepspeed.initialize"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
@@ -54,6 +55,20 @@ _ESTIMATES_3 = later(
     _PLAN, "estimate_zero3_model_states_mem_needs_all_cold", "estimate_zero3_model_states_mem_needs_all_live"
 )
 _TILES = later("linear layers in tiles; stage 3 gathers them whole", "TiledLinear", "TiledLinearReturnBias")
+_ELASTIC_AGENT = never("the agent is torch's own: `polyaccel run --launcher torchelastic`", "DSElasticAgent")
+_ELASTIC_ERRORS = yes(_ELASTICITY, "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize") | yes(
+    "polyaccel.config.sections.elasticity", "ElasticityConfig"
+)
+_ELASTIC_CONSTANTS = yes(
+    _ELASTICITY,
+    "DEEPSPEED_ELASTICITY_CONFIG",
+    "ELASTICITY",
+    "ENABLED",
+    "ENABLED_DEFAULT",
+    "LATEST_ELASTICITY_VERSION",
+    "MINIMUM_DEEPSPEED_VERSION",
+)
+_ELASTIC = yes(_ELASTICITY, "compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config")
 _ZERO_NAMES = (
     yes(_ZERO, "GatheredParameters", "Init")
     | yes(_PARAMETERS, "ZeroParamStatus", "ZeroParamType")
@@ -198,6 +213,14 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.comm": Module("Collectives.", _COLLECTIVES | yes(_ACCELERATOR, "get_accelerator")),
     "deepspeed.comm.comm": Module("Collectives.", _COLLECTIVES),
+    "deepspeed.elasticity": Module(
+        "Batches for many numbers of GPUs, as DeepSpeed had them until 0.19.6.",
+        _ELASTIC | _ELASTIC_CONSTANTS | _ELASTIC_AGENT,
+    ),
+    "deepspeed.elasticity.config": Module("Their section and errors.", _ELASTIC_ERRORS),
+    "deepspeed.elasticity.constants": Module("Their names.", _ELASTIC_CONSTANTS),
+    "deepspeed.elasticity.elastic_agent": Module("Their agent.", _ELASTIC_AGENT),
+    "deepspeed.elasticity.elasticity": Module("Their computation.", _ELASTIC | _ELASTIC_ERRORS),
     "deepspeed.launcher": Module("The launcher."),
     "deepspeed.launcher.runner": Module(
         "The launcher.",

@@ -1,0 +1,46 @@
+"""The numbers of ranks that a training's config allows, for the options that start it with fewer or more of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from polyaccel.errors import LaunchError
+
+_OF_THE_SCRIPT = "--deepspeed_config"
+"""The argument of scripts that `add_config_arguments` defines."""
+
+
+def elastic_sizes(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """The world sizes of the section `elasticity` in the config of `--elastic-config`, or else of the script's own
+    `--deepspeed_config`; None where no config is named, or its section is off. Raises ConfigError."""
+    named = args.elastic_config
+    source = named or _named_by(args.arguments)
+    if source is None:
+        return None
+    from polyaccel.config import load_config
+    from polyaccel.config.elastic import compute_elastic_config
+
+    section = load_config(source).elasticity
+    if not section.enabled and not named:
+        return None
+    return compute_elastic_config(section).world_sizes
+
+
+def check_size(world_size: int, sizes: tuple[int, ...] | None) -> None:
+    """Raise LaunchError for a number of ranks that the config refuses."""
+    if sizes is not None and world_size not in sizes:
+        shown = ", ".join(map(str, sizes))
+        raise LaunchError(
+            f"{world_size} ranks cannot train with the config's section elasticity",
+            cure=f"start one of {shown}",
+            value=world_size,
+        )
+
+
+def _named_by(arguments: Sequence[str]) -> str | None:
+    for place, word in enumerate(arguments):
+        name, mark, value = word.partition("=")
+        if name == _OF_THE_SCRIPT:
+            return value if mark else next(iter(arguments[place + 1 :]), None)
+    return None

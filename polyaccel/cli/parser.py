@@ -1,0 +1,45 @@
+"""A parser whose options may leave their value out although a script follows: `--debugpy train.py` is no port."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+class JobParser(argparse.ArgumentParser):
+    """Gives an option with an optional value (`nargs="?"`) the next word only where the option's `type` takes it, and
+    looks no further than the first word that is no option's."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._by_name: dict[str, argparse.Action] = {}
+        super().__init__(*args, **named)
+
+    def add_argument(self, *args: Any, **named: Any) -> argparse.Action:
+        action = super().add_argument(*args, **named)
+        self._by_name.update(dict.fromkeys(action.option_strings, action))
+        return action
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        return super().parse_known_args(None if args is None else self._settled(list(args)), namespace)
+
+    def _settled(self, words: list[str]) -> list[str]:
+        settled: list[str] = []
+        while words and words[0].startswith("-") and words[0] != "--":
+            settled.append(word := words.pop(0))
+            action = self._by_name.get(word)  # not `--name=value`, which has its value
+            if action is None:
+                continue
+            if action.nargs == "?":
+                has_value = bool(words) and _takes(action, words[0])
+                settled[-1] = f"{word}={words.pop(0) if has_value else action.const}"
+            elif action.nargs is None and words:
+                settled.append(words.pop(0))
+        return settled + words
+
+
+def _takes(action: argparse.Action, word: str) -> bool:
+    try:
+        return not callable(action.type) or action.type(word) is not None
+    except (argparse.ArgumentTypeError, ValueError):
+        return False

@@ -1,0 +1,124 @@
+"""`polyaccel run --launcher pdsh` over two hosts: one pdsh starts the agents, which call back for all they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
+
+import pytest
+from host_jobs import Hosts
+from waiting_job import WaitingJob
+
+from polyaccel.launch.remote.words import BEAT_S, SILENCE_S
+
+pytestmark = pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (Debian: apt install pdsh)")
+NASTY = ("%n %h %%", "two words", "$HOME `id`", "a 'quote' and \"another\"", "new\nline", "", "-w", "日本")
+SAID = """
+import json, os, socket, sys
+found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "TOKEN")]
+print(json.dumps([*found, socket.gethostname(), sys.argv[1:]]))
+"""
+FAILS = """
+import os, signal, sys
+if os.environ["RANK"] == "2":
+    print("last words")
+    sys.exit(77)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def running(two_hosts: Hosts, tmp_path: Path) -> Iterator[WaitingJob]:
+    with WaitingJob(two_hosts, tmp_path, launcher="pdsh") as job:
+        yield job
+
+
+def test_arguments_arrive_as_they_are(two_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAID)
+    done = two_hosts.run(tmp_path / "train.py", "--export", "TOKEN=of mine", arguments=NASTY, launcher="pdsh")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = sorted(json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines())
+    places = [("0", "host1"), ("1", "host1"), ("2", "host2")]
+    assert said == [[rank, "3", "of mine", host, list(NASTY)] for rank, host in places]
+    assert two_hosts.left() == []
+
+
+def test_the_code_of_the_first_failing_rank_arrives(two_hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    done = two_hosts.run(tmp_path / "train.py", "--grace", "2", launcher="pdsh")
+    assert done.returncode == 77
+    assert "polyaccel: the part of the job on host2 failed: rank 2 (pid " in done.stderr
+    assert "last words" in done.stdout
+    assert two_hosts.left() == []
+
+
+def test_no_secret_stands_in_an_argument(running: WaitingJob) -> None:
+    """Everybody may read those, here and there."""
+    here = subprocess.run(["ps", "-ww", "-eo", "args="], capture_output=True, text=True, check=True).stdout
+    agents = [line for line in [*here.splitlines(), *running.hosts.left()] if "remote.agent" in line]
+    assert len(agents) >= 5  # pdsh, its two ssh, and both agents
+    assert all(len(word) < 32 for line in agents for word in line.split() if set(word) <= set("0123456789abcdef"))
+
+
+def test_a_signal_reaches_all_ranks(running: WaitingJob) -> None:
+    running.process.send_signal(signal.SIGTERM)
+    code, said = running.ended()
+    assert code == 128 + signal.SIGTERM
+    assert "SIGTERM is passed on to the ranks" in said
+    assert running.hosts.left() == []
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(running: WaitingJob) -> None:
+    running.process.kill()
+    running.hosts.wait_until_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", ["pdsh", "ssh"])
+def test_a_way_that_is_killed_ends_the_job(running: WaitingJob, name: str) -> None:
+    (pdsh,) = _children(running.process.pid, "pdsh")
+    os.kill(pdsh if name == "pdsh" else _children(pdsh, "ssh")[-1], signal.SIGKILL)
+    code, said = running.ended()
+    assert code == (137 if name == "pdsh" else 255)
+    assert "was killed by SIGKILL" in said if name == "pdsh" else "is lost: the way to its agent has ended" in said
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_an_agent_that_is_killed_ends_the_job(running: WaitingJob) -> None:
+    running.hosts.up.hosts[1].run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
+    code, said = running.ended()
+    assert code == 255
+    assert "host2: the connection to the agent is lost" in said
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_a_host_without_a_network_ends_the_job_on_both_sides(running: WaitingJob) -> None:
+    running.hosts.up.hosts[1].cut()
+    code, said = running.ended()
+    assert code == 255
+    assert "host2: the connection to the agent is lost, or it does not answer" in said
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_a_launcher_that_is_stopped_by_ctrl_z_is_not_lost(running: WaitingJob) -> None:
+    running.process.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, running.process.pid, os.WSTOPPED | os.WNOWAIT)
+    sleep(SILENCE_S + BEAT_S)
+    running.process.send_signal(signal.SIGCONT)
+    sleep(BEAT_S)
+    assert running.process.poll() is None
+    running.process.send_signal(signal.SIGINT)
+    code, said = running.ended()
+    assert code == 128 + signal.SIGINT, said
+    assert running.hosts.left() == []
+
+
+def _children(pid: int, name: str) -> list[int]:
+    command = ["pgrep", "-P", str(pid), "-f", f"^{name} "]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(word) for word in found.split()]
