@@ -1,5 +1,5 @@
 """`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`,
-`memory`, `ownership`, `replica`, `saves`, `start` and `trainer`."""
+`memory`, `ownership`, `replica`, `saves`, `start`, `tensor` and `trainer`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bench.collectives import backends, sizes
 from bench.hosts import start, tax
 from bench.jax import models
 from bench.steps import memory, ownership, replica, saves, times
+from bench.tensor import compare as tensor
 from bench.trainer import compare
 
 _COMMANDS = {
@@ -24,6 +25,7 @@ _COMMANDS = {
     "replica": replica.main,
     "saves": saves.main,
     "start": start.main,
+    "tensor": tensor.main,
     "trainer": compare.main,
 }
 

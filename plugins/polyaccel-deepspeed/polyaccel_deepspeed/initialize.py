@@ -18,6 +18,7 @@ from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
+from polyaccel_deepspeed.tensors import with_tensor_ranks
 
 
 def initialize(
@@ -48,6 +49,7 @@ def initialize(
     written = _the_config(args, config, config_params)
     tree, changes = normalise(written)
     tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
+    tree = with_tensor_ranks(tree, model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups

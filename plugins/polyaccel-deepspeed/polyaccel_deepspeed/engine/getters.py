@@ -35,20 +35,23 @@ class Getters(TorchEngine):
 
     @property
     def dp_world_size(self) -> int:
-        return self.communicator.world_size
+        return self.mesh.axis_size("data")
 
     @property
     def mp_world_size(self) -> int:
-        return 1
+        return self.mesh.size_of(("tensor",))
 
     def get_data_parallel_rank(self) -> int:
-        return self.communicator.rank
+        return self._place_along("data")
 
     def get_tensor_parallel_rank(self) -> int:
-        return 0
+        return self._place_along("tensor")
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self._place_along("tensor")
+
+    def _place_along(self, axis: str) -> int:
+        return self.mesh.coordinates(self.communicator.rank).get(axis, 0)
 
     # Batches and steps.
 

@@ -35,7 +35,6 @@ _ZERO = "polyaccel_deepspeed.zero"
 _PIPELINES = "pipeline parallelism; stage 3 shards the parameters of models that one device cannot hold"
 _EXPERTS = "expert parallelism; stage 3 shards experts"
 _SEQUENCES = "sequence parallelism"
-_TENSORS = "tensor parallelism; stage 3 shards the parameters"
 _INFERENCE = "polyaccel trains; serve models with an engine for inference"
 _KERNELS = (
     "kernels of DeepSpeed's own for transformers; torch.nn.functional.scaled_dot_product_attention is what is used"
@@ -186,7 +185,7 @@ _PUBLIC: dict[str, Module] = {
         | {"dist": Name(Status.YES, _COMM)}
         | later(_PIPELINES, "PipelineEngine", "PipelineModule")
         | later("training and generation in one engine; zero.unwrap_model_for_generation", "DeepSpeedHybridEngine")
-        | later(_TENSORS, "set_autotp_mode", "tp_model_init")
+        | yes("polyaccel_deepspeed.tensors", "set_autotp_mode", "tp_model_init")
         | yes(_UTILS, "OnDevice")
         | later("the engine's own loader; engine.deepspeed_io makes one", "DeepSpeedDataLoader")
         | never(_INFERENCE, "InferenceEngine", "default_inference_config", "init_inference")

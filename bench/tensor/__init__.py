@@ -1,0 +1,1 @@
+"""Tensor parallelism beside torch's own and beside one rank with as many threads."""

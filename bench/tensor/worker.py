@@ -1,0 +1,90 @@
+"""What every rank does: `python -m bench.tensor.worker VARIANT STEPS RESULT` under `polyaccel run`.
+
+A Llama of 16 million parameters from transformers, AdamW, float32, the same batch at each step. Rank 0 writes the
+seconds of each step and the losses as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+from polyaccel import comm
+from polyaccel.comm.default import default_communicator
+from polyaccel.torch.parallel.choose import make_plan
+from polyaccel.torch.parallel.cut import cut_model
+
+LAYERS, WORDS = 4, 4096
+WARMUP = 3
+RANKS = 2
+
+
+def main(argv: list[str]) -> None:
+    variant, steps, result = argv[0], int(argv[1]), Path(argv[2])
+    torch.set_num_threads(RANKS if variant == "one rank" else 1)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    cut(model, variant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    words = torch.randint(0, WORDS, (2, 256), generator=torch.Generator().manual_seed(1))
+    seconds, losses = [], []
+    for _ in range(WARMUP + steps):
+        began = perf_counter()
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(perf_counter() - began)
+        losses.append(loss.item())
+    if variant == "one rank" or comm.get_rank() == 0:
+        result.write_text(json.dumps({"seconds": seconds[WARMUP:], "losses": losses}))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def cut(model: nn.Module, variant: str) -> None:
+    """Share `model` between the ranks, as `variant` does it."""
+    if variant == "polyaccel":
+        comm.init_distributed()
+        cut_model(model, default_communicator(), make_plan(model, RANKS))
+    elif variant == "DTensor":
+        comm.init_distributed()
+        share_by_torch(model)
+
+
+def share_by_torch(model: nn.Module) -> None:
+    """torch's parallelize_module: the same layers, cut in the same way."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for layer in range(LAYERS):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"model.layers.{layer}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"model.layers.{layer}.{name}"] = RowwiseParallel()
+    parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

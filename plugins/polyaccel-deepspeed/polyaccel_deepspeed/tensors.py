@@ -1,0 +1,49 @@
+"""Tensor parallelism as scripts ask for it in code: `tp_model_init` and `set_autotp_mode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from polyaccel.errors import ConfigError, Problem
+
+_KEY = "tensor_parallel.autotp_size"
+_asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Accepted. Models are cut for training, where the config or `tp_model_init` says so."""
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Mapping[str, Any] | None = None, **kwargs: Any
+) -> nn.Module:
+    """`model`, whose layers `initialize` will cut over `tp_size` ranks. The config of the engine chooses its types.
+
+    Raises ConfigError where `config`, or another call, says another number of ranks.
+    """
+    stated = dict((config or {}).get("tensor_parallel", {})).get("autotp_size", 0)
+    for other in (stated, _asked.get(model, 0)):
+        if other not in (0, tp_size):
+            raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which says {tp_size}", _CURE)])
+    _asked[model] = tp_size
+    return model
+
+
+def with_tensor_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The config with what `tp_model_init` has said of `model`. Raises ConfigError where the two differ."""
+    asked = _asked.get(model)
+    if asked is None:
+        return tree
+    section = dict(tree.get("tensor_parallel", {}))
+    if section.get("autotp_size", 0) not in (0, asked):
+        said = f"contradicts tp_model_init, which said {asked}"
+        raise ConfigError([Problem(_KEY, section["autotp_size"], said, _CURE)])
+    return {**tree, "tensor_parallel": {**section, "autotp_size": asked}}
+
+
+_CURE = "say it once, or the same"
