@@ -1,4 +1,4 @@
-"""`python -m bench tensor`: a step of two tensor ranks, of torch's DTensor, and of one rank with two threads."""
+"""`python -m bench tensor`: the passes of two tensor ranks, of torch's DTensor, and of one rank with two threads."""
 
 from __future__ import annotations
 

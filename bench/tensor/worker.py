@@ -1,7 +1,7 @@
 """What every rank does: `python -m bench.tensor.worker VARIANT STEPS RESULT` under `polyaccel run`.
 
 A Llama of 16 million parameters from transformers, AdamW, float32, the same batch at each step. Rank 0 writes the
-seconds of each step and the losses as JSON.
+seconds of each forward and backward pass, which is where the variants differ, and the losses as JSON.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     cut(model, variant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     words = torch.randint(0, WORDS, (2, 256), generator=torch.Generator().manual_seed(1))
     seconds, losses = [], []
     for _ in range(WARMUP + steps):
         began = perf_counter()
         loss = model(input_ids=words, labels=words).loss
         loss.backward()
+        seconds.append(perf_counter() - began)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(perf_counter() - began)
         losses.append(loss.item())
     if variant == "one rank" or comm.get_rank() == 0:
         result.write_text(json.dumps({"seconds": seconds[WARMUP:], "losses": losses}))
