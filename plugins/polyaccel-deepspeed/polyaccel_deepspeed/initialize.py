@@ -17,8 +17,8 @@ from polyaccel_deepspeed.config import log_changes, normalise
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
+from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
-from polyaccel_deepspeed.tensors import with_tensor_ranks
 
 
 def initialize(

@@ -185,7 +185,7 @@ _PUBLIC: dict[str, Module] = {
         | {"dist": Name(Status.YES, _COMM)}
         | later(_PIPELINES, "PipelineEngine", "PipelineModule")
         | later("training and generation in one engine; zero.unwrap_model_for_generation", "DeepSpeedHybridEngine")
-        | yes("polyaccel_deepspeed.tensors", "set_autotp_mode", "tp_model_init")
+        | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(_UTILS, "OnDevice")
         | later("the engine's own loader; engine.deepspeed_io makes one", "DeepSpeedDataLoader")
         | never(_INFERENCE, "InferenceEngine", "default_inference_config", "init_inference")
