@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from polyaccel.torch.api.activations import checkpoint as checkpoint
     from polyaccel.torch.api.activations import configure as configure
     from polyaccel.torch.api.activations import is_configured as is_configured
+    from polyaccel.torch.api.activations import non_reentrant_checkpoint as non_reentrant_checkpoint
     from polyaccel.torch.api.activations import reset as reset
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
-from polyaccel.config import ResolvedConfig
+from polyaccel.config import Config, ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
 from polyaccel.engine.base import EngineSettings
 from polyaccel.mesh import Mesh
@@ -326,4 +326,42 @@ def module_rules_of(config: ResolvedConfig) -> ModuleRules:
             frozenset(leaf.model_fields_set),
             zero.module_granularity_threshold,
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePolicy:
+    """Which activations are computed again in backward, and where the inputs of what is computed again wait for it.
+
+    `names` are classes or full names of the modules to recompute; empty means that they are found. `keep` names
+    operations whose results are kept. `memory_limit` counts bytes. `number` is that of the regions whose inputs get
+    contiguous memory; None gives each input its own.
+    """
+
+    recomputes_blocks: bool = False
+    names: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    memory_limit: int | None = None
+    reentrant: bool = False
+    offload: bool = False
+    partition: bool = False
+    number: int | None = None
+    synchronize: bool = False
+    profile: bool = False
+
+
+def recompute_policy_of(config: Config) -> RecomputePolicy:
+    """The recomputation that the config asks for."""
+    section = config.activation_checkpointing
+    return RecomputePolicy(
+        recomputes_blocks=section.recomputes_blocks,
+        names=section.blocks,
+        keep=section.keep,
+        memory_limit=section.memory_limit,
+        reentrant=section.use_reentrant,
+        offload=section.cpu_checkpointing,
+        partition=section.partition_activations,
+        number=section.number_checkpoints if section.contiguous_memory_optimization else None,
+        synchronize=section.synchronize_checkpoint_boundary,
+        profile=section.profile,
     )

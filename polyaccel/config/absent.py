@@ -124,14 +124,6 @@ ABSENT: tuple[Absent, ...] = (
         timers__throughput__enabled=True,
         timers__throughput__synchronized=True,
     ),
-    _tuning(
-        "activations are recomputed region by region, each in memory of its own, on the ranks that need them",
-        activation_checkpointing__partition_activations=False,
-        activation_checkpointing__number_checkpoints=None,
-        activation_checkpointing__contiguous_memory_optimization=False,
-        activation_checkpointing__synchronize_checkpoint_boundary=False,
-        activation_checkpointing__profile=False,
-    ),
     # Watching.
     _alone("memory_breakdown", False, "the memory breakdown", "read engine.metrics.peak_memory_nbytes"),
     Absent(

@@ -11,7 +11,8 @@ from polyaccel.registry import PluginGroup, find_plugin
 
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
-    return [*_precision(config), *_gradients(config), *_travel(config), *_offload(config), *_elasticity(config)]
+    problems = [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
+    return [*problems, *_elasticity(config), *_recomputation(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -106,3 +107,20 @@ def _elasticity(config: Config) -> list[Problem]:
         return []
     expected, cure = "is for models that are cut over ranks, which cannot be trained here", "use 1"
     return [Problem("elasticity.model_parallel_size", section.model_parallel_size, expected, cure)]
+
+
+def _recomputation(config: Config) -> list[Problem]:
+    section, key = config.activation_checkpointing, "activation_checkpointing"
+    problems = []
+    for name in ("blocks", "keep", "use_reentrant"):
+        value = getattr(section, name)
+        if value and not section.recomputes_blocks:
+            expected = "is about blocks that are recomputed, and none is"
+            problems.append(Problem(f"{key}.{name}", value, expected, 'add "enabled": true'))
+    if section.use_reentrant and section.keep:
+        expected = f"cannot keep single results, and {key}.keep = {list(section.keep)}"
+        problems.append(Problem(f"{key}.use_reentrant", True, expected, "leave one of them out"))
+    if section.contiguous_memory_optimization and section.number_checkpoints is None:
+        expected = "is needed to allocate for contiguous_memory_optimization"
+        problems.append(Problem(f"{key}.number_checkpoints", None, expected, "state the number of regions"))
+    return problems

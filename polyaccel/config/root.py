@@ -11,7 +11,8 @@ from pydantic import Field, PrivateAttr
 from polyaccel.config.auto import AUTO, RULES
 from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
-from polyaccel.config.sections.checkpoint import ActivationCheckpointingConfig, CheckpointConfig
+from polyaccel.config.sections.activation_checkpointing import ActivationCheckpointingConfig
+from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, TensorParallelConfig

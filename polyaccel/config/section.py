@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 
 class Section(BaseModel):
@@ -41,12 +42,30 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _bytes(value: Any) -> Any:
+    """`"1.5G"` as a number; powers of 1024, as users write sizes of memory."""
+    if not isinstance(value, str):
+        return _whole(value)
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError('should be bytes: a number, or one with a unit such as "512M" or "1.5G"')
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", re.IGNORECASE)
 T = TypeVar("T")
 _MOST = 2**63 - 1
 """No count of anything is larger; DeepSpeed writes this where there is no bound."""
 # Bounds stand before the validator, or the JSON Schema lacks them.
 Int = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
 PositiveInt = Annotated[int, Field(gt=0, le=_MOST), BeforeValidator(_whole)]
+Nbytes = Annotated[
+    int,
+    Field(gt=0, le=_MOST),
+    BeforeValidator(_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
+]
+"""Bytes, also as a string with a unit: `"1G"`."""
 CountInt = Annotated[int, Field(ge=0, le=_MOST), BeforeValidator(_whole)]
 Stage = Annotated[T, BeforeValidator(_whole)]
 """For a `Literal` of integers: without it `true` would pass as 1."""

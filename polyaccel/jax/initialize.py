@@ -21,9 +21,13 @@ from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.policies import RecomputePolicy, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
+
+_RECOMPUTATION: frozenset[str] = frozenset()
+"""The keys of `activation_checkpointing` that mean something for JAX."""
 
 
 def initialize(
@@ -84,9 +88,11 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
         problems.append(Problem("jax.execution", config.jax.execution, expected, 'use "native"'))
     if config.torch_autocast.enabled:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
-    if config.activation_checkpointing.cpu_checkpointing:
-        key = "activation_checkpointing.cpu_checkpointing"
-        problems.append(Problem(key, True, "not available for JAX", "use jax.checkpoint in the function"))
+    recompute = recompute_policy_of(config)
+    for key, value in config.activation_checkpointing.model_dump().items():
+        if value and key not in _RECOMPUTATION and recompute != RecomputePolicy():
+            key = f"activation_checkpointing.{key}"
+            problems.append(Problem(key, value, "not available for JAX", "use jax.checkpoint in the function"))
     if problems:
         raise ConfigError(problems, source="initialize")
 

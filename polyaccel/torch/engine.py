@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.runtime import Runtime
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.api.activations import ActivationOffload
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
+from polyaccel.torch.recompute.blocks import Recomputation
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import WantedLoad, frozen_with_states, load_run, optimizer_kind
 from polyaccel.torch.states.contents import TorchRun, contents_of
@@ -60,7 +60,6 @@ class TorchEngine(nn.Module, Engine):
         self._compose(runtime.engine_parts())
         self.training_dataloader: Any = None
         self._module_settings = settings
-        self._offload = ActivationOffload(self.accelerator) if settings.offload_activations else None
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
 
@@ -74,6 +73,8 @@ class TorchEngine(nn.Module, Engine):
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
+        notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
+        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, None, notes)
         self._recorder.begin()
 
     def _lay_out(
@@ -127,8 +128,7 @@ class TorchEngine(nn.Module, Engine):
         if is_trained_on:
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
-        offload = self._offload.active() if self._offload else nullcontext()
-        with charge, self._autocast(), offload, explaining_refusal():
+        with charge, self._autocast(), self._recomputation.forward_pass(inputs, named), explaining_refusal():
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
@@ -385,6 +385,7 @@ class TorchEngine(nn.Module, Engine):
             self.reload_states()
         self.zero.params.fence()
         self._linears.release()
+        self._recomputation.release()
         self.adapter.release()
         self.zero.close()
         self.runtime.leave_groups()

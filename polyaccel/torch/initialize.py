@@ -16,7 +16,7 @@ from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.policies import module_rules_of
+from polyaccel.policies import RecomputePolicy, module_rules_of, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
@@ -122,10 +122,10 @@ def _described(training_data: Any) -> str:
 
 
 def _module_settings(config: ResolvedConfig) -> ModuleSettings:
-    autocast = config.torch_autocast
+    autocast, recompute = config.torch_autocast, recompute_policy_of(config)
     return ModuleSettings(
         autocast_dtype=getattr(torch, autocast.dtype) if autocast.enabled else None,
-        offload_activations=config.activation_checkpointing.cpu_checkpointing,
+        recompute=None if recompute == RecomputePolicy() else recompute,
         checks_contents=config.zero_optimization.enable_sanity_checks,
         matrix_kernels=config.matrix_kernels,
         drop_last=config.dataloader_drop_last,

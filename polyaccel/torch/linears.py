@@ -12,12 +12,16 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
@@ -35,6 +39,10 @@ _PLAIN = (Tensor, nn.Parameter)
 _ABSENT = (ShardedParameter, ArrivingParameter)
 
 
+_NUMBERS = count()
+_WATCHED: WeakValueDictionary[int, Products] = WeakValueDictionary()
+
+
 @dataclass(frozen=True)
 class Products:
     """The three products of a linear layer on matrices, for products of at least `least_work` multiplications."""
@@ -44,6 +52,12 @@ class Products:
     weight_grad: Callable[[Tensor, Tensor], Tensor]
     device_type: str
     least_work: int
+
+    @cached_property
+    def _number(self) -> int:
+        """Stands for these products in calls of an operation of torch's, which takes plain values."""
+        _WATCHED[number := next(_NUMBERS)] = self
+        return number
 
     @classmethod
     def of(cls, table: KernelTable, device_type: str, least_work: int) -> Products:
@@ -63,7 +77,9 @@ class Products:
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
-        out = self.forward(_matrix(x), weight.contiguous(), bias)
+        operands = _matrix(x), weight.contiguous(), bias
+        is_watched = torch._C._len_torch_dispatch_stack() > 0
+        out = _watched_product(*operands, self._number) if is_watched else self.forward(*operands)
         # Not a view of `out`, or autograd would refuse that a later layer changes it in place.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
@@ -91,6 +107,18 @@ class Products:
             and torch.get_float32_matmul_precision() == "highest"
             and torch._C._get_mkldnn_enabled()
         )
+
+
+@torch.library.custom_op("polyaccel::linear", mutates_args=())
+def _watched_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: int) -> Tensor:
+    """The product of matrices as an operation that torch's dispatch modes see, such as those that keep the results of
+    chosen operations while all else is recomputed, or count operations."""
+    return _WATCHED[products].forward(x, weight, bias)
+
+
+@register_flop_formula(torch.ops.polyaccel.linear)
+def _linear_flops(x: Any, weight: Any, bias: Any, products: int, *, out_shape: Any = None, **named: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[0])
 
 
 class _Linear(torch.autograd.Function):

@@ -7,19 +7,21 @@ from typing import Literal
 
 import torch
 
+from polyaccel.policies import RecomputePolicy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSettings:
     """How the engine runs its module.
 
-    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `offload_activations`
-    keeps the inputs of checkpointed regions in host memory. `checks_contents` lets `GatheredParameters` compare values
-    when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last` leaves out an
-    epoch's last samples that fill no batch.
+    `autocast_dtype` is what the forward pass computes in under torch's autocast; None is none. `recompute` says which
+    activations are computed again; None leaves that to the model. `checks_contents` lets `GatheredParameters` compare
+    values when it is left. `matrix_kernels` chooses linear layers' products, see `torch.linears`. `drop_last` leaves
+    out an epoch's last samples that fill no batch.
     """
 
     autocast_dtype: torch.dtype | None
-    offload_activations: bool
+    recompute: RecomputePolicy | None
     checks_contents: bool
     matrix_kernels: Literal["auto", "off"]
     drop_last: bool

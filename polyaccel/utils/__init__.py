@@ -1,4 +1,5 @@
-"""Functions that users of DeepSpeed import from `utils`. They live in the torch room, which is loaded on first use."""
+"""Functions that users of DeepSpeed import from `utils`, and random states by name. Most live in the torch room, which
+is loaded on first use."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ _FRAGMENTS = "polyaccel.torch.api.fragments"
 _LEAVES = "polyaccel.torch.params.leaf_modules"
 _HOMES = {
     "get_z3_leaf_modules": _LEAVES,
+    "named_random_states": "polyaccel.accelerators.named_random",
     "safe_get_full_fp32_param": _FRAGMENTS,
     "safe_get_full_grad": _FRAGMENTS,
     "safe_get_full_optimizer_state": _FRAGMENTS,

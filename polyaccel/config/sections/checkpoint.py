@@ -1,4 +1,4 @@
-"""Sections about saved states and recomputed ones: `checkpoint`, `activation_checkpointing`."""
+"""The section about saved states: `checkpoint`."""
 
 from __future__ import annotations
 
@@ -82,10 +82,3 @@ class CheckpointConfig(Section):
             return self.storage, {}
         ((name, options),) = self.storage.items()
         return name, options
-
-
-class ActivationCheckpointingConfig(Section):
-    """Activations that are recomputed in backward instead of kept."""
-
-    cpu_checkpointing: bool = False
-    """Keep the inputs of regions under `polyaccel.checkpointing.checkpoint` in host memory until their backward."""

@@ -14,6 +14,7 @@ may have in their models already.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -49,6 +50,38 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     units = _outermost(chosen or _longest_list(model))
     leaves = {name: module for name, module in modules.items() if is_leaf_module(module)}
     return _outermost({**units, **{name: leaf for name, leaf in leaves.items() if not _is_inside(name, units)}})
+
+
+def find_blocks(model: nn.Module, names: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """The modules to recompute, by full name, in order; none lies inside another.
+
+    `names` choose them by class, or by full name, where `*` stands for any part of it. Without names they are those of
+    `set_units`, or else the repeated blocks of the model: of each list of at least two modules of one class that have
+    parts. Lists inside a block do not count.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    wanted = tuple(names)
+    if wanted:
+        return _outermost(
+            {
+                name: module
+                for name, module in modules.items()
+                if any(type(module).__name__ == one or fnmatchcase(name, one) for one in wanted)
+            }
+        )
+    marked = {name: module for name, module in modules.items() if _UNIT in module.__dict__}
+    if marked:
+        return _outermost(marked)
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if name in blocks or _is_inside(name, blocks):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            children = {f"{name}.{index}" if name else index: child for index, child in module.named_children()}
+            is_uniform = len({type(child) for child in children.values()}) == 1
+            if len(children) >= _LEAST_BLOCKS and is_uniform and all(map(_has_parts, children.values())):
+                blocks.update(children)
+    return blocks
 
 
 def units_of_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, str]:
@@ -109,6 +142,10 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
         if weight > best and weight[0] >= _LEAST_BLOCKS:
             best, blocks = weight, children
     return {name: block for name, block in blocks.items() if any(True for _ in block.parameters())}
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

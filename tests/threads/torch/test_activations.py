@@ -18,8 +18,13 @@ import polyaccel
 from polyaccel import checkpointing
 from polyaccel.accelerators.base import Capabilities, NullEvent, NullStream
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.errors import ConfigError
+from polyaccel.policies import RecomputePolicy
+from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api import activations
+from polyaccel.torch.recompute import inputs
+from polyaccel.torch.recompute.regions import Regions, configured
 
 VOCAB, WIDTH = 17, 12
 OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -93,18 +98,19 @@ def run(world: int, stage: int, build: Any = stack, **changes: Any) -> list[Any]
 
 
 @pytest.fixture
-def device_apart(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The CPU stands for a device with memory of its own. Returns the shapes of what is copied to the host."""
-    monkeypatch.setattr(activations, "is_in_host_memory", lambda accelerator: False)
-    shapes = []
-    copy = activations.HostCopies.copy
+def device_apart(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The CPU stands for a device with memory of its own. Returns the numbers of elements that are copied to the
+    host."""
+    monkeypatch.setattr(inputs, "is_in_host_memory", lambda accelerator: False)
+    numels = []
+    copy = inputs.HostCopies.copy
 
-    def counted(self: Any, tensor: Tensor, region: Any) -> Any:
-        shapes.append(tensor.shape)
-        return copy(self, tensor, region)
+    def counted(self: Any, source: Tensor, memory: Tensor) -> None:
+        numels.append(source.numel())
+        copy(self, source, memory)
 
-    monkeypatch.setattr(activations.HostCopies, "copy", counted)
-    return shapes
+    monkeypatch.setattr(inputs.HostCopies, "copy", counted)
+    return numels
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +125,7 @@ def test_offload_changes_no_bit(stage, precision, device_apart):
     wanted = run(1, stage, **precision)  # one rank: threads share one stream of random numbers
     assert device_apart == []
     found = run(1, stage, **OFFLOAD, **precision)
-    assert device_apart == [(4, WIDTH)] * 4 * 4  # micro-batches, regions that are not inside others
+    assert device_apart == [4 * WIDTH] * 4 * 4  # micro-batches, regions that are not inside others
     assert found == wanted
 
 
@@ -135,7 +141,7 @@ def test_on_several_ranks_too(stage, device_apart, monkeypatch):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_in_host_memory_nothing_moves_and_the_numbers_are_the_same(stage):
     assert run(1, stage, **OFFLOAD) == run(1, stage)
-    assert activations.ActivationOffload(CpuAccelerator()).copies is None
+    assert not inputs.InputStore(RecomputePolicy(offload=True), CpuAccelerator(), None).moves
 
 
 def test_inputs_leave_the_device_until_backward(device_apart):
@@ -313,22 +319,174 @@ def test_arguments_go_before_the_config_that_configure_gets(arguments, moves, de
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mpu_": object()},
-        {"partition_activations": True},
-        {"contiguous_checkpointing": True},
-        {"num_checkpoints": 4},
-        {"synchronize": True},
-        {"profile": True},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
+    ("arguments", "key"),
+    [({"mpu_": object()}, "mpu_"), ({"contiguous_checkpointing": True}, "num_checkpoints")],
+    ids=["no groups", "no number"],
 )
-def test_options_without_a_meaning_are_refused(arguments):
+def test_what_configure_cannot_use_is_refused(arguments, key):
     with pytest.raises(ConfigError) as caught:
         checkpointing.configure(**arguments)
-    assert [problem.key for problem in caught.value.problems] == list(arguments)
+    assert [problem.key for problem in caught.value.problems] == [key]
     assert not checkpointing.is_configured()
+
+
+# The other ways in which inputs wait.
+
+
+def through_regions(count: int = 3) -> tuple[Tensor, Tensor]:
+    """The gradient of a row of regions, and the one of plain calls. The rows of the inputs are no rows of memory."""
+    weight = torch.randn(5, 7, requires_grad=True)
+    hidden, plain = (weight * 2).t(), (expected := weight.detach().clone().requires_grad_()) * 2
+    plain = plain.t()
+    for _ in range(count):
+        hidden, plain = checkpointing.checkpoint(torch.sin, hidden), torch.sin(plain)
+    hidden.square().sum().backward()
+    plain.square().sum().backward()
+    return weight.grad, expected.grad
+
+
+def test_inputs_in_contiguous_memory_stand_side_by_side_and_are_used_again():
+    checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=3)
+    taken: list[Tensor] = []
+    (regions,) = configured()
+    take = regions.store.places.shelf.take
+
+    def noted(*args: Any, **named: Any) -> Any:
+        found = take(*args, **named)
+        taken.append(found[0])
+        return found
+
+    regions.store.places.shelf.take = noted
+    for _ in range(2):
+        found, wanted = through_regions()
+        assert torch.equal(found, wanted)
+        gc.collect()
+    places = [memory.data_ptr() for memory in taken]
+    assert sorted(places[:3]) == sorted(places[3:])
+    assert len({memory.untyped_storage().data_ptr() for memory in taken}) == 1
+    assert len(set(places[:3])) == 3
+
+
+def test_more_regions_than_were_stated_get_memory_of_their_own(caplog):
+    checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=2)
+    found, wanted = through_regions(4)
+    assert torch.equal(found, wanted)
+    assert ["number_checkpoints = 2" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("changes", [{}, {"contiguous_checkpointing": True, "num_checkpoints": 4}], ids=["", "shelf"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_inputs_are_cut_over_the_ranks_that_share_a_model(world, offload, changes, monkeypatch):
+    """35 elements, so that the last rank's part is filled up. What waits is a part; what comes back is whole."""
+    monkeypatch.setattr(inputs, "is_in_host_memory", lambda accelerator: False)
+    policy = RecomputePolicy(partition=True, offload=offload, number=4 if changes else None)
+
+    def work(communicator: Any, seed: int) -> tuple[Tensor, Tensor, list[int]]:
+        regions = Regions(policy, communicator.accelerator, communicator)
+        kept, keep = [], inputs.KeptInputs._keep
+
+        class Noting(inputs.KeptInputs):
+            def _keep(self, tensor: Tensor) -> Any:
+                found = keep(self, tensor)
+                kept.append(found.memory.numel())
+                return found
+
+        weight = torch.linspace(-1, 1, 35).view(5, 7).requires_grad_()
+        hidden = (weight * 2).t()
+        expected = weight.detach().clone().requires_grad_()
+        plain = (expected * 2).t()
+        region = regions.store.region
+        regions.store.region = lambda values: _as(region(values), Noting)
+        for _ in range(3):
+            hidden, plain = regions.run(torch.sin, (hidden,), {}), torch.sin(plain)
+        hidden.square().sum().backward()
+        plain.square().sum().backward()
+        return weight.grad, expected.grad, kept
+
+    for found, wanted, kept in run_threads(world, work, 0):
+        assert torch.equal(found, wanted)
+        assert kept == [-(-35 // world)] * 3
+
+
+def _as(region: Any, kind: type) -> Any:
+    region.__class__ = kind
+    return region
+
+
+def test_configure_takes_the_ranks_of_an_mpu():
+    def work(communicator: Any, seed: int) -> None:
+        class Grid:
+            def get_tensor_model_parallel_group(self) -> Any:
+                return communicator
+
+        checkpointing.configure(Grid(), partition_activations=True)
+
+    run_threads(2, work, 0)
+    (regions,) = configured()
+    assert regions.store.places.ranks.world_size == 2
+
+
+def test_without_ranks_that_share_a_model_nothing_is_cut():
+    checkpointing.configure(partition_activations=True)
+    assert not configured()[0].store.moves
+    assert torch.equal(*through_regions())
+
+
+# Random numbers by name, and arguments by name.
+
+
+def test_named_random_numbers_come_out_alike_when_they_are_drawn_again():
+    states = named_random_states()
+    states.add("apart", 5)
+
+    def noisy(hidden: Tensor, *, scale: float) -> Tensor:
+        with states.use("apart"):
+            hidden = nn.functional.dropout(hidden, 0.5)
+        return nn.functional.dropout(hidden * scale, 0.5).square()
+
+    def gradients(run: Any) -> tuple[Tensor, list[bytes], Tensor]:
+        torch.manual_seed(3)
+        states.restore(begin)
+        weight = torch.linspace(1, 2, 40).requires_grad_()
+        hidden = run(noisy, run(noisy, weight * 2, scale=1.5), scale=2.5)
+        after = list(states.states().values())
+        hidden.sum().backward()
+        assert list(states.states().values()) == after
+        return weight.grad, after, torch.rand(3)
+
+    try:
+        begin = states.states()
+        found, wanted = gradients(checkpointing.checkpoint), gradients(lambda fn, *args, **named: fn(*args, **named))
+    finally:
+        states.clear()
+    assert torch.equal(found[0], wanted[0])
+    assert 0 < int((found[0] == 0).sum()) < 40
+    assert found[1] == wanted[1]
+    assert torch.equal(found[2], wanted[2])
+
+
+def test_boundaries_are_synchronised_and_times_are_told(monkeypatch, caplog):
+    accelerator = NotedAccelerator()
+    monkeypatch.setattr(NotedAccelerator, "synchronize", lambda self: self.notes.append("wait"))
+    monkeypatch.setattr(activations, "get_accelerator", lambda: accelerator)
+    notes = accelerator.notes
+
+    def noted(hidden: Tensor) -> Tensor:
+        notes.append("run")
+        return torch.sin(hidden)
+
+    checkpointing.configure(synchronize=True)
+    checkpointing.checkpoint(noted, torch.ones(3, requires_grad=True) * 2).sum().backward()
+    assert notes == ["wait", "run", "wait"] * 2
+    checkpointing.configure(profile=True)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        checkpointing.checkpoint(noted, torch.ones(3, requires_grad=True) * 2).sum().backward()
+    told = [record.getMessage() for record in caplog.records if "recomputations" in record.getMessage()]
+    assert len(told) == 1
+    assert "1 regions took" in told[0]
+    assert "1 recomputations" in told[0]
 
 
 def test_a_model_without_regions_is_told_once_that_nothing_is_offloaded(caplog):

@@ -45,8 +45,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         "tensor parallelism; stage 3 shards the parameters",
         {
             "deepspeed": "merge_tp_model_init_into_config record_tp_model_init_args",
-            "deepspeed.checkpointing": "bwc_tensor_model_parallel_rank model_parallel_reconfigure_tp_seed",
-            "deepspeed.runtime.activation_checkpointing.checkpointing": "model_parallel_reconfigure_tp_seed",
+            "deepspeed.checkpointing": "bwc_tensor_model_parallel_rank",
             "deepspeed.runtime.utils": "is_model_parallel_parameter",
             "deepspeed.utils": "bwc_tensor_model_parallel_world_size get_model_parallel_group "
             "get_tensor_model_parallel_group get_tensor_model_parallel_src_rank "
@@ -193,13 +192,13 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         Status.NEVER,
         "a part of DeepSpeed's activation checkpointing; `checkpoint` is one function here",
         {
-            "deepspeed.checkpointing": "CheckpointFunction CudaRNGStatesTracker Timers copy_to_device "
+            "deepspeed.checkpointing": "CheckpointFunction Timers copy_to_device "
             "detach_variable extract_tensors gather_partitioned_activations get_cpu_activations_for_backward "
             "get_offloaded_activations_for_backward get_partition_size get_partition_start "
             "get_partitioned_activations_for_backward is_activation_to_checkpoint merge_tensors "
             "partition_activations partition_activations_in_checkpoint restore_offloaded_activations "
             "set_num_layers",
-            "deepspeed.runtime.activation_checkpointing.checkpointing": "CheckpointFunction CudaRNGStatesTracker "
+            "deepspeed.runtime.activation_checkpointing.checkpointing": "CheckpointFunction "
             "detach_variable extract_tensors gather_partitioned_activations get_cpu_activations_for_backward "
             "get_offloaded_activations_for_backward get_partition_size get_partition_start "
             "get_partitioned_activations_for_backward is_activation_to_checkpoint merge_tensors "

@@ -164,11 +164,15 @@ _COLLECTIVES = yes(
     "send",
 ) | accepted('the section "comms_logger" of the engine\'s config chooses', _COMM, "configure")
 _FLOPS = later("torch.utils.flop_counter counts them", "FlopsProfiler", "get_model_profile")
-_CHECKPOINTING = (
-    yes("polyaccel.checkpointing", "is_configured", "reset")
-    | yes("polyaccel_deepspeed.activations", "checkpoint", "configure")
-    | later("random states of ranks that share a model", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed")
-    | later("the variant on saved-tensor hooks; `checkpoint` is that one here", "non_reentrant_checkpoint")
+_CHECKPOINTING = yes(
+    "polyaccel.checkpointing", "checkpoint", "is_configured", "non_reentrant_checkpoint", "reset"
+) | yes(
+    "polyaccel_deepspeed.activations",
+    "CudaRNGStatesTracker",
+    "configure",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
 )
 
 _PUBLIC: dict[str, Module] = {
