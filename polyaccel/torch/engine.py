@@ -74,7 +74,7 @@ class TorchEngine(nn.Module, Engine):
         self.adapter.broadcast_buffers(self.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
-        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, None, notes)
+        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes)
         self._recorder.begin()
 
     def _lay_out(

@@ -13,7 +13,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.config import load_config
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.policies import recompute_policy_of
-from polyaccel.torch.recompute.regions import PLAIN, Regions, configured, present_regions
+from polyaccel.torch.recompute.regions import PLAIN, RecomputedRegions, configured, present_regions
 
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 """Methods of an `mpu` that return the ranks that share a model."""
@@ -66,7 +66,7 @@ def configure(
         policy = replace(policy, number=num_checkpoints or policy.number)
     if contiguous_checkpointing and policy.number is None:
         raise _refused("num_checkpoints", num_checkpoints, "is needed for contiguous_checkpointing", "state a number")
-    configured()[:] = [Regions(policy, get_accelerator(), _ranks_of(mpu_))]
+    configured()[:] = [RecomputedRegions(policy, get_accelerator(), _ranks_of(mpu_))]
 
 
 def is_configured() -> bool:

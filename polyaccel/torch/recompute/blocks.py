@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from logging import getLogger
 from typing import Any
@@ -35,7 +35,7 @@ from polyaccel.policies import RecomputePolicy
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.recompute.measuring import PassRecorder
 from polyaccel.torch.recompute.operations import DEFAULT, contexts_for, kept_operations
-from polyaccel.torch.recompute.regions import ActiveRegions, Regions, Way, configured, is_inside_region
+from polyaccel.torch.recompute.regions import ActiveRegions, RecomputedRegions, RunOptions, configured, is_inside_region
 
 log = getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Recomputation:
     """An engine's part: regions that `module` marks itself, and its blocks if `policy` says so, under one policy; None
     leaves all that to the model.
 
-    `ranks` share the model, None if none do. Raises ConfigError as `RecomputedBlocks` does.
+    `along` gives the ranks along axes of the mesh; those along "tensor" compute with the same inputs. Raises
+    ConfigError as `RecomputedBlocks` does.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Recomputation:
         module: nn.Module,
         policy: RecomputePolicy | None,
         accelerator: Accelerator,
-        ranks: Communicator | None,
+        along: Callable[[Collection[str]], Communicator],
         enter_notes: Callable[[], saved_tensors_hooks | None],
     ) -> None:
         self.blocks: RecomputedBlocks | None = None
         self._active: ActiveRegions | None = None
         if policy is not None:
-            regions = Regions(policy, accelerator, ranks)
+            regions = RecomputedRegions(policy, accelerator, along(("tensor",)) if policy.partition else None)
             self._active = ActiveRegions(regions, expects=not policy.recomputes_blocks)
             if policy.recomputes_blocks:
                 self.blocks = RecomputedBlocks(module, policy, regions, enter_notes)
@@ -82,7 +83,7 @@ class Recomputation:
 
 
 class RecomputedBlocks:
-    """The blocks of `module`, recomputed as `policy` says by `regions`. `enter_notes` as for `Way`.
+    """The blocks of `module`, recomputed as `policy` says by `regions`. `enter_notes` as for `RunOptions`.
 
     Raises ConfigError for a module in which no blocks are found, and for names that mean nothing.
     """
@@ -91,7 +92,7 @@ class RecomputedBlocks:
         self,
         module: nn.Module,
         policy: RecomputePolicy,
-        regions: Regions,
+        regions: RecomputedRegions,
         enter_notes: Callable[[], saved_tensors_hooks | None],
     ) -> None:
         self._module = module
@@ -102,8 +103,8 @@ class RecomputedBlocks:
         usual = Level.OPERATIONS if policy.keep else Level.NOTHING
         self._usual = usual
         self._ways = {
-            Level.NOTHING: Way(reentrant=policy.reentrant, enter_notes=enter_notes),
-            Level.OPERATIONS: Way(contexts=contexts, enter_notes=enter_notes),
+            Level.NOTHING: RunOptions(reentrant=policy.reentrant, enter_notes=enter_notes),
+            Level.OPERATIONS: RunOptions(contexts=contexts, enter_notes=enter_notes),
         }
         self._enter_notes = enter_notes
         self._recorder: PassRecorder | None = None
@@ -190,7 +191,7 @@ class RecomputedBlocks:
         regions = configured()[0] if configured() else self._regions
         if self._recorder is not None:
             recorder = self._recorder
-            way = Way(enter_notes=self._enter_notes, first=lambda values: recorder.call(name, values))
+            way = RunOptions(enter_notes=self._enter_notes, first=lambda values: recorder.call(name, values))
             return regions.run(function, args, named, way)
         level = self._levels.get(key, self._usual)
         if level is Level.EVERYTHING:

@@ -96,7 +96,7 @@ class HostCopies:
         return self._stream.record()
 
 
-class Shelf:
+class InputMemory:
     """Memory for `number` inputs of each size and type, allocated at once when the first one comes."""
 
     def __init__(self, number: int) -> None:
@@ -131,7 +131,7 @@ class _Places:
     """What moves inputs: copies to the host, a shelf, and the ranks that share them; None where there is no such."""
 
     host: HostCopies | None
-    shelf: Shelf | None
+    shelf: InputMemory | None
     ranks: Communicator | None
     accelerator: Accelerator
 
@@ -143,7 +143,7 @@ class InputStore:
         offloads = policy.offload and not is_in_host_memory(accelerator)
         self.places = _Places(
             HostCopies(accelerator) if offloads else None,
-            Shelf(policy.number) if policy.number is not None else None,
+            InputMemory(policy.number) if policy.number is not None else None,
             ranks if policy.partition and ranks is not None and ranks.world_size > 1 else None,
             accelerator,
         )

@@ -38,7 +38,7 @@ def is_inside_region() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunOptions:
     """How one region is run. `reentrant`: by torch's older way, where no gradient would be lost by it.
 
     `contexts` makes the contexts in which torch runs it and runs it again. `enter_notes` puts hooks on saved tensors in
@@ -51,10 +51,10 @@ class Way:
     first: Callable[[Sequence[Any]], AbstractContextManager[Any]] | None = None
 
 
-PLAIN = Way()
+PLAIN = RunOptions()
 
 
-class Regions:
+class RecomputedRegions:
     """Runs regions on `accelerator` as `policy` says. `ranks` share the model; None if none do. `count` is the number
     of regions so far."""
 
@@ -67,7 +67,9 @@ class Regions:
         self._synchronizes = policy.synchronize or policy.profile
         self._times = _Times() if policy.profile else None
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], way: Way = PLAIN) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], way: RunOptions = PLAIN
+    ) -> Any:
         """`function(*args, **named)` as a region."""
         self.count += 1
         if isinstance(function, partial):
@@ -104,7 +106,12 @@ class _Call:
     """One region in one forward pass: its function on positional arguments, then those called `names`."""
 
     def __init__(
-        self, regions: Regions, function: Callable[..., Any], count: int, names: tuple[str, ...], way: Way
+        self,
+        regions: RecomputedRegions,
+        function: Callable[..., Any],
+        count: int,
+        names: tuple[str, ...],
+        way: RunOptions,
     ) -> None:
         self._regions = regions
         self._function = function
@@ -189,7 +196,7 @@ class ActiveRegions:
     """The regions of the engine whose forward is running: `with active(): ...`. `expects`: the policy is about regions
     that the model marks itself, so it is said once if it marks none."""
 
-    def __init__(self, regions: Regions, *, expects: bool) -> None:
+    def __init__(self, regions: RecomputedRegions, *, expects: bool) -> None:
         self.regions = regions
         self._expects = expects
 
@@ -210,17 +217,17 @@ class ActiveRegions:
             )
 
 
-_active: ContextVar[Regions | None] = ContextVar("polyaccel_regions", default=None)
-_configured: list[Regions] = []
+_active: ContextVar[RecomputedRegions | None] = ContextVar("polyaccel_regions", default=None)
+_configured: list[RecomputedRegions] = []
 """The last call of `configure` in this process: one entry, or none."""
-_UNCONFIGURED = Regions(RecomputePolicy(), None)
+_UNCONFIGURED = RecomputedRegions(RecomputePolicy(), None)
 
 
-def configured() -> list[Regions]:
+def configured() -> list[RecomputedRegions]:
     """The regions that `configure` has made, for the whole process: one, or none."""
     return _configured
 
 
-def present_regions() -> Regions:
+def present_regions() -> RecomputedRegions:
     """Those of `configure`, else of the engine whose forward is running, else plain ones."""
     return _configured[0] if _configured else _active.get() or _UNCONFIGURED

@@ -24,7 +24,7 @@ from polyaccel.policies import RecomputePolicy
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api import activations
 from polyaccel.torch.recompute import inputs
-from polyaccel.torch.recompute.regions import Regions, configured
+from polyaccel.torch.recompute.regions import RecomputedRegions, configured
 
 VOCAB, WIDTH = 17, 12
 OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -42,7 +42,7 @@ class Region(nn.Module):
 
 
 class Stack(nn.Module):
-    """Regions with a computed input, a mask and a parameter as arguments, and one region inside another."""
+    """RecomputedRegions with a computed input, a mask and a parameter as arguments, and one region inside another."""
 
     def __init__(self, checkpoint: Any = checkpointing.checkpoint) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def test_inputs_are_cut_over_the_ranks_that_share_a_model(world, offload, change
     policy = RecomputePolicy(partition=True, offload=offload, number=4 if changes else None)
 
     def work(communicator: Any, seed: int) -> tuple[Tensor, Tensor, list[int]]:
-        regions = Regions(policy, communicator.accelerator, communicator)
+        regions = RecomputedRegions(policy, communicator.accelerator, communicator)
         kept, keep = [], inputs.KeptInputs._keep
 
         class Noting(inputs.KeptInputs):

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.planning.recomputation import Level
+from polyaccel.runtime import Runtime
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.recompute.blocks import RecomputedBlocks
+from polyaccel.torch.recompute.inputs import KeptInputs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -70,6 +72,39 @@ def test_recomputing_changes_no_bit(stage, way, precision):
     """One rank, with dropout: ranks that are threads share one stream of random numbers."""
     changes = {} if precision == "fp32" else {precision: {"enabled": True}}
     assert train(1, stage, WAYS[way], **changes) == plain(1, stage, **changes)
+
+
+def test_ranks_along_the_tensor_axis_keep_a_part_of_each_input(monkeypatch):
+    """They compute with the same micro-batch here, so what each of them has is what a plain run of one has."""
+    numels, keep = [], KeptInputs._keep
+
+    def noted(self: Any, tensor: Tensor) -> Any:
+        kept = keep(self, tensor)
+        numels.append((kept.memory.numel(), tensor.numel()))
+        return kept
+
+    along = Runtime.along
+    monkeypatch.setattr(KeptInputs, "_keep", noted)
+    # No part of this model is cut, so the ranks stand for such ones.
+    monkeypatch.setattr(
+        Runtime, "along", lambda self, axes: self.communicator if "tensor" in axes else along(self, axes)
+    )
+    way = {"enabled": True, "partition_activations": True}
+    config = make_config(2, zero=SMALL, activation_checkpointing=way)
+
+    def work(communicator: Any, model: nn.Module) -> list[float]:
+        engine, *_ = polyaccel.initialize(model=model, config=copy.deepcopy(config))
+        losses = []
+        for step in range(2):
+            losses.append(engine(tokens(step, 0, 0)).item())
+            engine.backward(engine(tokens(step, 0, 0)))
+            engine.step()
+        return losses
+
+    halves = on_threads(2, work, still_model)
+    assert {2 * part for part, _ in numels} == {whole for _, whole in numels}
+    config = make_config(2, zero=SMALL)
+    assert halves == on_threads(1, work, still_model) * 2
 
 
 def still_model() -> BlockModel:
