@@ -23,6 +23,7 @@ from polyaccel.torch.gathering.sharded import hide, show, takes_hooks
 from polyaccel.torch.gathering.sites import Sites
 from polyaccel.torch.gathering.state_dicts import StateDicts
 from polyaccel.torch.params.buffers import broadcast_buffers
+from polyaccel.torch.params.cuts import Blocks
 from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal, reveal
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
 from polyaccel.torch.params.ownership import OwnedParameters, bind
@@ -37,8 +38,9 @@ class TorchAdapter(ModelAdapter):
     """Parameters of `module`, those of `groups` trained, all floating ones held as `param_dtype` (None: as they are).
 
     `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
-    step. `checks_contents`: changes of gathered parameters are looked for at their values, not only at their version
-    counters. `trained` names parameters that an earlier adapter of the engine trained, frozen now or not.
+    step. `along` gives the ranks along axes of the mesh, where parameters are blocks. `checks_contents`: changes of
+    gathered parameters are looked for at their values, not only at their version counters. `trained` names parameters
+    that an earlier adapter of the engine trained, frozen now or not.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TorchAdapter(ModelAdapter):
         param_dtype: DType | None,
         passes: BackwardPasses,
         *,
+        along: Callable[[Collection[str]], Communicator] | None = None,
         checks_contents: bool = False,
         trained: Collection[str] = (),
     ) -> None:
@@ -59,6 +62,7 @@ class TorchAdapter(ModelAdapter):
         self._accelerator = accelerator
         self._passes = passes
         self._specs = parameter_specs(module, groups, param_dtype, trained)
+        self.blocks = Blocks(self._specs, along)
         self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
         members = {member for group in groups for member in group}
         self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}

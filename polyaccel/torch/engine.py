@@ -87,6 +87,7 @@ class TorchEngine(nn.Module, Engine):
             self.accelerator,
             self.runtime.param_dtype,
             self._passes,
+            along=self.runtime.along,
             checks_contents=self._module_settings.checks_contents,
             trained=trained,
         )

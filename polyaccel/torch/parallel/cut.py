@@ -7,8 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
@@ -31,7 +30,7 @@ from polyaccel.torch.parallel.layers import (
 from polyaccel.torch.parallel.plan import CutModule, CutPlan
 from polyaccel.torch.parallel.ranks import TensorRanks
 from polyaccel.torch.parallel.regions import Regions, draw_alike
-from polyaccel.torch.params.cuts import Cut
+from polyaccel.torch.params.cuts import Cut, taken
 
 _log = logging.getLogger(__name__)
 _KINDS: dict[str, type] = {
@@ -46,7 +45,8 @@ _KINDS: dict[str, type] = {
 
 
 def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> None:
-    """Cut `model` as `plan` says, in place, for this rank of `communicator`. Collective.
+    """Cut `model` as `plan` says, in place, for this rank of `communicator`: blocks of the first rank's values.
+    Collective.
 
     Parameters stay the objects that they are and get memory of their own, of the block's size. Where they are on the
     meta device, so are the blocks; what zero.Init has deferred is computed weight by weight. Raises ShardingError where
@@ -66,7 +66,7 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> No
     for each in plan.modules:
         module = modules[each.name]
         for name in each.cuts:
-            _cut_parameter(module, each.name, name, plan.block(each, name, ranks.rank), cut)
+            _cut_parameter(module, each.name, name, plan.block(each, name, ranks.rank), cut, ranks)
         for name, values in each.attributes.items():
             setattr(module, name, values[ranks.rank])
         share = _share(each, ranks, regions)
@@ -99,8 +99,11 @@ def _share(module: CutModule, ranks: TensorRanks, regions: Regions) -> Share:
     return Share(ranks, regions, is_transposed=module.is_transposed, sizes=module.sizes, rows=rows, names=module.names)
 
 
-def _cut_parameter(module: nn.Module, path: str, name: str, block: Block, cut: dict[nn.Parameter, Block]) -> None:
-    """Give a parameter its block's values in memory of its own. What was cut by another of its names stays."""
+def _cut_parameter(
+    module: nn.Module, path: str, name: str, block: Block, cut: dict[nn.Parameter, Block], ranks: TensorRanks
+) -> None:
+    """Give a parameter its block of the first rank's values, in memory of its own. What was cut by another of its names
+    stays."""
     parameter = module._parameters[name]
     assert parameter is not None
     known = cut.setdefault(parameter, block)
@@ -112,19 +115,14 @@ def _cut_parameter(module: nn.Module, path: str, name: str, block: Block, cut: d
                 value=path,
             )
         return
-    if isinstance(parameter, DeferredTensor):  # computed now, and no longer whole than until it is cut
-        put(parameter, taken(value_of(parameter), block))
+    whole = value_of(parameter)  # of a deferred one computed now, and no longer whole than until it is cut
+    if not whole.is_meta:
+        whole = whole.contiguous()
+        ranks.broadcast(whole)
+    if isinstance(parameter, DeferredTensor):
+        put(parameter, taken(whole, block))
     else:
-        parameter.data = taken(parameter.data, block)
-
-
-def taken(whole: Tensor, block: Block) -> Tensor:
-    """The block of `whole`, in memory of its own."""
-    for dim, runs in enumerate(block.runs):
-        if runs != ((0, block.shape[dim]),):
-            parts = [whole.narrow(dim, start, length) for start, length in runs]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return whole.clone(memory_format=torch.contiguous_format)
+        parameter.data = taken(whole, block)
 
 
 def _check(model: nn.Module, ranks: TensorRanks, plan: CutPlan) -> None:

@@ -42,6 +42,11 @@ class TensorRanks:
         buffer = self._buffer(tensor)
         return self.communicator.all_reduce(buffer, ReduceOp.SUM, async_op=True, label="tensor parallel")
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Write the first rank's values into the contiguous `tensor`."""
+        if self.size > 1 and tensor.numel():
+            self.communicator.broadcast(self._buffer(tensor), 0, label="initial parameters")
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The contiguous `tensor`, added up over the ranks in place."""
         if self.size > 1 and tensor.numel():

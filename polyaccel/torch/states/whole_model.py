@@ -23,10 +23,15 @@ def whole_state_dict(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: b
     """The state dict of the adapter's module with whole parameters, on every rank. Collective."""
     zero.params.fence()
     state: dict[str, Any] = adapter.module.state_dict()
-    if exclude_frozen:
-        for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
-            if not adapter.is_trained(adapter.names[parameter]):
-                state.pop(name, None)
+    whole: dict[str, Tensor] = {}
+    for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
+        fqn = adapter.names[parameter]
+        if exclude_frozen and not adapter.is_trained(fqn):
+            state.pop(name, None)
+        elif adapter.blocks.is_cut(fqn) and name in state:
+            if fqn not in whole:
+                whole[fqn] = adapter.blocks.put_together(fqn, state[name])
+            state[name] = whole[fqn]
     return state
 
 
@@ -40,6 +45,7 @@ def load_whole_state_dict(
     """
     adapter.adopt_changes()
     zero.params.fence()
+    state_dict = _own_blocks(adapter, state_dict)
     found = zero.communicator.all_gather_object(_differences(adapter.module, state_dict, strict=strict))
     told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
     if told:
@@ -54,6 +60,16 @@ def load_whole_state_dict(
         raise
     adapter.forget_changes()
     adapter.on_update()
+
+
+def _own_blocks(adapter: TorchAdapter, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state_dict` with this rank's blocks in place of whole tensors; what has another shape stays, to be refused."""
+    blocks = {}
+    for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
+        fqn, value = adapter.names[parameter], state_dict.get(name)
+        if isinstance(value, Tensor) and adapter.blocks.is_cut(fqn) and value.shape == adapter.blocks.global_shape(fqn):
+            blocks[name] = adapter.blocks.block_of(fqn, value)
+    return {**state_dict, **blocks} if blocks else state_dict
 
 
 def _differences(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> list[str]:
@@ -129,9 +145,11 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: 
     is_writer = zero.communicator.rank == 0
     for place in zero.params:
         with zero.params.peek(place.bucket.index) as full:
-            for slot in place.bucket.slots if is_writer else ():
+            for slot in place.bucket.slots if is_writer or place.bucket.kind.cut else ():
                 flat = full.view(slot.offset, slot.param.numel).raw
-                values[slot.param.fqn] = flat.detach().to("cpu", copy=True).view(slot.param.shape)
+                whole = adapter.blocks.put_together(slot.param.fqn, flat.detach().view(slot.param.shape))
+                if is_writer:
+                    values[slot.param.fqn] = whole.to("cpu", copy=True)
     if not is_writer:
         return {}
     entries: dict[str, Any] = {}
