@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from parity_models import Config, ParityModel, Run, grouped, nothing, parity_loss, parity_model, snapshot
+from parity_models import Config, ParityModel, Run, grouped, parity_loss, parity_model, snapshot
 from torch import Tensor, nn
 
 import polyaccel
@@ -100,27 +100,29 @@ def join(communicator: Communicator, tensor: int, model: CutParityModel) -> tupl
     return model.cut(ranks), mesh.coordinates(communicator.rank)["data"]
 
 
-def train_on_a_mesh(data: int, tensor: int, config: Config, steps: int, before_update: Any = nothing) -> list[Run]:
-    """The runs of all ranks."""
+def train_cut(
+    communicator: Communicator, tensor: int, config: Config, steps: int, whole: CutParityModel | None = None
+) -> Run:
+    """The run of this rank, one of `tensor` that share a model: `whole`, or one that is built here."""
+    model, place = join(communicator, tensor, whole or cut_parity_models(1)[0])
+    engine, *_ = polyaccel.initialize(model=model, model_parameters=grouped(model), config=mesh_config(config, tensor))
+    run = Run({})
+    for step in range(steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = parity_loss(engine, step, micro, place)
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.params = snapshot(model)
+    return run
+
+
+def train_on_a_mesh(data: int, tensor: int, config: Config, steps: int) -> list[Run]:
+    """The runs of all ranks, which are threads."""
     models = cut_parity_models(data * tensor)
-
-    def run_of(communicator: Communicator) -> Run:
-        model, place = join(communicator, tensor, models[communicator.rank])
-        engine, *_ = polyaccel.initialize(
-            model=model, model_parameters=grouped(model), config=mesh_config(config, tensor)
-        )
-        run = Run({})
-        for step in range(steps):
-            for micro in range(engine.gradient_accumulation_steps()):
-                loss = parity_loss(engine, step, micro, place)
-                engine.backward(loss)
-                if engine.is_gradient_accumulation_boundary():
-                    before_update(model)
-                engine.step()
-                run.losses.append(loss.item())
-            run.norms.append(engine.get_global_grad_norm())
-        engine.destroy()
-        run.params = snapshot(model)
-        return run
-
-    return run_threads(data * tensor, run_of)
+    return run_threads(
+        data * tensor,
+        lambda communicator: train_cut(communicator, tensor, config, steps, models[communicator.rank]),
+    )
