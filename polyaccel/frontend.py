@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 _JAX_HOMES = frozenset({"equinox", "flax"})
-_ABSENT = {
-    "mpu": ("model-parallel groups (tensor, sequence and pipeline parallelism)", "all ranks are data-parallel"),
-    "mesh_param": ("device meshes with a sequence-parallel axis", "all ranks are one data-parallel axis"),
-}
-"""Arguments of DeepSpeed's whose feature does not exist yet: the feature, and how it is without."""
 
 
 @overload
@@ -42,11 +37,11 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: None = None,
+    mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigSource | None = None,
-    mesh_param: None = None,
+    mesh_param: Sequence[int] | None = None,
     config_params: ConfigSource | None = None,
     *,
     params: None = None,
@@ -104,11 +99,12 @@ def initialize(
     - `training_data`: a torch Dataset; a loader of it is made that deals micro-batches to the ranks.
     - `lr_scheduler`: an instance, or a callable that makes one from the optimizer. Goes before the config's.
     - `distributed_port`: where ranks meet unless MASTER_PORT says where; None as in `init_distributed`.
-    - `mpu`: None, for model-parallel groups do not exist yet.
+    - `mpu`: an object of Megatron's shape, by whose sizes the mesh is made. Its groups must be those of the mesh; the
+      model is cut already, in tensors (Megatron's marks on parameters, or `parallel_cuts`) or in sequences.
     - `dist_init_required`: False where the default process group exists already.
     - `collate_fn`: makes a batch of a list of samples of `training_data`.
     - `config`: DeepSpeed's JSON as a path, a dict or url-safe base64.
-    - `mesh_param`: None, for sequence-parallel meshes do not exist yet.
+    - `mesh_param`: (data-parallel ranks, sequence-parallel ranks), for a model that cuts its sequences itself.
     - `config_params`: DeepSpeed's older name of `config`.
     - `params`: for JAX, the pytree of the function's parameters, whose floating leaves are trained.
     - `seed`: for JAX, of the random keys that the function gets; None is 0.
@@ -125,9 +121,10 @@ def initialize(
         "training_data": training_data,
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
+        "mpu": mpu,
+        "mesh_param": mesh_param,
     }
     of_jax = {"params": params, "seed": seed, "stacked": stacked or None}
-    _refuse_absent(mpu=mpu, mesh_param=mesh_param)
     _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
     frontend = _frontend_of(home)
     if model is None:
@@ -153,17 +150,6 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument("--deepspeed_config", metavar="FILE", help="the JSON config")
     return parser
-
-
-def _refuse_absent(**given: Any) -> None:
-    """Raise PolyaccelError for an argument whose feature does not exist yet."""
-    for name, value in given.items():
-        if value is not None:
-            feature, instead = _ABSENT[name]
-            raise PolyaccelError(
-                f"{name} is not available in this version: there are no {feature} yet",
-                cure=f"leave {name} out: {instead}",
-            )
 
 
 def _refuse_foreign(mine: str, foreign: Mapping[str, Any]) -> None:

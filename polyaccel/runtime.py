@@ -23,6 +23,7 @@ from polyaccel.accelerators.memory.host import keep_freed_memory
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.comm.groups import forget_mesh, set_mesh
 from polyaccel.comm.watch.summary import start_log
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
@@ -176,10 +177,19 @@ class Runtime:
             self._groups[names].barrier()  # every rank has joined before any may leave
         return self._groups[names]
 
+    def enter_groups(self) -> None:
+        """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
+        others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
+        if others:
+            for axes in (("data",), *((name,) for name in others), ("data", "sequence")):
+                self.along(axes)
+            set_mesh(self.communicator, self.mesh, self.along)
+
     def leave_groups(self) -> None:
         """Leave the groups along axes of the mesh."""
         while self.before_leaving:
             self.before_leaving.pop()()
+        forget_mesh(self.communicator)
         for group in self._groups.values():
             group.close()
         self._groups.clear()

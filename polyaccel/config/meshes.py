@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from polyaccel.config.root import Config
-from polyaccel.errors import Problem
+from polyaccel.errors import ConfigError, Problem
 from polyaccel.mesh import Mesh, MeshAxis
 
 
@@ -15,6 +15,24 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     have more than one rank."""
     others = tuple(MeshAxis(axis, size) for axis, _, size in shared_axes(config))
     return Mesh((MeshAxis("data", data_ranks(config, world_size)), *others))
+
+
+def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
+    """`config` for a mesh whose axes have `sizes`, which arguments of `initialize` state. Raises ConfigError where it
+    states others."""
+    if not sizes:
+        return config
+    stated: dict[str, dict[str, int | None]] = {"data": {"mesh.data": config.mesh.data}}
+    stated |= {axis: dict(keys) for axis, keys in _stated(config).items()}
+    problems = [
+        Problem(key, given, f"contradicts mesh_param or mpu, which say {sizes[axis]}", "give one of the two")
+        for axis in sizes
+        for key, given in stated[axis].items()
+        if given not in (None, 0, 1, sizes[axis])
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=dict(sizes))})
 
 
 def data_ranks(config: Config, world_size: int) -> int:

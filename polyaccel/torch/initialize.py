@@ -14,6 +14,7 @@ from polyaccel import comm
 from polyaccel.accelerators.torch_device import require_torch_memory, torch_device_of
 from polyaccel.comm.default import is_initialized
 from polyaccel.config import Config, ResolvedConfig, load_config
+from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.policies import RecomputePolicy, module_rules_of, recompute_policy_of
@@ -24,6 +25,7 @@ from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_cla
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
 from polyaccel.torch.parallel.choose import make_plan
 from polyaccel.torch.parallel.cut import cut_model
 from polyaccel.torch.parallel.wishes import LayerSpec
@@ -47,6 +49,8 @@ def initialize(
     lr_scheduler: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
     distributed_port: int | None,
+    mpu: Any = None,
+    mesh_param: Any = None,
     dist_init_required: bool | None,
     config: str | Path | Mapping[str, Any] | Config,
     engine_class: type[TorchEngine] = TorchEngine,
@@ -59,23 +63,26 @@ def initialize(
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
         raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
-    parsed = load_config(config)
+    parsed = on_mesh(load_config(config), mesh_sizes(mesh_param, mpu))
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(compose(parsed), training_data=_described(training_data))
+    runtime.enter_groups()
+    require_groups(mpu, runtime.mesh, runtime.communicator.rank)
     device = torch_device_of(runtime.accelerator)
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_whole(model)
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
+    cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
     _cut(runtime, model)
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, rules.leaves)
-    _cut_sequences(runtime, model)
+    _cut_sequences(runtime, model, is_own=mpu is not None or mesh_param is not None)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
@@ -84,10 +91,10 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _cut_sequences(runtime: Runtime, model: nn.Module) -> None:
+def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:
     """Cut the sequences of `model` over the ranks along the axis `sequence`, unless it does that itself."""
     size, section = runtime.mesh.size_of(("sequence",)), runtime.config.sequence_parallel
-    if size == 1 or section.method == "own":
+    if size == 1 or section.method == "own" or is_own:
         return
     settings = SequenceSettings(section.method, section.core_attention)
     runtime.before_leaving.append(use(model, runtime.along(("sequence",)), settings).remove)

@@ -18,6 +18,7 @@ from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
+from polyaccel_deepspeed.groups import stand_along
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 
 
@@ -39,13 +40,11 @@ def initialize(
     """Build an engine around `model`, and return (engine, optimizer, training_dataloader, lr_scheduler).
 
     Arguments and errors are `polyaccel.initialize`'s; the config may be one that was written for DeepSpeed, and what is
-    altered in it is logged. `mpu` may say that there is no model parallelism, and `mesh_param` that all ranks are
-    data-parallel.
+    altered in it is logged.
     """
     refuse_another()
     if model is None:
         raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
-    _require_data_parallel(mpu, mesh_param)
     written = _the_config(args, config, config_params)
     tree, changes = normalise(written)
     tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
@@ -60,6 +59,8 @@ def initialize(
         optimizer=None if isinstance(optimizer, NamedOptimizer) else optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
+        mpu=mpu,
+        mesh_param=mesh_param,
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
         distributed_port=None,
@@ -73,6 +74,7 @@ def initialize(
         log_changes(changes)
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
+    stand_along(engine.mesh)
     engine.adopt(written if isinstance(written, Mapping) else tree)
     if engine.zero_optimization_partition_weights():
         describe(model, engine.world_size)
@@ -124,21 +126,3 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
         cure = "pass exactly one of config and args.deepspeed_config"
         raise ConfigError([Problem("config", from_args, what, cure)], source="initialize")
     return from_args if given is None else given
-
-
-def _require_data_parallel(mpu: Any, mesh_param: Any) -> None:
-    """Raise PolyaccelError where ranks would have to be more than data-parallel."""
-    sizes = {
-        name: getattr(mpu, name)()
-        for name in ("get_model_parallel_world_size", "get_sequence_parallel_world_size")
-        if mpu is not None and hasattr(mpu, name)
-    }
-    if mesh_param is not None and mesh_param[1] > 1:
-        sizes["mesh_param"] = mesh_param[1]
-    for name, size in sizes.items():
-        if size > 1:
-            raise PolyaccelError(
-                f"{name} says {size}: tensor, pipeline and sequence parallelism do not exist yet",
-                cure="leave mpu and mesh_param out: all ranks are data-parallel",
-                value=size,
-            )

@@ -203,29 +203,3 @@ def set_z3_leaf_modules_by_suffix(
 ) -> list[nn.Module]:
     """`set_z3_leaf_modules_by_name` for the ends of full names."""
     return set_z3_leaf_modules_by_name(model, module_name_suffixes, flag, raise_if_not_found)
-
-
-# Groups of ranks: all are data-parallel.
-
-
-def get_data_parallel_group() -> Any:
-    """torch's group of all ranks."""
-    return dist.group.WORLD
-
-
-def get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def get_data_parallel_rank() -> int:
-    return dist.get_rank()
-
-
-def one() -> int:
-    """The size of a group that every rank is alone in."""
-    return 1
-
-
-def zero() -> int:
-    """The rank in a group that every rank is alone in."""
-    return 0

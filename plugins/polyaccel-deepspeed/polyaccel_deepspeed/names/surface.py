@@ -103,15 +103,16 @@ _FRAGMENTS = yes(
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
 ) | yes(_UTILS, "safe_update_full_grad_vectorized")
-_DATA_PARALLEL = {
-    "get_data_parallel_group": "get_data_parallel_group",
-    "get_data_parallel_rank": "get_data_parallel_rank",
-    "get_data_parallel_world_size": "get_data_parallel_world_size",
-    "get_model_parallel_rank": "zero",
-    "get_model_parallel_world_size": "one",
-    "get_tensor_model_parallel_rank": "zero",
-    "get_tensor_model_parallel_world_size": "one",
+_GROUPS = "polyaccel_deepspeed.groups"
+_PARALLEL = {
+    **{
+        f"get_{kind}_{what}": f"get_{kind}_{what}"
+        for kind in ("data_parallel", "tensor_model_parallel", "sequence_parallel", "sequence_data_parallel")
+        for what in ("group", "rank", "world_size")
+    },
+    **{f"get_model_parallel_{what}": f"get_tensor_model_parallel_{what}" for what in ("group", "rank", "world_size")},
 }
+_PARALLEL_GROUPS = yes(_GROUPS, **_PARALLEL, **{f"_{name}": target for name, target in _PARALLEL.items()})
 _COLLECTIVES = yes(
     _COMM,
     "P2POp",
@@ -353,24 +354,13 @@ _PUBLIC: dict[str, Module] = {
         | yes("polyaccel.torch.api.data", "RepeatingLoader")
         | yes(_UTILS, "instrument_w_nvtx")
         | yes(_UTILS, "OnDevice")
-        | yes(_UTILS, **_DATA_PARALLEL)
+        | yes(_GROUPS, **_PARALLEL)
         | yes(_ACCELERATOR, "get_accelerator")
         | later(_EXPERTS, "initialize"),
     ),
     "deepspeed.utils.groups": Module(
-        "Groups of ranks, which are all data-parallel.",
-        yes(
-            _UTILS,
-            **_DATA_PARALLEL,
-            _get_data_parallel_group="get_data_parallel_group",
-            _get_data_parallel_rank="get_data_parallel_rank",
-            _get_data_parallel_world_size="get_data_parallel_world_size",
-            _get_model_parallel_world_size="one",
-            _get_sequence_parallel_rank="zero",
-            _get_sequence_parallel_world_size="one",
-        )
-        | later(_SEQUENCES, "_get_sequence_parallel_group")
-        | later(_EXPERTS, "_get_expert_parallel_group", "initialize"),
+        "Groups of ranks along the axes of the mesh.",
+        _PARALLEL_GROUPS | later(_EXPERTS, "_get_expert_parallel_group", "initialize"),
     ),
     "deepspeed.utils.init_on_device": Module("Modules on a device.", yes(_UTILS, "OnDevice")),
     "deepspeed.utils.nvtx": Module("Ranges of a profiler.", yes(_UTILS, "instrument_w_nvtx")),

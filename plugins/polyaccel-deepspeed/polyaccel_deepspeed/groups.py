@@ -1,0 +1,106 @@
+"""Groups of ranks as torch has them, which is what DeepSpeed's functions return: those of the last engine's mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as dist
+
+from polyaccel.comm.default import default_communicator
+from polyaccel.errors import PolyaccelError
+from polyaccel.mesh import Mesh
+
+_of_axes: dict[tuple[str, ...], Any] = {}
+_mesh: Mesh | None = None
+
+
+def stand_along(mesh: Mesh) -> None:
+    """The ranks stand along the axes of `mesh` from now on. Collective where it has more than one."""
+    global _mesh
+    _mesh = mesh
+    _of_axes.clear()
+    if len(mesh.axes) == 1:
+        return
+    rank = default_communicator().rank
+    for axes in (("data",), *((axis.name,) for axis in mesh.axes[1:]), ("data", "sequence")):
+        for ranks in mesh.groups(axes):
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                _of_axes[axes] = group
+
+
+def _size(*axes: str) -> int:
+    if _mesh is None:
+        return dist.get_world_size() if "data" in axes else 1
+    return _mesh.size_of(axes)
+
+
+def _rank(*axes: str) -> int:
+    rank = dist.get_rank()
+    if _mesh is None:
+        return rank if "data" in axes else 0
+    return _mesh.group(axes, rank).index(rank)
+
+
+def _group(*axes: str) -> Any:
+    if axes in _of_axes:
+        return _of_axes[axes]
+    if "data" in axes:
+        return dist.group.WORLD
+    raise PolyaccelError(
+        f"no ranks stand along the axis {axes[-1]!r}",
+        cure="name its size in the config, such as tensor_parallel.autotp_size, and ask after deepspeed.initialize",
+        value=axes[-1],
+    )
+
+
+def get_data_parallel_group() -> Any:
+    """torch's group of the ranks with other batches and the same part of the model."""
+    return _group("data")
+
+
+def get_data_parallel_world_size() -> int:
+    return _size("data")
+
+
+def get_data_parallel_rank() -> int:
+    return _rank("data")
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """torch's group of the ranks that share layers."""
+    return _group("tensor")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _size("tensor")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _rank("tensor")
+
+
+def get_sequence_parallel_group() -> Any:
+    """torch's group of the ranks that share sequences."""
+    return _group("sequence")
+
+
+def get_sequence_parallel_world_size() -> int:
+    return _size("sequence")
+
+
+def get_sequence_parallel_rank() -> int:
+    return _rank("sequence")
+
+
+def get_sequence_data_parallel_group() -> Any:
+    """torch's group over which ZeRO shards what is not cut in tensors."""
+    return _group("data", "sequence")
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    return _size("data", "sequence")
+
+
+def get_sequence_data_parallel_rank() -> int:
+    return _rank("data", "sequence")
