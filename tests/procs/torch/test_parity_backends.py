@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from mesh_models import train_cut, train_on_a_mesh
 from mpi_ranks import needs_mpi
 from pairwise import combinations
 from parity_models import (
@@ -116,3 +117,24 @@ def test_one_rank_trains_over_every_backend(backend: str, monkeypatch: pytest.Mo
         comm.destroy_process_group()
     assert name == backend
     assert run.losses == on_threads(1, 2, "fp32").losses
+
+
+@cache
+def on_a_mesh_of_threads(data: int, tensor: int, stage: int) -> list[Run]:
+    return train_on_a_mesh(data, tensor, config_of(stage, "fp32"), STEPS)
+
+
+@combinations(backend=BACKENDS, stage=[1, 3], mesh=[(1, 2), (2, 2)])
+def test_every_backend_trains_a_cut_model_as_threads_do(
+    pools: Pools, backend: str, stage: int, mesh: tuple[int, int]
+) -> None:
+    """One whose layers ranks share, along the axis `tensor` of a mesh."""
+    data, tensor = mesh
+    found = pools(backend, data * tensor).run(train_cut, tensor, config_of(stage, "fp32"), STEPS)
+    for run, expected in zip(found, on_a_mesh_of_threads(data, tensor, stage), strict=True):
+        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert run.norms == pytest.approx(expected.norms, rel=1e-5)
+        if backend == "ccl":  # whose library adds in an order of its own
+            assert_close(run.params, expected.params)
+        else:
+            assert_bitwise(run.params, expected.params)
