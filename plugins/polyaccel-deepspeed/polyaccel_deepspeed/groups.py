@@ -22,7 +22,7 @@ def stand_along(mesh: Mesh) -> None:
     if len(mesh.axes) == 1:
         return
     rank = default_communicator().rank
-    for axes in (("data",), *((axis.name,) for axis in mesh.axes[1:]), ("data", "sequence")):
+    for axes in (("data",), *((axis.name,) for axis in mesh.axes[1:])):
         for ranks in mesh.groups(axes):
             group = dist.new_group(list(ranks))
             if rank in ranks:
@@ -91,16 +91,3 @@ def get_sequence_parallel_world_size() -> int:
 
 def get_sequence_parallel_rank() -> int:
     return _rank("sequence")
-
-
-def get_sequence_data_parallel_group() -> Any:
-    """torch's group over which ZeRO shards what is not cut in tensors."""
-    return _group("data", "sequence")
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    return _size("data", "sequence")
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return _rank("data", "sequence")

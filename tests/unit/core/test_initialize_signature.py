@@ -48,12 +48,6 @@ print(sorted({"torch", "jax"} & set(sys.modules)))
     assert loaded == "[]"
 
 
-@pytest.mark.parametrize("name", ["mpu", "mesh_param"])
-def test_a_feature_that_does_not_exist_is_named(name: str) -> None:
-    with pytest.raises(PolyaccelError, match=f"{name} is not available in this version: there are no .* yet"):
-        polyaccel.initialize(model=print, config={}, **{name: (2, 2)})
-
-
 def test_arguments_of_the_other_framework_are_refused() -> None:
     with pytest.raises(PolyaccelError, match="initialize was given lr_scheduler, which JAX has no use for"):
         polyaccel.initialize(model=print, params={}, lr_scheduler=1, config={})

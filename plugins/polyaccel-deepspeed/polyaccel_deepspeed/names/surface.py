@@ -107,12 +107,16 @@ _GROUPS = "polyaccel_deepspeed.groups"
 _PARALLEL = {
     **{
         f"get_{kind}_{what}": f"get_{kind}_{what}"
-        for kind in ("data_parallel", "tensor_model_parallel", "sequence_parallel", "sequence_data_parallel")
+        for kind in ("data_parallel", "tensor_model_parallel")
         for what in ("group", "rank", "world_size")
     },
     **{f"get_model_parallel_{what}": f"get_tensor_model_parallel_{what}" for what in ("group", "rank", "world_size")},
 }
-_PARALLEL_GROUPS = yes(_GROUPS, **_PARALLEL, **{f"_{name}": target for name, target in _PARALLEL.items()})
+_PARALLEL_PRIVATE = {
+    **{f"_get_data_parallel_{what}": f"get_data_parallel_{what}" for what in ("group", "rank", "world_size")},
+    **{f"_get_sequence_parallel_{what}": f"get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")},
+    "_get_model_parallel_world_size": "get_tensor_model_parallel_world_size",
+}
 _COLLECTIVES = yes(
     _COMM,
     "P2POp",
@@ -360,7 +364,7 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.utils.groups": Module(
         "Groups of ranks along the axes of the mesh.",
-        _PARALLEL_GROUPS | later(_EXPERTS, "_get_expert_parallel_group", "initialize"),
+        yes(_GROUPS, **_PARALLEL, **_PARALLEL_PRIVATE) | later(_EXPERTS, "_get_expert_parallel_group", "initialize"),
     ),
     "deepspeed.utils.init_on_device": Module("Modules on a device.", yes(_UTILS, "OnDevice")),
     "deepspeed.utils.nvtx": Module("Ranges of a profiler.", yes(_UTILS, "instrument_w_nvtx")),
