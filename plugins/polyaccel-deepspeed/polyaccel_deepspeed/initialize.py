@@ -15,10 +15,10 @@ from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.initialize import initialize as initialize_torch
 from polyaccel_deepspeed.config import log_changes, normalise
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
+from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
-from polyaccel_deepspeed.groups import stand_along
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 
 

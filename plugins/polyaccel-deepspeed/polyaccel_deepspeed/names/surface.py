@@ -103,7 +103,7 @@ _FRAGMENTS = yes(
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
 ) | yes(_UTILS, "safe_update_full_grad_vectorized")
-_GROUPS = "polyaccel_deepspeed.groups"
+_GROUPS = "polyaccel_deepspeed.engine.groups"
 _PARALLEL = {
     **{
         f"get_{kind}_{what}": f"get_{kind}_{what}"
