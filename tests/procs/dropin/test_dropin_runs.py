@@ -109,3 +109,21 @@ def test_what_the_command_cannot_do_is_one_sentence_and_a_cure() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("deepspeed: error: --num_nodes 2, and 1 host is known")
     assert "cure" in done.stderr
+
+
+def test_a_recipe_of_long_sequences_trains_what_plain_torch_trains(tmp_path: Path) -> None:
+    from dropin_long_sequences import BATCHES, RANKS, plain_losses
+
+    out, script = tmp_path / "losses.json", ROOT / "tests" / "support" / "jobs" / "dropin_long_sequences.py"
+    models = ROOT / "tests" / "support" / "models"
+    done = subprocess.run(
+        command("launch", "--num_gpus", str(RANKS), "--master_port", str(free_port()), str(script), "--out", str(out)),
+        env={**os.environ, "PYTHONPATH": f"{PLUGIN}{os.pathsep}{models}", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["steps"] == BATCHES * RANKS
+    assert found["losses"] == pytest.approx(plain_losses(), rel=1e-5)

@@ -29,6 +29,7 @@ _ENGINE = "polyaccel_deepspeed.engine.engine"
 _INITIALIZE = "polyaccel_deepspeed.initialize"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
+_SEQUENCE = "polyaccel_deepspeed.sequence"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 
@@ -313,14 +314,8 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.sequence_parallel": Module("Long sequences."),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": Module(
         "Long sequences.",
-        later(
-            _SEQUENCES,
-            "SequenceTiledCompute",
-            "TiledFusedLogitsLoss",
-            "TiledMLP",
-            "UlyssesSPAttentionHF",
-            "UlyssesSPDataLoaderAdapter",
-        ),
+        yes(_SEQUENCE, "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter")
+        | later(_SEQUENCES, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP"),
     ),
     "deepspeed.runtime.utils": Module(
         "Tensors.",
@@ -349,7 +344,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.zero.stage_1_and_2": Module("Stages 1 and 2.", _ESTIMATES_2),
     "deepspeed.runtime.zero.tiling": Module("Layers in tiles.", _TILES),
     "deepspeed.sequence": Module("Long sequences."),
-    "deepspeed.sequence.layer": Module("Long sequences.", later(_SEQUENCES, "DistributedAttention")),
+    "deepspeed.sequence.layer": Module("Long sequences.", yes(_SEQUENCE, "DistributedAttention")),
     "deepspeed.utils": Module(
         "Helpers.",
         _LOGGING

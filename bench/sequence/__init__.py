@@ -1,0 +1,1 @@
+"""Attention of sequences over ranks."""
