@@ -114,7 +114,7 @@ def test_what_the_command_cannot_do_is_one_sentence_and_a_cure() -> None:
 def test_a_recipe_of_long_sequences_trains_what_plain_torch_trains(tmp_path: Path) -> None:
     from dropin_long_sequences import BATCHES, RANKS, plain_losses
 
-    out, script = tmp_path / "losses.json", ROOT / "tests" / "support" / "jobs" / "dropin_long_sequences.py"
+    out, script = tmp_path / "losses.json", ROOT / "tests" / "support" / "dropin_long_sequences.py"
     models = ROOT / "tests" / "support" / "models"
     done = subprocess.run(
         command("launch", "--num_gpus", str(RANKS), "--master_port", str(free_port()), str(script), "--out", str(out)),

@@ -29,7 +29,7 @@ _ENGINE = "polyaccel_deepspeed.engine.engine"
 _INITIALIZE = "polyaccel_deepspeed.initialize"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
-_SEQUENCE = "polyaccel_deepspeed.sequence"
+_SEQUENCE = "polyaccel_deepspeed.sequences.names"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 

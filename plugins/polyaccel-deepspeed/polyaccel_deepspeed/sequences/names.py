@@ -151,7 +151,7 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
     ) -> None:
         super().__init__()
-        from polyaccel_deepspeed.ulysses import Registration
+        from polyaccel_deepspeed.sequences.registration import Registration
 
         self._registration = Registration(attn, communicator_of(process_group), "", disable_in_eval)
 
@@ -180,7 +180,7 @@ class UlyssesSPAttentionHF(nn.Module):
         """
         if sequence_parallel_size == 1:
             return None
-        from polyaccel_deepspeed.ulysses import Registration
+        from polyaccel_deepspeed.sequences.registration import Registration
 
         mpu = SequenceMpu(sequence_parallel_size)
         Registration.of_name(core_attn_implementation, mpu.communicator, disable_in_eval)

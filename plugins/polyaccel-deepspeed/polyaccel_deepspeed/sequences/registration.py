@@ -20,7 +20,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.torch.sequence.huggingface import CutForward, SequenceMask, core_attention
 from polyaccel.torch.sequence.shares import TokenShares
 from polyaccel.torch.sequence.visibility import AttentionRule
-from polyaccel_deepspeed.sequence import marks_of_parts, ulysses_settings
+from polyaccel_deepspeed.sequences.names import marks_of_parts, ulysses_settings
 
 _ORIGINAL = "polyaccel_original_"
 

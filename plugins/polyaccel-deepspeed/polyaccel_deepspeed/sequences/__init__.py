@@ -1,0 +1,1 @@
+"""Long sequences by DeepSpeed's names."""
