@@ -62,7 +62,6 @@ class TorchEngine(nn.Module, Engine):
         self._module_settings = settings
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
-
         self._passes = BackwardPasses(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self._lay_out(slice_optimizer, groups)
         self.optimizer: Any = None
