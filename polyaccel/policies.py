@@ -365,3 +365,29 @@ def recompute_policy_of(config: Config) -> RecomputePolicy:
         synchronize=section.synchronize_checkpoint_boundary,
         profile=section.profile,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """Which layers tensor ranks share. `layers` has for each entry of the config patterns of names, `column`, `row` or
+    `skip`, the lengths of a fused weight's parts (None: one part) and the dimension that has them (None: that which is
+    cut). `use_defaults`: beside those what the model says of itself, or its structure. `gather_logits`: every rank has
+    all logits."""
+
+    layers: tuple[tuple[Any, ...], ...] = ()
+    use_defaults: bool = True
+    gather_logits: bool = True
+
+
+def cut_rules_of(config: ResolvedConfig) -> CutRules:
+    """The rules of `tensor_parallel`."""
+    section = config.tensor_parallel
+    partition = section.partition_config
+    return CutRules(
+        tuple(
+            (each.patterns, each.partition_type, each.shape, each.partition_dim)
+            for each in (partition.layer_specs if partition is not None else ())
+        ),
+        partition is None or partition.use_default_specs,
+        not section.vocab_parallel_lm_head,
+    )

@@ -140,6 +140,11 @@ class ParamSpec:
         return self.shape if self.block is None else self.block.shape
 
     @property
+    def global_numel(self) -> int:
+        """The elements of that tensor."""
+        return prod(self.global_shape)
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)  # 1 for a scalar, whose shape is ()
 

@@ -18,14 +18,14 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
-    """`config` for a mesh whose axes have `sizes`, which arguments of `initialize` state. Raises ConfigError where it
-    states others."""
+    """`config` for a mesh whose axes have `sizes`, which somebody states beside it (arguments of `initialize`, options
+    of a command). Raises ConfigError where it states others."""
     if not sizes:
         return config
     stated: dict[str, dict[str, int | None]] = {"data": {"mesh.data": config.mesh.data}}
     stated |= {axis: dict(keys) for axis, keys in _stated(config).items()}
     problems = [
-        Problem(key, given, f"contradicts mesh_param or mpu, which say {sizes[axis]}", "give one of the two")
+        Problem(key, given, f"contradicts the {sizes[axis]} that are asked for beside it", "give one of the two")
         for axis in sizes
         for key, given in stated[axis].items()
         if given not in (None, 0, 1, sizes[axis])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Source, draft_config
-from polyaccel.config.meshes import data_ranks
+from polyaccel.config.meshes import data_ranks, on_mesh
 from polyaccel.config.resolve import Triad, solve_triad
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.offload import BUILT_IN_DEVICES
@@ -40,8 +42,8 @@ class PlannedConfig:
     assumptions: tuple[str, ...]
 
 
-def planned_config(source: Source, world_size: int) -> PlannedConfig:
-    """Read `source` for a plan of `world_size` ranks.
+def planned_config(source: Source, world_size: int, mesh: Mapping[str, int] = MappingProxyType({})) -> PlannedConfig:
+    """Read `source` for a plan of `world_size` ranks, of which `mesh` says how many stand along some axes.
 
     `"auto"` gets the usual value. Batch sizes that do not fit `world_size` are replaced by the nearest that do, for a
     plan hardly depends on them, and a plugin's tier counts as host memory. Raises ConfigError for everything else that
@@ -50,7 +52,7 @@ def planned_config(source: Source, world_size: int) -> PlannedConfig:
     draft = draft_config(source)
     if draft.problems:
         raise ConfigError(draft.problems, source=draft.source)
-    config = draft.config
+    config = on_mesh(draft.config, mesh)
     values = {key: value for key, value in _ASSUMED.items() if key in config.auto_keys}
     said = [f'{key} = {json.dumps(value)}: it is "auto" in the config' for key, value in values.items()]
     config, places = _known_places(config)

@@ -139,7 +139,7 @@ def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     for spec in model.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
         states = len(state_names(config)) * precision.states_of(spec.dtype).itemsize if spec.trainable else 0
-        nbytes += spec.numel * (kept.itemsize + states)
+        nbytes += spec.global_numel * (kept.itemsize + states)
     return nbytes
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from polyaccel.mesh import Block
 from polyaccel.types import DType, ParamSpec
 
 _COUNT = re.compile(r"(\d+(?:\.\d*)?)(?:[eE]\+?(\d{1,2}))?([KMBT]?)")
@@ -29,11 +30,12 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        return sum(spec.numel for spec in self.specs)
+        """The parameters of the whole model, whatever a rank holds of it."""
+        return sum(spec.global_numel for spec in self.specs)
 
     @property
     def trained_numel(self) -> int:
-        return sum(spec.numel for spec in self.specs if spec.trainable)
+        return sum(spec.global_numel for spec in self.specs if spec.trainable)
 
 
 def parse_count(text: str) -> int | None:
@@ -49,14 +51,17 @@ def parse_count(text: str) -> int | None:
     return mantissa * scale if power >= 0 else mantissa // scale
 
 
-def shape_of_count(numel: int, dtype: DType) -> ModelShape:
-    """A stand-in for a model of `numel` parameters: equal blocks, each a unit, of a few equal matrices."""
+def shape_of_count(numel: int, dtype: DType, tensor_ranks: int = 1) -> ModelShape:
+    """A stand-in for a model of `numel` parameters: equal blocks, each a unit, of a few equal matrices. Of each of them
+    a rank has an equal part, where `tensor_ranks` share them."""
     parts = BLOCKS * _PARAMS_A_BLOCK
     specs, units = [], {}
     for index in reversed(range(parts)):
         size = numel // parts + (index < numel % parts)
         if size:
             unit = f"block{index // _PARAMS_A_BLOCK}"
-            specs.append(ParamSpec(f"{unit}.{index % _PARAMS_A_BLOCK}", (size,), dtype))
+            own = -(-size // tensor_ranks)
+            cut = (Block.whole((size,)).cut(0, (0, own)), ("tensor",)) if tensor_ranks > 1 else ()
+            specs.append(ParamSpec(f"{unit}.{index % _PARAMS_A_BLOCK}", (own,), dtype, 0, True, *cut))
             units[specs[-1].fqn] = unit
     return ModelShape(f"a model taken as {BLOCKS} equal blocks", tuple(specs), units)

@@ -17,7 +17,7 @@ from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.policies import RecomputePolicy, module_rules_of, recompute_policy_of
+from polyaccel.policies import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
@@ -26,9 +26,8 @@ from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
-from polyaccel.torch.parallel.choose import make_plan
+from polyaccel.torch.parallel.choose import plan_by
 from polyaccel.torch.parallel.cut import cut_model
-from polyaccel.torch.parallel.wishes import LayerSpec
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
@@ -108,17 +107,7 @@ def _cut(runtime: Runtime, model: nn.Module) -> None:
     if runtime.mesh.size_of(("tensor",)) == 1 or any("tensor" in cut.axes for cut in cuts_of(model).values()):
         return
     ranks = runtime.along(("tensor",))
-    section = runtime.config.tensor_parallel
-    partition = section.partition_config
-    specs = () if partition is None else partition.layer_specs
-    plan = make_plan(
-        model,
-        ranks.world_size,
-        specs=[LayerSpec(each.patterns, each.partition_type, each.shape, each.partition_dim) for each in specs],
-        use_defaults=partition is None or partition.use_default_specs,
-        gather_logits=not section.vocab_parallel_lm_head,
-    )
-    cut_model(model, ranks, plan)
+    cut_model(model, ranks, plan_by(model, ranks.world_size, cut_rules_of(runtime.config)))
 
 
 def _described(training_data: Any) -> str:

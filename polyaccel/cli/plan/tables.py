@@ -11,6 +11,7 @@ from rich.text import Text
 
 from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
+from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.forecast import SETTINGS, CopiesOfState, Forecast, state_names
 from polyaccel.planning.model import ModelShape
@@ -103,6 +104,9 @@ def _head(plan: Plan) -> Text:
     model = plan.model
     frozen = model.numel - model.trained_numel
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    axes = mesh_of(plan.config, plan.world_size).axes
+    if len(axes) > 1:
+        ranks += f" ({' x '.join(f'{axis.name} {axis.size}' for axis in axes)})"
     counted = f"{short_count(model.numel)} parameters" + (f", {short_count(frozen)} of them frozen" if frozen else "")
     disk = short_bytes(plan.checkpoint_nbytes)
     kept = []

@@ -34,6 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("config", metavar="CONFIG", help="path of the config, or base64 of its JSON")
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
     parser.add_argument("-n", dest="world_size", type=int, required=True, metavar="N", help="ranks that will train")
+    for axis, what in (("tensor", "the weights of each layer"), ("sequence", "the sequences of a batch")):
+        said = f"ranks that share {what}, where the config says nothing of them"
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=said)
     limit = "for each rank, such as 16G (powers of 1024)"
     parser.add_argument("--limit-device", type=parse_size, metavar="SIZE", help=f"memory of the device {limit}")
     parser.add_argument("--limit-host", type=parse_size, metavar="SIZE", help=f"memory of the host {limit}")
@@ -82,12 +85,14 @@ def run(args: argparse.Namespace) -> int:
         )
     from polyaccel.cli.plan.tables import Plan, print_plan
     from polyaccel.comm.speeds.table import SpeedTable
+    from polyaccel.config.meshes import mesh_of
     from polyaccel.planning.assumptions import planned_config
     from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
 
-    planned = planned_config(args.config, args.world_size)
+    asked = {"tensor": args.tensor, "sequence": args.sequence}
+    planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
     config = planned.config
-    model = _model_shape(args.model, config)
+    model = _model_shape(args.model, config, mesh_of(config, args.world_size).size_of(("tensor",)))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)
     limits = {"device_nbytes": args.limit_device, "host_nbytes": args.limit_host}
@@ -113,29 +118,32 @@ def run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _model_shape(text: str, config: ResolvedConfig) -> ModelShape:
-    """The model that the argument `MODEL` names. Only a module or a directory needs torch. Raises PolyaccelError."""
+def _model_shape(text: str, config: ResolvedConfig, tensor_ranks: int) -> ModelShape:
+    """The model that the argument `MODEL` names, as a rank holds it where `tensor_ranks` share layers. Only a module or
+    a directory needs torch. Raises PolyaccelError."""
     from polyaccel.planning.model import parse_count, shape_of_count
-    from polyaccel.policies import module_rules_of
+    from polyaccel.policies import cut_rules_of, module_rules_of
     from polyaccel.types import DType
 
     rules = module_rules_of(config)
     if Path(text).is_dir():
+        from polyaccel.torch.parallel.shapes import shared_by
         from polyaccel.torch.params.meta_shapes import shape_of_directory
 
-        return shape_of_directory(Path(text), rules)
+        return shape_of_directory(Path(text), rules, shared_by(tensor_ranks, cut_rules_of(config)))
     count = parse_count(text)
     if count is not None:
-        return shape_of_count(count, rules.param_dtype or DType.FLOAT32)
+        return shape_of_count(count, rules.param_dtype or DType.FLOAT32, tensor_ranks)
     if ":" not in text:
         raise PolyaccelError(
             f"{text!r} is no directory, no module:function and no number of parameters",
             cure="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )
+    from polyaccel.torch.parallel.shapes import shared_by
     from polyaccel.torch.params.meta_shapes import shape_of_function
 
-    return shape_of_function(text, rules)
+    return shape_of_function(text, rules, shared_by(tensor_ranks, cut_rules_of(config)))
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:

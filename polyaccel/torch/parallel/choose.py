@@ -14,6 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from polyaccel.errors import ShardingError
+from polyaccel.policies import CutRules
 from polyaccel.torch.parallel.plan import CutHeads, CutModule, CutPlan, RunsOfRanks, beside, even_runs, lengths, shifted
 from polyaccel.torch.parallel.structure import (
     CutRegion,
@@ -88,6 +89,17 @@ def output_layer(model: nn.Module) -> nn.Module | None:
         return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
     except (AttributeError, NotImplementedError):
         return None
+
+
+def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
+    """`make_plan` by the rules of a config."""
+    return make_plan(
+        model,
+        ranks,
+        specs=[LayerSpec(*layer) for layer in rules.layers],
+        use_defaults=rules.use_defaults,
+        gather_logits=rules.gather_logits,
+    )
 
 
 def _is_wished(region: CutRegion, wished: Mapping[str, Wish] | None, named: Mapping[str, Wish]) -> bool:

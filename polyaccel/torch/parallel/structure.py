@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -115,6 +116,7 @@ class Structure:
         keys = self._key_heads(module, fused or interleaved, query, key, value, queries, size)
         if keys is None or keys < 1:
             return None
+        self._require_no_biases(name, module)
         parts = cut_heads(queries, keys, self.ranks, name)
         found = list(self._projections(parts, size, queries, keys, fused, interleaved, query, key, value))
         found.append(row(out, self.modules[out], parts.query_runs(size)))
@@ -125,6 +127,16 @@ class Structure:
             name, self._numbers(module, parts, queries, keys, size), _config_numbers(self.config_of(module), parts)
         )
         return CutRegion(name, (*found, *extra), (heads,), tuple(each.name for each in found))
+
+    def _require_no_biases(self, name: str, module: nn.Module) -> None:
+        """Raise ShardingError for attention with ALiBi, whose biases of all heads its model makes outside of it."""
+        if "alibi" in signature(module.forward).parameters and getattr(self.config_of(module), "alibi", True):
+            raise ShardingError(
+                f"{name} cannot be cut: it is given the ALiBi biases of all heads",
+                cure="shard the parameters (ZeRO stage 3), or let it be cut by nobody: "
+                "tensor_parallel.partition_config with use_default_specs false",
+                value=name,
+            )
 
     def _key_heads(
         self, module: nn.Module, fused: str | None, query: str | None, key: str | None, value: str | None,

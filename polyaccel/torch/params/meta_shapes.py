@@ -23,9 +23,16 @@ from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, in_gradient_order, parameter_specs
 from polyaccel.torch.params.units import find_units, units_of_parameters
 
+Change = Callable[[nn.Module], None]
+"""What happens to a model before it is looked at: ranks may share it."""
 
-def shape_of_function(path: str, rules: ModuleRules) -> ModelShape:
-    """The model that `module:function` returns when it is called without arguments on the meta device.
+
+def _as_it_is(model: nn.Module) -> None:
+    """Every rank has all of it."""
+
+
+def shape_of_function(path: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
+    """The model that `module:function` returns when it is called without arguments on the meta device, after `change`.
 
     The module is looked for in the working directory too. Raises PolyaccelError when it has no such function, when that
     fails or returns no module.
@@ -43,11 +50,12 @@ def shape_of_function(path: str, rules: ModuleRules) -> ModelShape:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise PolyaccelError(f"{path}() returned a {kind}", cure="return a torch.nn.Module", value=kind)
-    return shape_of_module(model, f"{path}()", rules)
+    return shape_of_module(model, f"{path}()", rules, change)
 
 
-def shape_of_directory(directory: Path, rules: ModuleRules) -> ModelShape:
-    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model.
+def shape_of_directory(directory: Path, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
+    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model. After
+    `change`.
 
     Raises PolyaccelError without transformers, and when it does not understand the directory.
     """
@@ -73,14 +81,16 @@ def shape_of_directory(directory: Path, rules: ModuleRules) -> ModelShape:
             cure="pass a directory with the config.json of a model",
             value=str(directory),
         ) from error
-    return shape_of_module(model, f"{type(model).__name__} of {directory}", rules)
+    return shape_of_module(model, f"{type(model).__name__} of {directory}", rules, change)
 
 
-def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules) -> ModelShape:
-    """The shape of a model whose parameters that require a gradient are all trained under `rules`; values are not read.
+def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
+    """The shape of a model, after `change`, whose parameters that require a gradient are all trained under `rules`;
+    values are not read.
 
     Raises ConfigError for leaf modules that the model does not have.
     """
+    change(model)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
     mark_configured_leaves(model, rules.leaves)
     specs = parameter_specs(model, [list(model.parameters())], rules.param_dtype)

@@ -133,7 +133,11 @@ def test_marks_of_megatron_say_what_is_cut():
     [
         ({"mesh_param": (2, 2), "mpu": _Mpu()}, {}, "mesh_param = .*is given beside mpu"),
         ({"mesh_param": (2, "x")}, {}, r"should be \(data-parallel ranks, sequence-parallel ranks\)"),
-        ({"mpu": _Mpu()}, {"tensor_parallel": {"autotp_size": 4}}, "autotp_size = 4: contradicts mesh_param or mpu.*2"),
+        (
+            {"mpu": _Mpu()},
+            {"tensor_parallel": {"autotp_size": 4}},
+            "autotp_size = 4: contradicts the 2 that",
+        ),
         ({"mesh_param": (1, 3)}, {}, "mesh.sequence = 3: makes mesh.sequence = 3, no divisor of 2 ranks"),
     ],
     ids=["both", "no pair", "another size", "no divisor"],

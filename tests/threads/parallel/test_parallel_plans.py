@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformer_models import transformer_model
+from transformers import BloomConfig, BloomForCausalLM
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.parallel.choose import make_plan
@@ -174,3 +175,9 @@ def test_latent_attention_is_cut_by_heads_and_shares_its_rotary_keys() -> None:
     assert by_name["attn.kv_a_proj_with_mqa"].rows == (((5, 2),),) * 2
     assert plan.heads[0].attributes == {"num_heads": (2, 1)}
     assert torch.Size([7, 8]) == model.attn.kv_a_proj_with_mqa.weight.shape
+
+
+def test_attention_with_alibi_is_refused_by_its_name() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=4))
+    with pytest.raises(ShardingError, match=r"self_attention cannot be cut: .* ALiBi biases of all heads"):
+        make_plan(model, 2)
