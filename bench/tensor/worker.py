@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+import polyaccel
 from polyaccel import comm
-from polyaccel.comm.default import default_communicator
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.cut import cut_model
 
 LAYERS, WORDS = 4, 4096
 WARMUP = 3
 RANKS = 2
+LR = 1e-4
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+    "tensor_parallel": {"autotp_size": RANKS},
+}
 
 
 def main(argv: list[str]) -> None:
@@ -37,33 +41,29 @@ def main(argv: list[str]) -> None:
         num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
-    cut(model, variant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    if variant == "polyaccel":
+        model, *_ = polyaccel.initialize(model=model, config=CONFIG)
+        run_backward, update = model.backward, model.step
+    else:
+        if variant == "DTensor":
+            comm.init_distributed()
+            share_by_torch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=False)
+        run_backward, update = Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad())
     words = torch.randint(0, WORDS, (2, 256), generator=torch.Generator().manual_seed(1))
     seconds, losses = [], []
     for _ in range(WARMUP + steps):
         began = perf_counter()
         loss = model(input_ids=words, labels=words).loss
-        loss.backward()
+        run_backward(loss)
         seconds.append(perf_counter() - began)
-        optimizer.step()
-        optimizer.zero_grad()
+        update()
         losses.append(loss.item())
     if variant == "one rank" or comm.get_rank() == 0:
         result.write_text(json.dumps({"seconds": seconds[WARMUP:], "losses": losses}))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def cut(model: nn.Module, variant: str) -> None:
-    """Share `model` between the ranks, as `variant` does it."""
-    if variant == "polyaccel":
-        comm.init_distributed()
-        cut_model(model, default_communicator(), make_plan(model, RANKS))
-    elif variant == "DTensor":
-        comm.init_distributed()
-        share_by_torch(model)
 
 
 def share_by_torch(model: nn.Module) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from polyaccel.errors import LaunchError
+from polyaccel.errors import ConfigError, LaunchError
 
 _OF_THE_SCRIPT = "--deepspeed_config"
 """The argument of scripts that `add_config_arguments` defines."""
@@ -21,10 +22,22 @@ def elastic_sizes(args: argparse.Namespace) -> tuple[int, ...] | None:
     from polyaccel.config import load_config
     from polyaccel.config.elastic import compute_elastic_config
 
-    section = load_config(source).elasticity
+    section = load_config(source if named else _elasticity_of(source)).elasticity
     if not section.enabled and not named:
         return None
     return compute_elastic_config(section).world_sizes
+
+
+def _elasticity_of(source: str) -> dict[str, Any]:
+    """The one section of a script's config that is asked for here. What else is wrong in it, whoever reads all of it
+    says: a frontend of another name may take keys that ours refuses."""
+    from polyaccel.config.load import read_tree
+
+    try:
+        tree, _, _ = read_tree(source, None)
+    except ConfigError:
+        return {}
+    return {"elasticity": tree["elasticity"]} if isinstance(tree, dict) and tree.get("elasticity") else {}
 
 
 def check_size(world_size: int, sizes: tuple[int, ...] | None) -> None:

@@ -29,6 +29,7 @@ from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MA
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
 from polyaccel.torch.gathering.arriving import ArrivingParameter
 from polyaccel.torch.gathering.sharded import ShardedParameter
+from polyaccel.torch.parallel.layers import SharedModule
 from polyaccel.torch.params.gradients import kind_of
 
 LEAST_WORK = 1 << 22
@@ -67,7 +68,7 @@ class Products:
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`functional.linear(x, weight, bias)`."""
-        if not self._suits(x, weight, bias):
+        if not self.suits(x, weight, bias):
             return functional.linear(x, weight, bias)
         if torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -83,7 +84,7 @@ class Products:
         # Not a view of `out`, or autograd would refuse that a later layer changes it in place.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
-    def _suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the product may go another way. See [Note: What stays as it is]."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return False
@@ -179,6 +180,7 @@ class Linears:
         self, module: nn.Module, accelerator: Accelerator, communicator: Communicator, configured: MatrixChoice
     ) -> None:
         self._layers: list[nn.Linear] = []
+        self._shared: list[SharedModule] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
         if not set(table):
@@ -190,6 +192,9 @@ class Linears:
             if isinstance(layer, nn.Linear) and _is_ordinary(layer):
                 layer.__dict__["forward"] = _Forward(layer, products)
                 self._layers.append(layer)
+            elif isinstance(layer, SharedModule):
+                layer.share.ranks.products = products
+                self._shared.append(layer)
 
     def release(self) -> None:
         """Take it all back."""
@@ -197,6 +202,9 @@ class Linears:
             if isinstance(layer.__dict__.get("forward"), _Forward):
                 del layer.__dict__["forward"]
         self._layers.clear()
+        for shared in self._shared:
+            shared.share.ranks.products = None
+        self._shared.clear()
 
 
 def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice: MatrixChoice) -> KernelTable:

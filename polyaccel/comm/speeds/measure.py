@@ -65,7 +65,7 @@ class SpeedMeter:
         for _ in range(max(1, warmups)):
             once_s = self._agreed([self._round(call, 1)])[0]
         repeats = max(1, min(_MOST_REPEATS, int(_ROUND_S / once_s)))
-        most = min(rounds, max(_LEAST_ROUNDS, int(budget_s / (once_s * repeats))))
+        most = int(min(rounds, max(_LEAST_ROUNDS, budget_s / (once_s * repeats))))
         seconds = self._agreed([self._round(call, repeats) for _ in range(most)])
         return SpeedRow(operation, numel * self._dtype.itemsize, median(seconds), min(seconds))
 

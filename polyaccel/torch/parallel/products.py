@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from polyaccel.torch.parallel.functions import summed
-from polyaccel.torch.parallel.ranks import TensorRanks
+from polyaccel.torch.parallel.ranks import MatrixProducts, TensorRanks
 
 
 def column_product(
@@ -29,7 +29,7 @@ def column_product(
     `x` is replicated. `weight` is (outputs, inputs), or the other way round where it is `transposed`.
     """
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-        return _product(x, weight, bias, transposed), x
+        return _product(_chosen(x, weight, bias, ranks, transposed), x, weight, bias, transposed), x
     return _Column.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -39,7 +39,7 @@ def row_product(
     """The replicated output of a linear layer from this rank's part `x` of its inputs. The replicated bias is added
     after the sum."""
     if ranks.size == 1:
-        return _product(x, weight, bias, transposed)
+        return _product(_chosen(x, weight, bias, ranks, transposed), x, weight, bias, transposed)
     return _Row.apply(x, weight, bias, ranks, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -52,14 +52,15 @@ class _Column(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.transposed = ranks, transposed
+        ctx.products = _chosen(x, weight, bias, ranks, transposed)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return _product(x, weight, bias, transposed), x.view_as(x)
+        return _product(ctx.products, x, weight, bias, transposed), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_of_others: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         ranks: TensorRanks = ctx.ranks
-        of_x = grad_of_others if grad is None else _input_grad(grad, weight, ctx.transposed, grad_of_others)
+        of_x = grad_of_others if grad is None else _input_grad(ctx, grad, weight, grad_of_others)
         if of_x is None:
             return None, None, None, None, None
         if torch.is_grad_enabled():
@@ -79,26 +80,42 @@ class _Row(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, transposed: bool
     ) -> Tensor:
-        ctx.transposed = transposed
+        ctx.transposed, ctx.products = transposed, _chosen(x, weight, None, ranks, transposed)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        out = ranks.sum(_product(x, weight, None, transposed).contiguous())
+        out = ranks.sum(_product(ctx.products, x, weight, None, transposed).contiguous())
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x = None if weight is None else _input_grad(grad, weight, ctx.transposed, None)
+        of_x = None if weight is None else _input_grad(ctx, grad, weight, None)
         return of_x, *_weight_grads(ctx, grad, x), None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def _chosen(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorRanks, transposed: bool
+) -> MatrixProducts | None:
+    """The device's own products, where it has faster ones than torch's for a layer of this size."""
+    products = ranks.products
+    return products if products is not None and not transposed and products.suits(x, weight, bias) else None
+
+
+def _product(
+    products: MatrixProducts | None, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> Tensor:
+    if products is not None:
+        return products.apply(x, weight, bias)
     return functional.linear(x, weight.t() if transposed else weight, bias)
 
 
-def _input_grad(grad: Tensor, weight: Tensor, transposed: bool, more: Tensor | None) -> Tensor:
+def _input_grad(ctx: Any, grad: Tensor, weight: Tensor, more: Tensor | None) -> Tensor:
     """The gradient of the input, and `more` of it."""
-    weight = weight.t() if transposed else weight
     rows = _rows(grad)
+    if ctx.products is not None and not torch.is_grad_enabled():
+        of_x: Tensor = ctx.products.input_grad(rows.contiguous(), weight.contiguous())
+        of_x = of_x.view(*grad.shape[:-1], weight.shape[1])
+        return of_x if more is None else of_x.add_(more)
+    weight = weight.t() if ctx.transposed else weight
     found = rows @ weight if more is None else torch.addmm(_rows(more), rows, weight)
     return found.view(*grad.shape[:-1], weight.shape[1])
 
@@ -109,7 +126,9 @@ def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tens
         return None, None
     rows = _rows(grad)
     of_weight = None
-    if x is not None:
+    if x is not None and ctx.products is not None and not torch.is_grad_enabled():
+        of_weight = ctx.products.weight_grad(rows.contiguous(), _rows(x).contiguous())
+    elif x is not None:
         of_weight = _rows(x).t() @ rows if ctx.transposed else rows.t() @ _rows(x)
     return of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 

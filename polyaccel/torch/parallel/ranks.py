@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,24 @@ def even_parts(count: int, ranks: int) -> tuple[int, ...]:
     return tuple(least + (rank < more) for rank in range(ranks))
 
 
+class MatrixProducts(Protocol):
+    """The products of a linear layer on matrices, by kernels of the device."""
+
+    def suits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether they are worth it for these operands."""
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`functional.linear(x, weight, bias)`."""
+
+    @property
+    def input_grad(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of the outputs' gradient and the weight."""
+
+    @property
+    def weight_grad(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of the outputs' gradient and the input."""
+
+
 class TensorRanks:
     """The ranks of `communicator`, which hold blocks of the same weights; `rank` is this one's place among them.
 
@@ -33,6 +51,8 @@ class TensorRanks:
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.world_size
+        self.products: MatrixProducts | None = None
+        """What computes products of layers; None for torch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/builds/plugins/test_simdev_plugin.py",
     "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
     "mpirun -n 16 --hostfile hosts python train.py": "tests/procs/comm/test_discovery_launchers.py",
+    "mpirun -n 16 --hostfile hosts polyaccel comm bench --json speeds.json": "tests/procs/cli/test_comm_bench.py",
     "srun --nodes 2 --ntasks-per-node 8 python train.py": "tests/procs/comm/test_discovery_launchers.py",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 train.py": (
         "tests/unit/discovery/test_discovery.py"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.parts.scratch import ScratchPool
 from polyaccel.config import load_resolved
+from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.nvme import NvmeTier
@@ -155,7 +156,7 @@ def measure(communicator: Any, config: dict[str, Any], width: int) -> Found:
     model = PlannedModel(width)
     resolved = load_resolved(config, world_size=communicator.world_size)
     shape = shape_of_module(model, "", module_rules_of(resolved))
-    layout = plan_for(resolved, shape.specs, lambda: shape.units, communicator.world_size)
+    layout = plan_for(resolved, shape.specs, lambda: shape.units, Mesh.flat(communicator.world_size))
     forecast = step_plan(resolved, layout, is_remote=False)
 
     allocations = Allocations(communicator)

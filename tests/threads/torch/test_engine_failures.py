@@ -311,11 +311,6 @@ def test_initialize_without_a_model():
         polyaccel.initialize(config=make_config(0))
 
 
-def test_mpu_is_refused():
-    with pytest.raises(PolyaccelError, match="mpu is not available"):
-        polyaccel.initialize(model=parity_model(), mpu=object(), config=make_config(0))
-
-
 def test_a_group_that_comes_too_late_is_refused():
     def work(communicator, model):
         engine, *_ = polyaccel.initialize(model=model, config=make_config(1))

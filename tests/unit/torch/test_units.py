@@ -10,6 +10,7 @@ import polyaccel
 from polyaccel import utils, zero
 from polyaccel.config import load_resolved
 from polyaccel.errors import ConfigError, ShardingError
+from polyaccel.mesh import Mesh
 from polyaccel.policies import module_rules_of, plan_for
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.params.leaf_modules import fine_grained_modules, granularity
@@ -243,7 +244,7 @@ def test_the_plan_has_the_units_and_buckets_of_the_engine(leaves, units):
     resolved = load_resolved(config, world_size=1)
     with torch.device("meta"):
         shape = shape_of_module(uneven(), "", module_rules_of(resolved))
-    planned = plan_for(resolved, shape.specs, lambda: shape.units, 1)
+    planned = plan_for(resolved, shape.specs, lambda: shape.units, Mesh.flat(1))
     assert {bucket.kind.unit for bucket in planned.buckets} == units
 
     def work(communicator):

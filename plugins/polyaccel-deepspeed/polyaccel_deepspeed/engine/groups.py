@@ -15,11 +15,12 @@ _mesh: Mesh | None = None
 
 
 def stand_along(mesh: Mesh) -> None:
-    """The ranks stand along the axes of `mesh` from now on. Collective where it has more than one."""
+    """The ranks stand along the axes of `mesh` from now on. Collective where it has more than one. Torch has groups of
+    ranks that are processes alone."""
     global _mesh
     _mesh = mesh
     _of_axes.clear()
-    if len(mesh.axes) == 1:
+    if len(mesh.axes) == 1 or not dist.is_initialized():
         return
     rank = default_communicator().rank
     for axes in (("data",), *((axis.name,) for axis in mesh.axes[1:])):
