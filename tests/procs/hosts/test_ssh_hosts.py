@@ -188,7 +188,8 @@ def test_a_shell_on_the_host_reads_the_script_of_an_environment(two_hosts: Hosts
     venv.write_text('export FROM_VENV="two words"\n')
     script = _script(tmp_path, "import os; print(os.environ['FROM_VENV'])")
     done = two_hosts.run(script, "--venv-script", str(venv))
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[rank {n}] two words" for n in range(3)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {n}] two words" for n in range(3)]
     (tmp_path / "bad").write_text("return 3\n")
     done = two_hosts.run(script, "--venv-script", str(tmp_path / "bad"))
     assert done.returncode == 3
