@@ -47,6 +47,11 @@ def shared_axes(config: Config) -> Iterator[tuple[str, str, int]]:
         yield from found[:1]
 
 
+def ranks_alike(config: Config, world_size: int) -> int:
+    """How many ranks hold the same block of what tensor ranks share: the fewest that anything is sharded over."""
+    return max(1, world_size // prod(size for axis, _, size in shared_axes(config) if axis == "tensor"))
+
+
 def mesh_problems(config: Config, world_size: int) -> list[Problem]:
     """What keeps `world_size` ranks from standing along the axes that `config` states."""
     problems = []

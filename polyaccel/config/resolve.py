@@ -16,7 +16,7 @@ from polyaccel.config.auto import RULES, fill_auto
 from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
-from polyaccel.config.meshes import data_ranks, mesh_problems
+from polyaccel.config.meshes import data_ranks, mesh_problems, ranks_alike
 from polyaccel.config.problems import validate_tree
 from polyaccel.config.root import Config, ResolvedConfig
 from polyaccel.config.sections.zero import ZeroConfig
@@ -73,10 +73,11 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
         expected = f"should be {of}, {data}"
         problems.append(Problem("data_parallel_size", config.data_parallel_size, expected, "leave it out"))
     near = config.zero_optimization.zero_hpz_partition_size
-    if world_size % near:
+    alike = ranks_alike(config, world_size)
+    if alike % near:
         cure = "use a divisor, such as the ranks of a host"
         problems.append(
-            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {world_size} ranks", cure)
+            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {alike} ranks", cure)
         )
     if problems:
         raise ConfigError(_unique(problems), source=draft.source)

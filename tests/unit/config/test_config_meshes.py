@@ -66,3 +66,10 @@ def test_batches_are_counted_by_the_ranks_that_have_their_own(tree, ranks, axes,
 def test_a_mesh_that_does_not_fit_says_which_would(tree, ranks, said):
     with pytest.raises(ConfigError, match=said):
         _resolved(tree, ranks)
+
+
+def test_near_ranks_are_among_those_that_hold_the_same_blocks():
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    assert _resolved({"zero_optimization": zero, "mesh": {"sequence": 2}}, 4).train_batch_size == 6
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size = 4: should divide 2 ranks"):
+        _resolved({"zero_optimization": zero, "mesh": {"tensor": 2}}, 4)
