@@ -1,10 +1,12 @@
-"""`polyaccel plan CONFIG MODEL -n N`: what each rank will need, before anything is allocated."""
+"""`polyaccel plan CONFIG MODEL -n N`: what each rank will need, before anything is allocated; and
+`polyaccel plan --pipeline SCHEDULE`: what each stage of a pipeline will do."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +26,17 @@ _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
 disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
 3. Activations are not included: what a stage leaves of the device is for them. Where CONFIG leaves something open
-("auto") or its batch sizes do not fit N, a value is assumed, and a line says which."""
+("auto") or its batch sizes do not fit N, a value is assumed, and a line says which. With --pipeline, and without CONFIG
+and MODEL: what each stage of a pipeline does, proved to be possible, and how long it takes."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
 Hugging Face config.json, or a number of parameters such as 7e9 or 1.3B"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("plan", help="say what training will need, by setting", description=_DESCRIPTION)
-    parser.add_argument("config", metavar="CONFIG", help="path of the config, or base64 of its JSON")
-    parser.add_argument("model", metavar="MODEL", help=_MODEL)
-    parser.add_argument("-n", dest="world_size", type=int, required=True, metavar="N", help="ranks that will train")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="path of the config, or base64 of its JSON")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
+    parser.add_argument("-n", dest="world_size", type=int, metavar="N", help="ranks that will train")
     for axis, what in (("tensor", "the weights of each layer"), ("sequence", "the sequences of a batch")):
         said = f"ranks that share {what}, where the config says nothing of them"
         parser.add_argument(f"--{axis}", type=int, metavar="N", help=said)
@@ -54,7 +57,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "communication: with --comm, a column with the seconds of a step",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(func=run)
+    _add_pipeline(parser.add_argument_group("pipelines"))
+    parser.set_defaults(func=run, print_usage=parser.print_usage)
+
+
+def _add_pipeline(group: argparse._ArgumentGroup) -> None:
+    said = (
+        "a published schedule (gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, inference), or a CSV file of a table"
+    )
+    group.add_argument("--pipeline", metavar="SCHEDULE", help=said)
+    for option, what in (
+        ("--stages", "places in the pipeline"),
+        ("--micro-batches", "parts of a batch that pass it one after the other"),
+        ("--chunks", "parts of the model on each stage"),
+    ):
+        group.add_argument(option, type=int, metavar="N", help=what)
+    group.add_argument(
+        "--times",
+        type=_times,
+        default=(1.0, 1.0, 1.0),
+        metavar="F,I,W",
+        help="times of a chunk's forward pass, of the gradients of its input and of those of its parameters",
+    )
+    group.add_argument("--transfer", type=_time, default=0.0, metavar="T", help="time of a message between stages")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the stages over time")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write the table, as a start for one of your own")
 
 
 def parse_size(text: str) -> int:
@@ -75,8 +102,43 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _time(text: str) -> float:
+    try:
+        time = float(text)
+    except ValueError:
+        time = -1.0
+    if not 0 <= time < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time of 0 or more")
+    return time
+
+
+def _times(text: str) -> tuple[float, float, float]:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three times; write them as 1,1.2,0.9")
+    forward, backward_input, backward_weight = map(_seconds, parts)
+    return forward, backward_input, backward_weight
+
+
+def _refused(args: argparse.Namespace, said: str) -> int:
+    """The exit code of wrong arguments, which are told as argparse tells them."""
+    args.print_usage(sys.stderr)
+    print(f"polyaccel plan: error: {said}", file=sys.stderr)
+    return 2
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan. The exit code is 1 when limits were given and no setting fits them. Raises PolyaccelError."""
+    if args.pipeline is not None:
+        if args.config is not None:
+            return _refused(args, "--pipeline takes no CONFIG and no MODEL")
+        from polyaccel.cli.plan.pipeline import run_pipeline
+
+        return run_pipeline(args)
+    given = {"CONFIG": args.config, "MODEL": args.model, "-n": args.world_size}
+    absent = [name for name, value in given.items() if value is None]
+    if absent:
+        return _refused(args, f"the following arguments are required: {', '.join(absent)}")
     if args.compute is not None and args.comm is None:
         raise PolyaccelError(
             f"--compute {args.compute:g}, and nothing says how fast ranks can talk",
