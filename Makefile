@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,8 +30,11 @@ help: ## show this list
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/
 	$(BIN)/polyaccel run --nproc 2 examples/gpt/train.py $(ARGS)
 
-test: $(STAMP) ## run the tests, WORKERS=3 files at a time
-	$(PYTEST) --ignore $(BUILDS) $(ARGS)
+test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at a time
+	$(PYTEST) -m 'not slow' --ignore $(BUILDS) $(ARGS)
+
+test-slow: $(STAMP) ## run the tests in tests/slow.txt
+	$(PYTEST) -m slow --ignore $(BUILDS) $(ARGS)
 
 test-builds: $(STAMP) ## run the tests that build, install or make environments: compilers, pip, documentation
 	$(PYTEST) $(BUILDS) $(ARGS)

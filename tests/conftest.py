@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -35,6 +36,18 @@ if find_spec("hypothesis") is not None:
     # An example that takes long has met a busy machine. The rest stays what it is here, or in CI.
     settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("unhurried")
+
+
+_SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` names are chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that `tests/slow.txt` names (a file, a class, a function, one case of it) are marked `slow`."""
+    for item in items:
+        parts = item.nodeid.partition("[")[0].split("::")
+        if _SLOW & {item.nodeid, *("::".join(parts[:most]) for most in range(1, len(parts) + 1))}:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,5 @@
-"""Every file of tests is run by exactly one of the targets that CI calls: none falls between them, none runs twice."""
+"""Every file of tests is run by exactly one of the targets that CI calls: none falls between them, none runs twice.
+What is left to `make test-slow` is there."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("test", "test-builds")
+SLOW = [
+    line for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")
+]
 FILES = {file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")}
 
 
@@ -42,3 +46,15 @@ def test_ci_calls_each_of_them_once(target: str) -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert [word for word in script.splitlines() if word.strip().startswith(f"make {target} ")] != []
     assert script.count(f"make {target} VENV") == 1
+
+
+def test_slow_tests_are_there() -> None:
+    """A test that is renamed takes its line in `tests/slow.txt` along, and no test comes under `tests/builds`."""
+    assert sorted(set(SLOW)) == SLOW
+    for line in SLOW:
+        file, _, test = line.partition("::")
+        assert Path(file) in FILES, line
+        assert not file.startswith("tests/builds/"), line
+        name = test.partition("[")[0].split("::")[-1]
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in text or f"class {name}(" in text, line

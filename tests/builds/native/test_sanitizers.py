@@ -16,7 +16,6 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)  # half a minute each, on idle cores
 @pytest.mark.parametrize(("sanitizers", "programs"), CASES, ids=[kind for kind, _ in CASES])
 def test_kernels_are_clean_under_sanitizers(sanitizers: str, programs: tuple[str, ...], tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ def train_compiled(communicator, how, stage):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("how", ["method", "wrapper", "whole"])
 def test_compiled_blocks_and_models(rank_pool, how):
@@ -101,7 +100,6 @@ def soak(communicator, steps, places):
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("device", ["none", "nvme"])
 def test_120_steps_leave_nothing_behind(tmp_path, device):

@@ -111,7 +111,6 @@ def test_save_pretrained_writes_whole_files(tmp_path, name):
     assert [key for key, value in wanted.state_dict().items() if not torch.equal(loaded.state_dict()[key], value)] == []
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
 def test_a_peft_adapter_is_saved_whole(tmp_path):
     peft = pytest.importorskip("peft")

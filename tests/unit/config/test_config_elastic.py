@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def test_highly_composite_numbers_have_more_divisors_than_any_smaller_one() -> N
     for number in range(1, len(divisors)):
         for multiple in range(number, len(divisors), number):
             divisors[multiple] += 1
-    records = [number for number in range(1, len(divisors)) if divisors[number] > max(divisors[:number], default=0)]
+    most = list(accumulate(divisors, max))
+    records = [number for number in range(1, len(divisors)) if divisors[number] > most[number - 1]]
     assert [number for number in HIGHLY_COMPOSITE if number < len(divisors)] == records
 
 
