@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
-from polyaccel.launch.output import JobOutput
+from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.types import Probe
@@ -36,4 +36,4 @@ class LocalLauncher(Launcher):
 
     def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
         plan = self.plan(job)
-        return Supervisor(plan, JobOutput(plan), look=look).run()
+        return Supervisor(plan, JobOutput(plan, merged=merged_log(job)), look=look).run()

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import IO
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import LaunchPlan, RankSpec
+from polyaccel.launch.base import Job, LaunchPlan, RankSpec
 from polyaccel.launch.lines import LineSink, LineWriter
 from polyaccel.launch.process import RankProcess
 
@@ -36,10 +36,12 @@ _TAIL_LINES = 8
 
 @dataclass(eq=False)
 class _Stream:
-    """One pipe of one rank. `tail` holds the last bytes read, `log` is the file that the rank's two share."""
+    """One pipe of one rank. `tail` holds the last bytes read, `log` is the file that the rank's two share, `merged`
+    writes to the file that all ranks share."""
 
     pipe: IO[bytes]
     writer: LineWriter
+    merged: LineWriter | None
     hears: Callable[[bytes], bytes]
     log: IO[bytes] | None
     tail: bytes = b""
@@ -56,25 +58,45 @@ class _Stream:
             except OSError:  # a full disk must not end the training
                 self.log = None
         self.writer.feed(data)
+        if self.merged is not None:
+            self.merged.feed(data)
+
+    def flush(self) -> None:
+        """Show an unfinished line."""
+        self.writer.flush()
+        if self.merged is not None:
+            self.merged.flush()
 
 
 class JobOutput:
     """Shows the output of a job's ranks on the descriptors `stdout_fd` and `stderr_fd`.
 
     `attach` every rank, then `start`, then `close`. `say` adds a line of the launcher's own, which
-    has `name` before it, to standard error.
+    has `name` before it, to standard error. What is shown stands in the file `merged` too, where there is one.
     Raises LaunchError when the log directory cannot be written to.
     """
 
-    def __init__(self, plan: LaunchPlan, *, name: str = "polyaccel", stdout_fd: int = 1, stderr_fd: int = 2) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        name: str = "polyaccel",
+        stdout_fd: int = 1,
+        stderr_fd: int = 2,
+        merged: Path | None = None,
+    ) -> None:
         self._sinks = LineSink(stdout_fd), LineSink(stderr_fd)
         self._is_terminal = os.isatty(stdout_fd), os.isatty(stderr_fd)
-        self._log_dir = plan.log_dir
         self._streams: dict[int, list[_Stream]] = {}
-        self._own = LineWriter(self._sinks[1], f"{name}: ".encode())
+        self._own = [LineWriter(self._sinks[1], f"{name}: ".encode())]
         self._sentences: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._merged: LineSink | None = None
         with ExitStack() as files:
-            self._logs = {spec.rank: _open_log(plan.log_dir, spec.rank, files) for spec in plan.ranks}
+            logs = {spec.rank: plan.log_dir / f"rank_{spec.rank}.log" for spec in plan.ranks} if plan.log_dir else {}
+            self._logs = {rank: _opened(path, files) for rank, path in logs.items()}
+            if merged is not None:
+                self._merged = LineSink(_opened(merged, files).fileno())
+                self._own.append(LineWriter(self._merged, f"{name}: ".encode()))
             self._files = files.pop_all()
         self._selector = self._files.enter_context(selectors.DefaultSelector())
         self._wake_read, self._wake_write = os.pipe()
@@ -88,7 +110,7 @@ class JobOutput:
 
     def owns(self, spec: RankSpec) -> tuple[bool, bool]:
         """Whether the rank has our standard output, and error, itself. See [Note: Who owns the terminal]."""
-        if spec.local_rank != 0 or self._log_dir is not None:
+        if spec.local_rank != 0 or self._logs or self._merged is not None:
             return False, False
         return self._is_terminal
 
@@ -100,7 +122,9 @@ class JobOutput:
                 self._files.enter_context(pipe)
                 os.set_blocking(pipe.fileno(), False)
                 hears = partial(rank.hears, is_error=pipe is rank.stderr)
-                stream = _Stream(pipe, LineWriter(sink, rank.prefix), hears, self._logs[rank.spec.rank])
+                merged = None if self._merged is None else LineWriter(self._merged, rank.prefix)
+                log = self._logs.get(rank.spec.rank)
+                stream = _Stream(pipe, LineWriter(sink, rank.prefix), merged, hears, log)
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
                 streams.append(stream)
 
@@ -153,7 +177,7 @@ class JobOutput:
             for stream in unfinished:
                 # Where the rest waits in the pipe already, it is this thread that was late.
                 if stream not in waiting and monotonic() - stream.fed_s >= _UNFINISHED_S:
-                    stream.writer.flush()
+                    stream.flush()
             self._show_sentences()
             if self._is_closing:
                 for stream in streams:
@@ -179,7 +203,7 @@ class JobOutput:
         self._drop(stream)
 
     def _drop(self, stream: _Stream) -> None:
-        stream.writer.flush()
+        stream.flush()
         stream.ended.set()
         with suppress(KeyError):  # dropped before
             self._selector.unregister(stream.pipe)
@@ -190,15 +214,23 @@ class JobOutput:
 
     def _show_sentences(self) -> None:
         while not self._sentences.empty():
-            self._own.feed(self._sentences.get())
+            sentence = self._sentences.get()
+            for writer in self._own:
+                writer.feed(sentence)
 
 
-def _open_log(log_dir: Path | None, rank: int, files: ExitStack) -> IO[bytes] | None:
-    if log_dir is None:
+def merged_log(job: Job) -> Path | None:
+    """Where the lines of all ranks that a launcher sees are kept, each with its rank before it: DIR/all.log, or
+    DIR/host_N.log where each host has a launcher of its own; None for a job that keeps no files."""
+    if job.log_dir is None:
         return None
-    path = log_dir / f"rank_{rank}.log"
+    is_one_of_many = job.node is not None and len(job.hosts) > 1
+    return Path(job.log_dir, f"host_{job.node}.log" if is_one_of_many else "all.log")
+
+
+def _opened(path: Path, files: ExitStack) -> IO[bytes]:
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         return files.enter_context(path.open("ab", buffering=0))  # a restarted job keeps why it was restarted
     except OSError as error:
         cure = "name a directory that can be written to: --log-dir DIR"

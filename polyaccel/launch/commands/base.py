@@ -13,7 +13,7 @@ from typing import ClassVar
 from polyaccel.launch.base import JOB_ID, Job, JobEnd, Launcher, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.commands.task import JOB_VARIABLE
 from polyaccel.launch.hosts import is_here
-from polyaccel.launch.output import JobOutput
+from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import RankProcess, exit_code, start_rank
 from polyaccel.launch.supervise import JobFailure, Supervisor
 from polyaccel.port import free_port
@@ -74,7 +74,7 @@ class CommandLauncher(Launcher):
 
     def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
         plan = self.plan(job)
-        return _CommandSupervisor(plan, self.process, look).run()
+        return _CommandSupervisor(plan, JobOutput(plan, merged=merged_log(job)), self.process, look).run()
 
     def _met(self, job: Job) -> Job:
         """The job with a place where its ranks meet."""
@@ -92,8 +92,10 @@ class CommandLauncher(Launcher):
 class _CommandSupervisor(Supervisor):
     """Runs one job by a command, once."""
 
-    def __init__(self, plan: LaunchPlan, kind: type[CommandProcess], look: Callable[[], object]) -> None:
-        super().__init__(plan, JobOutput(plan), look=look)
+    def __init__(
+        self, plan: LaunchPlan, output: JobOutput, kind: type[CommandProcess], look: Callable[[], object]
+    ) -> None:
+        super().__init__(plan, output, look=look)
         self._kind = kind
 
     def _started(self, spec: RankSpec) -> RankProcess:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
-from polyaccel.launch.output import JobOutput
+from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
 from polyaccel.launch.remote.callers import LOST, Callers
 from polyaccel.launch.remote.words import BEAT_S, END, PAUSE, SIGNAL, WordFilter
@@ -163,7 +163,7 @@ class HostsSupervisor(Supervisor):
         self._is_told = False
         self._callers = callers
         plan = plan_ways(job, ways, variables)
-        super().__init__(plan, JobOutput(plan), look=look)
+        super().__init__(plan, JobOutput(plan, merged=merged_log(job)), look=look)
 
     def run(self) -> JobEnd:
         try:

@@ -48,8 +48,12 @@ def _script(folder: Path, text: str) -> Path:
 def test_every_rank_finds_its_place_and_arguments_arrive_as_they_are(two_hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / ".polyaccel_env").write_text("# ours\n\nFROM_FILE=a b=$c\n")
     script = _script(tmp_path, SAID)
-    done = two_hosts.run(script, "--export", 'OURS=it\'s "mine"', arguments=NASTY)
+    logs = tmp_path / "logs"
+    told = ("--export", 'OURS=it\'s "mine"', "--enable_each_rank_log", str(logs))
+    done = two_hosts.run(script, *told, arguments=NASTY)
     assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(file.name for file in logs.iterdir()) == ["all.log", "rank_0.log", "rank_1.log", "rank_2.log"]
+    assert (logs / "all.log").read_text() == done.stdout
     said = {}
     for line in done.stdout.splitlines():
         prefix, _, text = line.partition("] ")

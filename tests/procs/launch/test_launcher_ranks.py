@@ -194,6 +194,18 @@ def test_logs_hold_all_that_each_rank_wrote_in_every_run(tmp_path: Path) -> None
             assert job.finish()[0] == 0
     for rank in (0, 1):
         assert (tmp_path / f"logs/today/rank_{rank}.log").read_text() == f"out {rank}\nerror {rank}\n" * 2
+    merged = (tmp_path / "logs/today/all.log").read_text().splitlines()
+    assert sorted(merged) == sorted(
+        2 * [f"[rank {rank}] {what} {rank}" for rank in (0, 1) for what in ("out", "error")]
+    )
+
+
+def test_the_log_of_all_ranks_says_why_the_job_ended(tmp_path: Path) -> None:
+    with Job(tmp_path, "print('first')\nif rank == 0: sys.exit(7)", "--log-dir", "logs", nproc=1) as job:
+        assert job.finish()[0] == 7
+    first, *rest = (tmp_path / "logs/all.log").read_text().splitlines()
+    assert first == "[rank 0] first"
+    assert rest[0].startswith("polyaccel: rank 0 (pid ")
 
 
 def test_a_log_directory_that_cannot_be_made_starts_nothing(tmp_path: Path) -> None:
