@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -51,6 +51,9 @@ test-variants: $(STAMP) ## let `polyaccel plugins check` catch every broken vari
 test-fuzz: $(STAMP) ## parse a million forged inputs, in SHARDS=54 of 18,600: manifests, commit markers, configs, notes, records
 	for shard in $$(seq $(SHARDS)); do TESTS_FUZZ=4000 TESTS_FUZZ_SHARD=$$shard \
 		$(BIN)/python -m pytest -q --timeout 3600 tests/faults -k traceback $(ARGS) || exit 1; done
+
+test-elastic: $(STAMP) ## lose a host of two under torch's elastic agents in every way, and let it come back; `make test` kills an agent
+	TESTS_ELASTIC=full $(BIN)/python -m pytest tests/procs/hosts/test_torchelastic_hosts.py tests/procs/launch/test_launcher_contract.py $(ARGS)
 
 test-ownership: $(STAMP) ## draw 2,000 sequences each of what scripts do to parameters and to gradients, and compare with plain torch
 	TESTS_OWNERSHIP=2000 TESTS_PARITY=full $(PYTEST) tests/threads/ownership tests/procs/torch/test_ownership_processes.py $(ARGS)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polyaccel.errors import ConfigError, LaunchError
+from polyaccel.launch.base import ElasticHosts, Job
+from polyaccel.seal import SECRET_VARIABLE
 
+_RESTARTS = 3
+"""How often torch's elastic agents start ranks again that have failed, unless the options say."""
 _OF_THE_SCRIPT = "--deepspeed_config"
 """The argument of scripts that `add_config_arguments` defines."""
 
@@ -49,6 +54,30 @@ def check_size(world_size: int, sizes: tuple[int, ...] | None) -> None:
             cure=f"start one of {shown}",
             value=world_size,
         )
+
+
+def elastic_job(
+    job: Job, args: argparse.Namespace, sizes: tuple[int, ...] | None, environment: Mapping[str, str]
+) -> Job:
+    """The job with as many hosts as the options allow, where each is given the command: then they can only have a
+    secret that all are told. Raises LaunchError."""
+    least = args.min_elastic_nodes or 1
+    most = args.max_elastic_nodes or least
+    if most < least:
+        cure = "give a larger --max-elastic-nodes, or a smaller --min-elastic-nodes"
+        raise LaunchError(f"at least {least} hosts, and at most {most}", cure=cure, value=(least, most))
+    restarts = _RESTARTS if args.restarts is None else args.restarts
+    hosts = ElasticHosts(least=least, most=most, restarts=restarts, sizes=sizes)
+    return replace(job, elastic=hosts, secret=job.secret if most == 1 else environment.get(SECRET_VARIABLE, ""))
+
+
+def refuse_elastic(args: argparse.Namespace, launcher: str) -> None:
+    """Raise LaunchError for options that a launcher has no use for."""
+    for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes"):
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            cure = "leave it out, or choose --launcher torchelastic"
+            raise LaunchError(f"{option} is not for the launcher {launcher!r}", cure=cure, value=launcher)
 
 
 def _named_by(arguments: Sequence[str]) -> str | None:

@@ -52,7 +52,7 @@ def manifest(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
         image=args.image,
         resources=dict(_resources(args)),
         workdir=args.workdir,
-        restarts=args.restarts,
+        restarts=args.restarts or 0,
     )
     count = args.num_nodes or 1
     args.hosts = ",".join(f"{kind.host(pods.name, number)}:{args.nproc}" for number in range(count))

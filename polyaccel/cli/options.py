@@ -84,15 +84,17 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         "--enable_each_rank_log",
         type=Path,
         metavar="DIR",
-        help="also write each rank's output to DIR/rank_N.log, at its end",
+        help="also write each rank's output to DIR/rank_N.log, at its end, and all that is shown to DIR/all.log, each "
+        "line with its rank (DIR/host_N.log where each host is given the command)",
     )
     add(
         "--restarts",
+        "--max_restarts",
         type=_count,
-        default=0,
         metavar="N",
         help="start the ranks again when one fails, at most N times, and keep replicas in memory for them meanwhile "
-        '("checkpoint.replica" in the config); not when the job was asked to end by a signal (default: %(default)s)',
+        '("checkpoint.replica" in the config); not when the job was asked to end by a signal (default: 0, and 3 with '
+        "--elastic-training)",
     )
     add(
         "--elastic",
@@ -101,6 +103,14 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         help="on this machine a restart has one rank fewer for each that a signal killed, but not fewer than MIN; "
         "with --nproc auto as many as there are devices then, and only as many as elasticity in the config allows",
     )
+    add(
+        "--elastic_training",
+        action="store_true",
+        help="hosts may come and go: the command is given on each, with one --master-addr and --master-port "
+        "(--launcher torchelastic)",
+    )
+    add("--min_elastic_nodes", type=_hosts, metavar="N", help="with it: the fewest hosts (default: 1)")
+    add("--max_elastic_nodes", type=_hosts, metavar="N", help="with it: the most hosts (default: the fewest)")
     add(
         "--elastic_config",
         type=Path,
@@ -143,6 +153,12 @@ def _nproc(text: str) -> int | None:
 def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of restarts")
+    return int(text)
+
+
+def _hosts(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hosts")
     return int(text)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyaccel.cli.elastic import check_size, elastic_sizes
+from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse_elastic
 from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
@@ -27,7 +27,7 @@ from polyaccel.seal import SECRET_VARIABLE
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_DEFAULT_LAUNCHER, _DEFAULT_FAR = "local", "ssh"
+_DEFAULT_LAUNCHER, _DEFAULT_FAR, _ELASTIC = "local", "ssh", "torchelastic"
 _DESCRIPTION = """\
 Start one process a rank, each with the variables of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT) and of DeepSpeed (CROSS_RANK, CROSS_SIZE, LOCAL_SIZE), show what they print with the rank's
@@ -64,9 +64,14 @@ def run(args: argparse.Namespace) -> int:
 def run_job(job: Job, args: argparse.Namespace) -> int:
     """Start a job as the options of its start say. Returns its exit code."""
     sizes = elastic_sizes(args)
-    check_size(job.world_size, sizes)
     is_there = is_far(dict(job.hosts), job.node, force=args.force_multi)
-    launcher = choose_launcher(args.launcher or (_DEFAULT_FAR if is_there else _DEFAULT_LAUNCHER))
+    default = _ELASTIC if args.elastic_training else _DEFAULT_FAR if is_there else _DEFAULT_LAUNCHER
+    launcher = choose_launcher(args.launcher or default)
+    if launcher.restarts_itself:
+        job = elastic_job(job, args, sizes, os.environ)
+    else:
+        refuse_elastic(args, launcher.name)
+        check_size(job.world_size, sizes)
     if args.dry_run:
         print(shown_plan(launcher.plan(job), os.environ))
         return 0
@@ -77,6 +82,8 @@ def run_job(job: Job, args: argparse.Namespace) -> int:
 
 
 def _run(launcher: Launcher, job: Job, args: argparse.Namespace, sizes: tuple[int, ...] | None) -> int:
+    if launcher.restarts_itself:
+        return run_with_restarts(launcher, job, RestartPolicy(0)).code
     if not args.restarts:
         return launcher.run(job).code
     counted = count_ranks if args.nproc is None and args.elastic is not None else None

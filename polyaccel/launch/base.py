@@ -40,6 +40,21 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticHosts:
+    """The numbers of hosts on which a job may run, from `least` to `most`, and how often its ranks are started again
+    when one has failed; `sizes`, ascending, are the numbers of ranks that can train, None where all can."""
+
+    least: int = 1
+    most: int = 1
+    restarts: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def largest(self, ranks: int) -> int:
+        """The most of so many ranks that can train; 0 where none can."""
+        return ranks if self.sizes is None else max((size for size in self.sizes if size <= ranks), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What runs where: every rank of every slot of `hosts`, numbered in their order, runs `command` and, after it,
     `arguments`; between the two stands `--local_rank=N` if `names_local_rank`.
@@ -57,7 +72,8 @@ class Job:
     `bind_cores` gives each rank's process its share of the cores, `cores` (None: all that may be used) says of which.
     After one rank failed the others get SIGTERM, and SIGKILL `grace_s` later. A stopped rank ends the job after
     `stop_timeout_s`; 0 lets it be stopped for ever. When no rank has made a step for `hang_timeout_s`, the job ends; 0
-    lets it hang. `log_dir` gets one file a rank; None keeps no files.
+    lets it hang. `log_dir` gets one file a rank, and one of all; None keeps no files. `elastic` is for launchers whose
+    `run` starts ranks again itself.
     """
 
     command: tuple[str, ...]
@@ -83,6 +99,7 @@ class Job:
     venv_script: str | None = None
     debug_port: int | None = None
     debug_waits: bool = False
+    elastic: ElasticHosts = ElasticHosts()
 
     @property
     def world_size(self) -> int:
@@ -103,6 +120,8 @@ class Job:
         tree = json.loads(text)
         for name in ("command", "arguments", "cores", "launcher_args"):
             tree[name] = None if tree[name] is None else tuple(tree[name])
+        sizes = tree["elastic"]["sizes"]
+        tree["elastic"] = ElasticHosts(**tree["elastic"] | {"sizes": None if sizes is None else tuple(sizes)})
         return cls(**tree | {"hosts": {host: tuple(slots) for host, slots in tree["hosts"]}})
 
 
@@ -146,10 +165,12 @@ def look_at_nothing() -> None:
 class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 2)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""
+    restarts_itself: ClassVar[bool] = False
+    """Whether `run` starts ranks again, as `job.elastic` says; for others a job is run again as a whole."""
 
     @classmethod
     @abstractmethod

@@ -48,13 +48,13 @@ class RestartPolicy:
 
 
 def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobEnd:
-    """Start a job until it ends well, was asked to end, or has been started again as often as `policy` allows, and
-    tell how it ended the last time. A keeper is there on each host from start to start. Where all ranks are on this
-    host, there may be fewer ranks.
+    """Start a job until it ends well, was asked to end, or has been started again as often as `policy` allows (0 times
+    for a launcher that does so itself), and tell how it ended the last time. A keeper is there on each host from start
+    to start. Where all ranks are on this host, there may be fewer ranks.
 
     Raises LaunchError when it cannot be started, CommError for a secret that can be guessed.
     """
-    is_one_of_many = job.node is not None and len(job.hosts) > 1
+    is_one_of_many = (job.node is not None and len(job.hosts) > 1) or job.elastic.most > 1
     found = secret_in({SECRET_VARIABLE: job.secret})
     secret = found or (b"" if is_one_of_many else secrets.token_hex().encode())  # the other hosts would draw others
     is_here_alone = len(job.hosts) == 1 and is_here(next(iter(job.hosts)))

@@ -41,11 +41,13 @@ class SshHost:
     namespace: str
     first: subprocess.Popen[bytes]
 
+    def entered(self, *command: str) -> list[str]:
+        """A command on it, as one on this machine."""
+        return ["nsenter", "-t", str(self._inner_pid()), "--net", "--uts", "--pid", "--mount", *command]
+
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Do something on it."""
-        pid = str(self._inner_pid())
-        entered = ["nsenter", "-t", pid, "--net", "--uts", "--pid", "--mount", *command]
-        return subprocess.run(entered, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(self.entered(*command), capture_output=True, text=True, timeout=60, check=False)
 
     def processes(self) -> list[str]:
         """The command lines of its processes, but for ssh's server."""

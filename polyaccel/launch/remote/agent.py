@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from math import inf
 from time import monotonic
+from typing import ClassVar
 
 from polyaccel.errors import LaunchError, PolyaccelError
 from polyaccel.launch.base import Job
@@ -34,6 +35,9 @@ _LAST_WORD_S = 5.0
 
 class LauncherOrders:
     """The lines of the launcher of the agent of that `number`, read from the descriptor `read_fd`."""
+
+    sender: ClassVar[str] = "the launcher"
+    """Whose lines they are, in messages."""
 
     def __init__(self, read_fd: int, number: int) -> None:
         self.read_fd = read_fd
@@ -62,12 +66,17 @@ class LauncherOrders:
             if what == SIGNAL:
                 signals.append(signal.Signals(int(number)))
             elif what == END:
-                end = "ended by the launcher"
+                end = f"ended by {self.sender}"
         if self._has_ended:
-            end = end or "ended: the launcher, or the way to it, is gone"
+            end = end or f"ended: {self.sender}, or the way to it, is gone"
         elif monotonic() >= self.silent_at_s:
-            end = end or f"ended: nothing was heard of the launcher for {SILENCE_S:g} s"
+            end = end or f"ended: nothing was heard of {self.sender} for {SILENCE_S:g} s"
         return signals, end
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody is there any more who would send lines."""
+        return self._has_ended or monotonic() >= self.silent_at_s
 
     def report(self, code: int, sentence: str) -> None:
         """As `Orders.report` has it."""

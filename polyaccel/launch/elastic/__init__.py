@@ -1,0 +1,1 @@
+"""Ranks on hosts that come and go."""
