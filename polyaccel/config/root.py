@@ -19,6 +19,7 @@ from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, T
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
+from polyaccel.config.sections.tiled_compute import TiledComputeConfig
 from polyaccel.config.sections.zero import ZeroConfig
 
 
@@ -139,6 +140,8 @@ class Config(Section):
     """Ranks that share the sequences of a batch, a divisor of all ranks."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     """How attention is computed over them."""
+    tiled_compute: TiledComputeConfig = TiledComputeConfig()
+    """polyaccel's own: losses and feed-forward layers in tiles of tokens."""
     data_parallel_size: PositiveInt | None = None
     """States the number of data-parallel ranks: training on any other number is an error. Null states nothing."""
 

@@ -88,6 +88,9 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
         problems.append(Problem("jax.execution", config.jax.execution, expected, 'use "native"'))
     if config.torch_autocast.enabled:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
+    if config.tiled_compute.enabled:
+        cure = "map over tiles in the function: jax.lax.map and jax.checkpoint"
+        problems.append(Problem("tiled_compute.enabled", True, "not available for JAX", cure))
     recompute = recompute_policy_of(config)
     for key, value in config.activation_checkpointing.model_dump().items():
         if value and key not in _RECOMPUTATION and recompute != RecomputePolicy():

@@ -32,7 +32,8 @@ from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
 from polyaccel.torch.sequence import SequenceSettings, use
-from polyaccel.torch.settings import ModuleSettings
+from polyaccel.torch.settings import ModuleSettings, TileSettings
+from polyaccel.torch.tiles.models import TiledModel
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -82,6 +83,7 @@ def initialize(
     if runtime.policy.params is Placement.SHARDED:
         mark_configured_leaves(model, rules.leaves)
     _cut_sequences(runtime, model, is_own=mpu is not None or mesh_param is not None)
+    _tile(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
@@ -97,6 +99,14 @@ def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:
         return
     settings = SequenceSettings(section.method, section.core_attention)
     runtime.before_leaving.append(use(model, runtime.along(("sequence",)), settings).remove)
+
+
+def _tile(runtime: Runtime, model: nn.Module) -> None:
+    """Let `model` compute in tiles, where the config says so."""
+    section = runtime.config.tiled_compute
+    if section.enabled:
+        settings = TileSettings(**section.model_dump(exclude={"enabled"}))
+        runtime.before_leaving.append(TiledModel(model, settings).release)
 
 
 def _cut(runtime: Runtime, model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from polyaccel.torch.gathering.arriving import ArrivingParameter
 from polyaccel.torch.gathering.sharded import ShardedParameter
 from polyaccel.torch.parallel.layers import SharedModule
 from polyaccel.torch.params.gradients import kind_of
+from polyaccel.torch.tiles.logits import TiledHead
 
 LEAST_WORK = 1 << 22
 """Multiplications below which a product is left to torch under "auto". A layer's three calls take about 0.15 ms longer
@@ -181,6 +182,7 @@ class Linears:
     ) -> None:
         self._layers: list[nn.Linear] = []
         self._shared: list[SharedModule] = []
+        self._heads: list[TiledHead] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
         if not set(table):
@@ -195,6 +197,9 @@ class Linears:
             elif isinstance(layer, SharedModule):
                 layer.share.ranks.products = products
                 self._shared.append(layer)
+            elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
+                head.products = products
+                self._heads.append(head)
 
     def release(self) -> None:
         """Take it all back."""
@@ -205,6 +210,9 @@ class Linears:
         for shared in self._shared:
             shared.share.ranks.products = None
         self._shared.clear()
+        for head in self._heads:
+            head.products = None
+        self._heads.clear()
 
 
 def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice: MatrixChoice) -> KernelTable:

@@ -25,3 +25,16 @@ class ModuleSettings:
     checks_contents: bool
     matrix_kernels: Literal["auto", "off"]
     drop_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileSettings:
+    """What a model computes in tiles of tokens. None for numbers of tokens leaves them to the sizes of the model;
+    `mlps` names the feed-forward layers, by class or full name, where they are not found by structure."""
+
+    loss: bool = True
+    mlp: bool = True
+    loss_tokens: int | None = None
+    mlp_tokens: int | None = None
+    mlps: tuple[str, ...] = ()
+    in_evaluation: bool = False

@@ -25,7 +25,9 @@ force, stays whole until the backward pass ends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -43,6 +45,18 @@ from polyaccel.zero.plan.course import End
 from polyaccel.zero.step import ZeroStep
 
 log = getLogger(__name__)
+
+_apart: ContextVar[bool] = ContextVar("polyaccel_apart_from_passes", default=False)
+
+
+@contextmanager
+def apart_from_passes() -> Iterator[None]:
+    """Graphs that are built inside get their gradients inside too. See [Note: Gradients inside a forward pass]."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 @dataclass(eq=False)
@@ -281,6 +295,8 @@ class Sites:
 
     def _watch(self, call: Call, output: Any) -> None:
         """Notice when the backward of `call` begins."""
+        if _apart.get():
+            return
         leaves = [innermost(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         for leaf in watched:

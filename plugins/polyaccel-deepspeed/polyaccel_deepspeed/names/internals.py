@@ -31,7 +31,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
         Status.LATER,
         "sequence parallelism",
         {
-            "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP sequence_tiled_compute",
+            "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
             "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
             "Qwen2VLFusionAdapter SPModelInfo UlyssesSPViTAttention VocabParallelCausalLMLoss "
             "VocabParallelCrossEntropyLoss auto_wrap_model_for_sp configure_vocab_parallel_loss "

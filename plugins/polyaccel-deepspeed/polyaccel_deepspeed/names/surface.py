@@ -30,12 +30,12 @@ _INITIALIZE = "polyaccel_deepspeed.initialize"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
 _SEQUENCE = "polyaccel_deepspeed.sequences.names"
+_SEQUENCE_TILES = "polyaccel_deepspeed.sequences.tiles"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 
 _PIPELINES = "pipeline parallelism; stage 3 shards the parameters of models that one device cannot hold"
 _EXPERTS = "expert parallelism; stage 3 shards experts"
-_SEQUENCES = "sequence parallelism"
 _INFERENCE = "polyaccel trains; serve models with an engine for inference"
 _KERNELS = (
     "kernels of DeepSpeed's own for transformers; torch.nn.functional.scaled_dot_product_attention is what is used"
@@ -315,7 +315,7 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": Module(
         "Long sequences.",
         yes(_SEQUENCE, "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter")
-        | later(_SEQUENCES, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP"),
+        | yes(_SEQUENCE_TILES, "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute"),
     ),
     "deepspeed.runtime.utils": Module(
         "Tensors.",

@@ -1,0 +1,187 @@
+"""Models of transformers that compute losses and feed-forward layers in tiles by one key, against plain torch."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from hf_models import SIZES, VOCABULARY, tiny
+from pairwise import combinations
+from parity_models import SMALL_BUCKET, make_config, snapshot
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import polyaccel
+from polyaccel.comm.join.threads import run_threads
+from polyaccel.errors import ConfigError, PolyaccelError
+from polyaccel.torch.settings import TileSettings
+from polyaccel.torch.tiles.models import TiledModel, find_mlps
+
+LENGTH = 21
+TILED = {"enabled": True, "loss_tokens": 5, "mlp_tokens": 8}
+
+
+def batch_of(place: int, length: int = LENGTH) -> dict[str, Any]:
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(place))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def gradients_of(model: nn.Module, data: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of the mean over the batches of `data` places."""
+    loss = sum(model(**batch_of(place)).loss for place in range(data)) / data
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), found
+
+
+@combinations(
+    stage=[0, 1, 2, 3],
+    data=[1, 2],
+    sequence=[1, 2],
+    model=["llama", "tied llama", "gpt2"],
+    recomputes=[False, True],
+)
+def test_training_in_tiles_is_training_without(stage, data, sequence, model, recomputes):
+    start = tiny(model.split()[-1], dtype=torch.float32, tie_word_embeddings=model != "llama").train()
+    plain = deepcopy(start)
+    loss, gradients = gradients_of(plain, data)
+    zero = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 4}
+    config: dict[str, Any] = {**make_config(stage, zero=zero), "train_micro_batch_size_per_gpu": 2}
+    config |= {"tiled_compute": TILED, "activation_checkpointing": {"enabled": recomputes}}
+    config |= {"sequence_parallel_size": sequence}
+
+    def run(communicator):
+        own = deepcopy(start)
+        engine, *_ = polyaccel.initialize(model=own, model_parameters=own.parameters(), config=config)
+        outputs = engine(**batch_of(communicator.rank // sequence))
+        assert outputs.logits is None
+        engine.backward(outputs.loss)
+        found = {name: polyaccel.utils.safe_get_full_grad(parameter) for name, parameter in own.named_parameters()}
+        engine.step()
+        with torch.no_grad():
+            evaluated = engine.eval()(**batch_of(communicator.rank // sequence))
+        engine.destroy()
+        assert evaluated.logits.shape[-1] == VOCABULARY
+        return outputs.loss.item(), found, own
+
+    ranks = run_threads(data * sequence, run)
+    assert sum(one for one, _, _ in ranks) / len(ranks) == pytest.approx(loss, abs=1e-6)
+    for _, found, own in ranks:
+        assert found.keys() == gradients.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(
+                gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        assert not any("forward" in module.__dict__ for module in own.modules())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_whole_logits_are_never_there(kind):
+    model = tiny(kind, dtype=torch.float32).train()
+    tiled = TiledModel(model, TileSettings(loss_tokens=5, mlp_tokens=8))
+    largest = Largest()
+    with largest:
+        model(**batch_of(0)).loss.backward()
+    assert largest.of_words == 5 * VOCABULARY
+    tiled.release()
+    plain = Largest()
+    with plain:
+        assert model(**batch_of(0)).logits is not None
+    assert plain.of_words == 2 * LENGTH * VOCABULARY
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the elements of the largest result with a number for each word, but for the weight itself, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_words = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if type(out) is Tensor and out.dim() and func is not torch.ops.aten.t.default and out.shape[-1] == VOCABULARY:
+            self.of_words = max(self.of_words, out.numel())
+        return out
+
+
+def test_what_a_model_does_with_each_logit_is_done_in_tiles_too():
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 0.5}
+    torch.manual_seed(5)
+    start = Gemma2ForCausalLM(Gemma2Config(**sizes)).train()
+    loss, gradients = gradients_of(deepcopy(start), 1)
+    tiled = TiledModel(start, TileSettings(loss_tokens=5))
+    outputs = start(**batch_of(0), num_items_in_batch=torch.tensor(7))
+    assert outputs.loss.item() == pytest.approx(loss * 34 / 7, abs=1e-5)
+    found, mine = gradients_of(start, 1)
+    tiled.release()
+    assert found == pytest.approx(loss, abs=1e-6)
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_sixteen_bit_model_trains_in_tiles(dtype):
+    start = tiny("llama", dtype=torch.float32).train()
+    config: dict[str, Any] = {**make_config(2), "train_micro_batch_size_per_gpu": 2, dtype: {"enabled": True}}
+
+    def losses_with(**more: Any) -> list[float]:
+        def run(communicator):
+            engine, *_ = polyaccel.initialize(model=deepcopy(start), config={**config, **more})
+            found = []
+            for _ in range(4):
+                loss = engine(**batch_of(0)).loss
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            engine.destroy()
+            return found
+
+        return run_threads(1, run)[0]
+
+    plain, tiled = losses_with(), losses_with(tiled_compute=TILED)
+    assert tiled == pytest.approx(plain, rel=5e-3)
+    assert tiled[-1] < tiled[0]
+
+
+def test_a_copy_of_a_tiled_model_is_an_ordinary_one():
+    model = tiny("llama", dtype=torch.float32).train()
+    tiled = TiledModel(model, TileSettings(loss_tokens=5, mlp_tokens=8))
+    copy = deepcopy(model)
+    assert copy(**batch_of(0)).logits.shape == (2, LENGTH, VOCABULARY)
+    assert model(**batch_of(0)).logits is None
+    tiled.release()
+    assert snapshot(copy).keys() == snapshot(model).keys()
+
+
+def test_whoever_asks_for_logits_is_named():
+    model = tiny("llama", dtype=torch.float32).train()
+    TiledModel(model, TileSettings(loss_tokens=5))
+    model.lm_head.register_forward_hook(lambda module, args, out: out.argmax(-1) if isinstance(out, Tensor) else None)
+    with pytest.raises(PolyaccelError, match=r"tiled_compute.loss: .* before the loss \(argmax\)"):
+        model(**batch_of(0))
+
+
+def test_feed_forward_layers_are_found_by_structure():
+    assert list(find_mlps(tiny("llama"))) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert list(find_mlps(tiny("gpt2"))) == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+    assert list(find_mlps(tiny("llama"), ("*.1.mlp",))) == ["model.layers.1.mlp"]
+    assert find_mlps(tiny("bert")) == {}
+
+
+@pytest.mark.parametrize(
+    ("tiled", "key"),
+    [({}, "tiled_compute.loss"), ({"loss": False}, "tiled_compute.mlp"), ({"loss": False, "mlps": ["Mlp"]}, "mlps")],
+)
+def test_a_model_without_what_is_to_be_tiled_is_refused_by_the_key(tiled, key):
+    config = {**make_config(0), "tiled_compute": {"enabled": True, **tiled}}
+
+    def run(communicator):
+        with pytest.raises(ConfigError, match=key):
+            polyaccel.initialize(model=tiny("bert", dtype=torch.float32), config=config)
+
+    run_threads(1, run)
