@@ -10,9 +10,13 @@ from __future__ import annotations
 import os
 import re
 import select
+from math import inf
+from time import monotonic
 
 MAX_LINE_NBYTES = 1 << 20
 """A longer line is shown in pieces."""
+
+_WAITS_S = 1.0
 
 # Behind a newline, and behind a carriage return once it is known that no newline follows.
 _BREAK = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
@@ -26,6 +30,14 @@ class LineSink:
         self._writer: object = None
         self._last = b"\n"
         self._is_gone = False
+        self._began_s: float | None = None
+        self._waited_s = -inf
+
+    @property
+    def waited_s(self) -> float:
+        """When a write last waited for the reader, for a second or more: now, while one does; `monotonic`."""
+        began_s = self._began_s
+        return self._waited_s if began_s is None or monotonic() - began_s < _WAITS_S else monotonic()
 
     def column(self, writer: object) -> bytes:
         """The last byte that was written, if `writer` wrote it, which tells whether its line is unfinished. Else a
@@ -39,6 +51,7 @@ class LineSink:
         if writer is not self._writer and self._last != b"\n":
             data = b"\n" + data
         self._writer, self._last = writer, data[-1:]
+        self._began_s = began_s = monotonic()
         while data and not self._is_gone:
             try:
                 data = data[os.write(self._fd, data) :]
@@ -46,6 +59,9 @@ class LineSink:
                 select.select([], [self._fd], [])
             except OSError:
                 self._is_gone = True
+        ended_s, self._began_s = monotonic(), None
+        if ended_s - began_s >= _WAITS_S:
+            self._waited_s = ended_s
 
 
 class LineWriter:

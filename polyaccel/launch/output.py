@@ -145,6 +145,15 @@ class JobOutput:
         tails = [stream.tail.decode(errors="backslashreplace").strip() for stream in reversed(self._streams[rank])]
         return next((tail.splitlines()[-_TAIL_LINES:] for tail in tails if tail), [])
 
+    @property
+    def waited_s(self) -> float:
+        """When what ranks print last had to wait, because the reader of our output took nothing; now, while it does."""
+        return max(sink.waited_s for sink in self._sinks)
+
+    def has_read(self, rank: int) -> bool:
+        """Whether all that a rank, which has ended, wrote is read."""
+        return all(stream.ended.is_set() for stream in self._streams[rank])
+
     def await_end(self, rank: int, timeout_s: float) -> None:
         """Wait until all that a rank, which has ended, wrote is read; not for others that have its pipes open."""
         for stream in self._streams[rank]:

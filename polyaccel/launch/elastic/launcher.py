@@ -114,6 +114,9 @@ class AgentOrders(LauncherOrders):
     def report(self, code: int, sentence: str) -> None:
         """It stands on standard error."""
 
+    def _answer(self) -> None:
+        """The elastic agent sees when this process has gone."""
+
     def _lines(self) -> list[str]:
         lines = super()._lines()
         for line in lines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -29,6 +30,7 @@ from polyaccel.launch.remote.words import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.port import free_port
 
+_OUTPUT = 1
 _CHUNK_NBYTES = 1 << 16
 _LAST_WORD_S = 5.0
 
@@ -93,6 +95,11 @@ class LauncherOrders:
         """What has come; nothing where the launcher has ended. Raises BlockingIOError, and OSError."""
         return os.read(self.read_fd, _CHUNK_NBYTES)
 
+    def _answer(self) -> None:
+        """Say that somebody is there. Nothing is said where the output is full: then its reader is known to be late."""
+        if select.select([], [_OUTPUT], [], 0)[1]:
+            _say(number=self._number, alive=True)
+
     def _lines(self) -> list[str]:
         try:
             data = self._read()
@@ -103,6 +110,7 @@ class LauncherOrders:
         self._has_ended = not data
         if data:
             self.silent_at_s = monotonic() + SILENCE_S
+            self._answer()
         *lines, self._text = (self._text + data).split(b"\n")
         if lines and lines[-1] == PAUSE.encode():
             self.silent_at_s = inf
@@ -132,6 +140,9 @@ class CalledOrders(LauncherOrders):
 
     def _never_wait(self) -> None:
         self._waits = False
+
+    def _answer(self) -> None:
+        """`_read` has, over the connection."""
 
     def _read(self) -> bytes:
         ready = {key.fd for key, _ in self._selector.select(None if self._waits else 0)}
@@ -192,7 +203,7 @@ def main(number: int, port: int | None = None) -> int:
 
 def _say(**values: object) -> None:
     try:
-        os.write(1, word(**values))
+        os.write(_OUTPUT, word(**values))
     except OSError:
         return  # nobody is there to read it
 

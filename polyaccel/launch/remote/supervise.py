@@ -18,12 +18,14 @@ from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
 from polyaccel.launch.remote.callers import LOST, Callers
-from polyaccel.launch.remote.words import BEAT_S, END, PAUSE, SIGNAL, WordFilter
+from polyaccel.launch.remote.words import BEAT_S, END, PAUSE, SIGNAL, SILENCE_S, WordFilter
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
 ANSWER_S = 60.0
 """Within this time every agent is there, or the job fails."""
 _SEND_AGAIN_S = 0.02
+_LAST_WORDS_S = 2.0
+_LATE_S = 3 * BEAT_S
 _PAUSE_S = 1.0
 """For agents to be told that the launcher is about to be stopped."""
 _LATER_S = 3.0
@@ -100,6 +102,10 @@ class HostProcess(RankProcess):
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
 
+    def give_up(self) -> None:
+        """End the way: nobody answers at its other end."""
+        super().signal_group(signal.SIGKILL)
+
     def signal_rank(self, signum: signal.Signals) -> None:
         self.send(f"{SIGNAL} {int(signum)}")
 
@@ -155,6 +161,11 @@ class HostsSupervisor(Supervisor):
         self._ways = tuple(ways)
         self._first_address = first_address
         self._hellos: dict[int, dict[str, Any]] = {}
+        self._heard_s: dict[int, float] = {}
+        """When an agent that does not call back was heard."""
+        self._handled_s = monotonic()
+        self._unjudged: list[HostProcess] = []
+        """Ways that have ended, of which not all that they said is read."""
         self._heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
@@ -203,7 +214,7 @@ class HostsSupervisor(Supervisor):
         until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
         if self._callers is not None and not self._is_ending:
             until = min(until, self._callers.lost_at_s() - monotonic())
-        if any(each.has_unsent for each in self._processes()):
+        if any(each.has_unsent for each in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
         before = super()._patience_s()
         return max(0.0, until if before is None else min(until, before))
@@ -215,6 +226,7 @@ class HostsSupervisor(Supervisor):
             self._hear(self._heard.get())
         if signal.SIGTSTP in signals:
             self._stop_oneself()
+        self._note_silence()
         if self._callers is not None:
             self._callers.take()
             for number, code in self._callers.codes.items():
@@ -227,6 +239,7 @@ class HostsSupervisor(Supervisor):
                     was_asked = code - 128 in self._passed_on
                     self._fail(JobFailure(code, f"the part of the job on {host} {why}", was_asked=was_asked))
         super()._handle(signals)
+        self._judge()
         if self._callers is not None and not self._is_ending and (lost := self._callers.lost()):
             names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
             self._fail(JobFailure(LOST, f"{names}: the connection to the agent is lost, or it does not answer"))
@@ -236,6 +249,24 @@ class HostsSupervisor(Supervisor):
                 each.send("")
         if not self._is_told and not self._is_ending and monotonic() >= self._answer_until_s:
             self._fail(JobFailure(1, f"{self._absent()} did not answer within {ANSWER_S:g} s"))
+
+    def _note_silence(self) -> None:
+        """Give up hosts whose agents are silent. Where this process did not run for a while, or nobody reads its
+        output, whose words then wait there too, nobody counts as silent."""
+        now, before_s = monotonic(), self._handled_s
+        self._handled_s = now
+        if now - before_s >= _LATE_S:
+            self._heard_s = dict.fromkeys(self._heard_s, now)
+        if self._is_ending:
+            return
+        since_s = now - SILENCE_S
+        silent = [number for number, heard_s in self._heard_s.items() if heard_s < since_s]
+        if silent and self._output.waited_s < since_s:
+            names = ", ".join(tuple(self._job.hosts)[number] for number in silent)
+            self._fail(JobFailure(LOST, f"{names}: the agent does not answer, or the connection to it is lost"))
+            for each in self._processes():
+                if set(each.way.hosts) <= set(silent):
+                    each.give_up()
 
     def _stop_oneself(self) -> None:
         """Tell the agents that nothing will be heard for a while, and stop."""
@@ -255,8 +286,13 @@ class HostsSupervisor(Supervisor):
 
     def _hear(self, said: dict[str, Any]) -> None:
         number = int(said["number"])
+        if number in self._heard_s:
+            self._heard_s[number] = monotonic()
+        if "alive" in said:
+            return
         if "ended" in said:
             self._note_end(number, int(said["ended"]))
+            self._heard_s.pop(number, None)
             if self._callers is not None:
                 self._callers.forget(number)
         elif "code" in said:
@@ -265,6 +301,8 @@ class HostsSupervisor(Supervisor):
             self._fail(JobFailure(code, why, was_asked=was_asked))
         else:
             self._hellos[number] = said
+            if "key" not in said:
+                self._heard_s[number] = monotonic()
             if self._callers is not None and "key" in said:
                 self._callers.expect(number, bytes.fromhex(said["key"]))
             if len(self._hellos) == len(self._job.hosts):
@@ -275,9 +313,22 @@ class HostsSupervisor(Supervisor):
             if number in each.way.hosts:
                 each.codes[number] = code
 
+    def _is_going_on(self) -> bool:
+        return bool(self._unjudged) or super()._is_going_on()
+
     def _note_failures(self, changed: list[RankProcess]) -> None:
-        for each in changed:
-            if isinstance(each, HostProcess) and each.state is ProcessState.ENDED:
+        ended = (each for each in changed if each.state is ProcessState.ENDED)
+        self._unjudged += [each for each in ended if isinstance(each, HostProcess)]
+
+    def _judge(self) -> None:
+        """See how ways have ended. An agent's last word may wait for the reader of our output, or be read just now."""
+        for each in list(self._unjudged):
+            waited_s = each.changed_s if self._passed_on else max(each.changed_s, self._output.waited_s)
+            is_late = self._is_ending or monotonic() - waited_s >= _LAST_WORDS_S
+            if set(each.codes) >= set(each.way.hosts) or self._output.has_read(each.spec.rank) or is_late:
+                self._unjudged.remove(each)
+                while not self._heard.empty():
+                    self._hear(self._heard.get())
                 lost = [number for number in each.way.hosts if number not in each.codes]
                 failed = [code for code in each.codes.values() if code]
                 if lost:

@@ -3,7 +3,8 @@
 The launcher sends lines: the job, an empty one every few seconds, signals to pass on. An agent ends its ranks when the
 lines end, or stay away: then the launcher is gone, or the way to it. A launcher that is about to be stopped (Ctrl-Z)
 says so; until its next line an agent is content with none. The agent sends words among what its ranks print:
-that it is there, and how its part of the job ended.
+that it is there, whenever something has come of the launcher, and how its part of the job ended. A launcher that
+hears nothing of an agent for so long gives its host up, unless it is its own reader that lets nothing through.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 BEAT_S = 2.0
 """How often the launcher sends a line."""
 SILENCE_S = 10.0
-"""An agent that has heard nothing for so long ends its ranks."""
+"""An agent that has heard nothing for so long ends its ranks, and one that is not heard for so long is given up."""
 SIGNAL, END, PAUSE = "signal", "end", "pause"
 _MARK = b"\x1epolyaccel-agent "
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 from host_jobs import Hosts
@@ -217,9 +218,38 @@ def test_an_agent_that_is_killed_ends_the_job(running: WaitingJob) -> None:
     running.hosts.wait_until_nothing_is_left()
 
 
+def test_an_agent_that_is_stopped_ends_the_job(running: WaitingJob) -> None:
+    host = running.hosts.up.hosts[1]
+    host.run("pkill", "-STOP", "-f", "polyaccel.launch.remote.agent")
+    stopped_s = monotonic()
+    code, said = running.ended()
+    print(f"noticed after {monotonic() - stopped_s:.1f} s")
+    assert code == 255
+    assert "host2: the agent does not answer, or the connection to it is lost" in said
+    host.run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_a_reader_that_takes_its_time_costs_no_host(two_hosts: Hosts, tmp_path: Path) -> None:
+    """The words of agents wait behind what ranks print, for longer than an agent may be silent."""
+    script = _script(tmp_path, "for number in range(20): print('x' * 100_000)")
+    process = subprocess.Popen(two_hosts.command(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.read(1)
+        sleep(SILENCE_S + 2 * BEAT_S)
+        said, errors = said + process.stdout.read(), process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, errors) == (0, b"")
+    assert said.count(b"x") == 3 * 20 * 100_000
+
+
 def test_a_host_without_a_network_ends_the_job_on_both_sides(running: WaitingJob) -> None:
     running.hosts.up.hosts[1].cut()
     code, said = running.ended()
     assert code == 255
-    assert "without a word of the ranks on host2" in said
+    # Which of the two sees it first, ssh or the launcher, is a matter of a second.
+    assert re.search("without a word of the ranks on host2|host2: the agent does not answer", said), said
     running.hosts.wait_until_nothing_is_left()  # on the host that was cut off too, before it is healed
