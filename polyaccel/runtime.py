@@ -82,6 +82,8 @@ class Runtime:
     """How much data the engine's own loader has, in words. All ranks must have as much."""
     before_leaving: list[Callable[[], object]] = field(default_factory=list)
     """Called before the groups along axes of the mesh are left, for what works over them."""
+    beyond: Communicator | None = None
+    """The ranks that hold the other parameters of the same model, one for each part; None where nobody does."""
     _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property
@@ -177,6 +179,16 @@ class Runtime:
             self._groups[names].barrier()  # every rank has joined before any may leave
         return self._groups[names]
 
+    def of_stage(self) -> Runtime:
+        """The runtime of the ranks that have the same layers: itself where there is no pipeline. Collective there."""
+        if self.mesh.size_of(("pipe",)) == 1:
+            return self
+        settings = common_settings_of(self.config)
+        require_same_training(self.communicator, training_facts((), None, (), settings, self.about))
+        mesh = Mesh(tuple(axis for axis in self.mesh.axes if axis.name != "pipe"))
+        ranks, beyond = self.along(self.mesh.others(("pipe",))), self.along(("pipe",))
+        return replace(self, communicator=ranks, mesh=mesh, beyond=beyond, before_leaving=[], _groups={})
+
     def enter_groups(self) -> None:
         """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
         others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
@@ -199,7 +211,7 @@ class Runtime:
         parameters are cut, and where near ranks keep second copies."""
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
         groups = {cut: _as_they_travel(self.along(self.mesh.others(cut)), traffic) for cut in cuts}
-        return Communicators(self.communicator, groups)
+        return Communicators(self.communicator, groups, self.beyond)
 
     def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
         """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.

@@ -255,18 +255,15 @@ ABSENT: tuple[Absent, ...] = (
         "leave it out: activations travel in their own type",
     ),
     Absent(
-        "pipeline parallelism",
+        "this setting of pipelines",
         _under(
             "pipeline",
-            stages="auto",
-            partition="best",
             seed_layers=False,
-            activation_checkpoint_interval=0,
             pipe_partitioned=True,
             grad_partitioned=True,
             use_reentrant=True,
         ),
-        'shard the parameters: "zero_optimization": {"stage": 3}',
+        "leave it out; `seed_layers` is an argument of PipelineModule",
     ),
     Absent(
         "tensor parallelism",

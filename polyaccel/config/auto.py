@@ -43,6 +43,7 @@ RULES: dict[str, AutoRule] = {
     "scheduler.params.warmup_max_lr": _hint("learning_rate"),
     "scheduler.params.warmup_num_steps": _hint("warmup_steps"),
     "scheduler.params.total_num_steps": _hint("num_training_steps"),
+    "pipeline.stages": _constant(1),
     "fp16.enabled": _hint("fp16"),
     "bf16.enabled": _hint("bf16"),
     "zero_optimization.reduce_bucket_size": _hint("hidden_size", value=lambda width: width * width),

@@ -13,8 +13,9 @@ from polyaccel.mesh import Mesh, MeshAxis
 def mesh_of(config: Config, world_size: int) -> Mesh:
     """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, and the others where they
     have more than one rank."""
-    others = tuple(MeshAxis(axis, size) for axis, _, size in shared_axes(config))
-    return Mesh((MeshAxis("data", data_ranks(config, world_size)), *others))
+    others = {axis: MeshAxis(axis, size) for axis, _, size in shared_axes(config)}
+    outermost = [others.pop("pipe")] if "pipe" in others else []
+    return Mesh((*outermost, MeshAxis("data", data_ranks(config, world_size)), *others.values()))
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
@@ -49,7 +50,7 @@ def shared_axes(config: Config) -> Iterator[tuple[str, str, int]]:
 
 def ranks_alike(config: Config, world_size: int) -> int:
     """How many ranks hold the same block of what tensor ranks share: the fewest that anything is sharded over."""
-    return max(1, world_size // prod(size for axis, _, size in shared_axes(config) if axis == "tensor"))
+    return max(1, world_size // prod(size for axis, _, size in shared_axes(config) if axis in ("pipe", "tensor")))
 
 
 def mesh_problems(config: Config, world_size: int) -> list[Problem]:
@@ -60,6 +61,7 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
         for other, theirs in others:
             if theirs != size:
                 problems.append(Problem(other, theirs, f"contradicts {key} = {size}", "give one of the two"))
+    problems += _pipe_problems(config)
     shared = list(shared_axes(config))
     ranks = prod(size for _, _, size in shared)
     product = " * ".join(key for _, key, _ in shared)
@@ -78,10 +80,23 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
     return problems
 
 
+def _pipe_problems(config: Config) -> list[Problem]:
+    """What does not exist yet beside the stages of a pipeline."""
+    shared = {axis: (key, size) for axis, key, size in shared_axes(config)}
+    if "pipe" not in shared:
+        return []
+    beside = "does not exist yet beside the stages of a pipeline"
+    problems = [Problem(*shared[axis], beside, "leave it out") for axis in ("sequence", "tensor") if axis in shared]
+    if config.zero_optimization.stage == 3:
+        problems.append(Problem("zero_optimization.stage", 3, beside, "use stage 0, 1 or 2"))
+    return problems
+
+
 def _stated(config: Config) -> dict[str, dict[str, int]]:
     """What each key says of the axes beside `data`, outermost first."""
     tensor = config.tensor_parallel
     return {
+        "pipe": {"mesh.pipe": config.mesh.pipe, "pipeline.stages": config.pipeline.stages},
         "sequence": {"mesh.sequence": config.mesh.sequence, "sequence_parallel_size": config.sequence_parallel_size},
         "tensor": {
             "mesh.tensor": config.mesh.tensor,

@@ -17,6 +17,7 @@ from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
 from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, TensorParallelConfig
 from polyaccel.config.sections.optimizer import OptimizerConfig
+from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
@@ -132,6 +133,8 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """Activations that are recomputed instead of kept."""
 
+    pipeline: PipelineConfig = PipelineConfig()
+    """Layers over stages."""
     mesh: MeshConfig = MeshConfig()
     """The axes along which ranks stand."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()

@@ -250,14 +250,23 @@ class StateReader(Protocol):
 
 
 def check_names(
-    zero: TrainedState, reader: StateReader, *, strict: bool, left_out: Collection[str] = frozenset()
+    zero: TrainedState,
+    reader: StateReader,
+    *,
+    strict: bool,
+    left_out: Collection[str] = frozenset(),
+    elsewhere: Collection[str] = frozenset(),
 ) -> None:
-    """Compare the model's parameters with the checkpoint's, but for those `left_out`. Raises CheckpointError naming
+    """Compare the model's parameters with the checkpoint's, but for those `left_out`. Other ranks have those
+    `elsewhere`. Raises CheckpointError naming
     what differs."""
     ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
     shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
-    missing, unknown = sorted(ours.keys() - theirs.keys() - set(left_out)), sorted(theirs.keys() - ours.keys())
+    missing, unknown = (
+        sorted(ours.keys() - theirs.keys() - set(left_out)),
+        sorted(theirs.keys() - ours.keys() - set(elsewhere)),
+    )
     if shapes or (strict and (missing or unknown)):
         differences = {"other shape (saved, model)": shapes, "not saved": missing[:8], "not in the model": unknown[:8]}
         told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)

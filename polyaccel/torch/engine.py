@@ -56,7 +56,7 @@ class TorchEngine(nn.Module, Engine):
     ) -> None:
         super().__init__()
         self._modules["module"] = module
-        self.runtime = runtime
+        self.runtime, self._stage_runtime = runtime, runtime.of_stage()
         self._compose(runtime.engine_parts())
         self.training_dataloader: Any = None
         self._module_settings = settings
@@ -70,7 +70,7 @@ class TorchEngine(nn.Module, Engine):
             if isinstance(slice_optimizer, ClientOptimizer):
                 slice_optimizer.bind(self.zero.shards)
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
-        self.adapter.broadcast_buffers(self.communicator)
+        self.adapter.broadcast_buffers(self._stage_runtime.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
         self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes)
@@ -86,12 +86,12 @@ class TorchEngine(nn.Module, Engine):
             self.accelerator,
             self.runtime.param_dtype,
             self._passes,
-            along=self.runtime.along,
+            along=self._stage_runtime.along,
             checks_contents=self._module_settings.checks_contents,
             trained=trained,
         )
         resident = isinstance(slice_optimizer, ClientOptimizer)
-        self.zero = self.runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
+        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
         self._offloaded = OffloadedStates(self.zero, self.adapter)
         self.adapter.attach(self.zero)
         return self.zero

@@ -31,6 +31,8 @@ from polyaccel.torch.parallel.cut import cut_model
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
+from polyaccel.torch.pipeline.module import PipelineModule
+from polyaccel.torch.pipeline_engine import PipelineEngine
 from polyaccel.torch.sequence import SequenceSettings, use
 from polyaccel.torch.settings import ModuleSettings, TileSettings
 from polyaccel.torch.tiles.models import TiledModel
@@ -63,7 +65,8 @@ def initialize(
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
         raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
-    parsed = on_mesh(load_config(config), mesh_sizes(mesh_param, mpu))
+    stages = {"pipe": model.num_stages} if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
+    parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(compose(parsed), training_data=_described(training_data))
@@ -73,6 +76,7 @@ def initialize(
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_whole(model)
+    model, engine_class = _staged(runtime, model, engine_class, optimizer)
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
     cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
@@ -86,10 +90,56 @@ def initialize(
     _tile(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
+    if isinstance(engine, PipelineEngine):
+        engine.compose_pipeline(runtime.config.pipeline.schedule)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _staged(
+    runtime: Runtime, model: nn.Module, engine_class: type[TorchEngine], client: Any
+) -> tuple[nn.Module, type[TorchEngine]]:
+    """This rank's stage of `model`, and the engine that runs it; both as they are where there are no stages. `client`
+    is the optimizer that a script gives. Raises PolyaccelError for a model that has no list of layers."""
+    section, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
+    if not isinstance(model, PipelineModule):
+        if stages == 1:
+            return model, engine_class
+        if type(model) is not nn.Sequential:
+            raise PolyaccelError(
+                f"{type(model).__name__} is no list of layers, which {stages} stages could share",
+                cure="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
+                value=type(model).__name__,
+            )
+        if isinstance(client, torch.optim.Optimizer):
+            raise PolyaccelError(
+                f"the {type(client).__name__} has parameters of all {stages} stages",
+                cure='use "optimizer" in the config, give a function that makes it of parameters, or give it those of '
+                "a PipelineModule",
+            )
+        method = "parameters" if section.partition in ("best", "parameters") else section.partition
+        interval = section.activation_checkpoint_interval
+        model = PipelineModule(
+            list(model),
+            stages,
+            loss_fn=getattr(model, "loss_fn", None),
+            partition_method=method,
+            activation_checkpoint_interval=interval,
+        )
+    if model.num_stages != stages:
+        raise PolyaccelError(
+            f"the PipelineModule has {model.num_stages} stages, and the config {stages}",
+            cure='leave "pipeline.stages" out of the config, or give num_stages the same number',
+            value=model.num_stages,
+        )
+    own = (
+        PipelineEngine
+        if issubclass(PipelineEngine, engine_class)
+        else type(engine_class.__name__, (PipelineEngine, engine_class), {"__doc__": PipelineEngine.__doc__})
+    )
+    return model, own
 
 
 def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:

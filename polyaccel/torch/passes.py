@@ -16,7 +16,7 @@ reduction (`ReductionPolicy.scaling`), the loss scale in the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -100,6 +100,17 @@ class BackwardPasses:
                 raise
             self._end()
         return shared
+
+    def run_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Compute the gradients that follow from those of `outputs`, in which all factors are already."""
+        with self._timer("backward"):
+            self._begin(1.0)
+            try:
+                torch.autograd.backward(list(outputs), list(gradients))
+            except BaseException:
+                self._abandon()
+                raise
+            self._end()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

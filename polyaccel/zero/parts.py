@@ -60,6 +60,8 @@ class Communicators:
 
     world: Communicator
     groups: Mapping[tuple[str, ...], GroupCommunicators]
+    beyond: Communicator | None = None
+    """The ranks that hold the other parameters of the same model, one for each part of it; None: `world` holds all."""
 
     @classmethod
     def plain(cls, communicator: Communicator) -> Communicators:

@@ -94,7 +94,9 @@ class ZeroStep:
             for index, slot in enumerate(gradients.bucket.slots)
         }
         self._states = StateStore(plan, parts.tiers, self.params, optimizer, groups, self._staging)
-        self._facts = GradientFacts(plan.layout, self._gradients, communicator, parts.accelerator)
+        self._facts = GradientFacts(
+            plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.beyond
+        )
         self._update: Update | None = None
         if optimizer is not None:
             self._update = Update(
@@ -111,6 +113,12 @@ class ZeroStep:
         """What failed in the middle, an update apart, and left parameters and states of two steps."""
         self.passes = 0
         """How many backward passes have begun."""
+
+    @property
+    def beyond(self) -> Communicator | None:
+        """The ranks that hold the other parameters of the same model, one for each part of it; None where all are
+        here."""
+        return self._communicators.beyond
 
     def holders(self, fqn: str) -> Communicator:
         """The communicator of the ranks that hold the same elements of a parameter as this one."""

@@ -154,6 +154,12 @@ def run(args: argparse.Namespace) -> int:
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
     config = planned.config
+    if (stages := mesh_of(config, args.world_size).size_of(("pipe",))) > 1:
+        raise PolyaccelError(
+            f"what each of {stages} stages needs is not planned yet",
+            cure='leave "pipeline" out; polyaccel plan --pipeline says what stages do and how long',
+            value=stages,
+        )
     model = _model_shape(args.model, config, mesh_of(config, args.world_size).size_of(("tensor",)))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)

@@ -15,10 +15,12 @@ def _tuples(value: Any) -> Any:
 
 class MeshConfig(Section):
     """polyaccel's own section: how many ranks stand along each axis. Ranks fill the mesh with the last axis fastest:
-    data, sequence, tensor."""
+    pipe, data, sequence, tensor."""
 
+    pipe: PositiveInt = 1
+    """Stages of a pipeline; the same as `pipeline.stages`."""
     data: PositiveInt | None = None
-    """Ranks with batches of their own; null is as many as there are, divided by the other two."""
+    """Ranks with batches of their own; null is as many as there are, divided by the others."""
     sequence: PositiveInt = 1
     """Ranks that share the sequences of a batch; the same as `sequence_parallel_size`."""
     tensor: PositiveInt = 1

@@ -26,14 +26,14 @@ from polyaccel.torch.parallel.structure import (
     query_heads,
     row,
 )
-from polyaccel.torch.parallel.wishes import LayerSpec, Wish, wishes_of_hugging_face, wishes_of_specs
+from polyaccel.torch.parallel.wishes import LayerRule, Wish, wishes_of_hugging_face, wishes_of_specs
 
 
 def make_plan(
     model: nn.Module,
     ranks: int,
     *,
-    specs: Sequence[LayerSpec] = (),
+    specs: Sequence[LayerRule] = (),
     use_defaults: bool = True,
     gather_logits: bool = True,
 ) -> CutPlan:
@@ -96,7 +96,7 @@ def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
     return make_plan(
         model,
         ranks,
-        specs=[LayerSpec(*layer) for layer in rules.layers],
+        specs=[LayerRule(*layer) for layer in rules.layers],
         use_defaults=rules.use_defaults,
         gather_logits=rules.gather_logits,
     )

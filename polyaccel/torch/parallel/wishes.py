@@ -27,7 +27,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class LayerRule:
     """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
     all. `shape` are the lengths of the weight's dimensions as a fused layer has them, such as (3, -1) or
     ((4096, 1024, 1024), -1), and `partition_dim` the dimension that is cut."""
@@ -41,11 +41,11 @@ class LayerSpec:
         return any(re.match(pattern, f"{module}.weight") or re.fullmatch(pattern, module) for pattern in self.patterns)
 
 
-def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerSpec]) -> dict[str, Wish]:
+def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]) -> dict[str, Wish]:
     """What the first spec that matches says of each linear layer and embedding. Raises ShardingError for patterns of a
     spec that match none."""
     found: dict[str, Wish] = {}
-    used: set[LayerSpec] = set()
+    used: set[LayerRule] = set()
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
         if weight is None or weight.dim() != 2:
@@ -105,7 +105,7 @@ _STYLES: dict[str, Wish] = {
 }
 
 
-def _wish_of_spec(spec: LayerSpec, shape: Sequence[int]) -> Wish:
+def _wish_of_spec(spec: LayerRule, shape: Sequence[int]) -> Wish:
     if spec.partition_type == "skip":
         return Wish("whole")
     if spec.shape is None:

@@ -17,7 +17,7 @@ from polyaccel.engine.resuming import SavedValues, Takeover, check_names, try_ou
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.packing import unpacked
-from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun
+from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, over_stages
 from polyaccel.torch.states.custom_loading import CustomLoad, CustomLoading
 from polyaccel.torch.states.extra_states import (
     saved_extra_states,
@@ -79,8 +79,10 @@ def load_run(
         names = {param.fqn for param in run.zero.layout.params}
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
+    elsewhere = over_stages(run.zero, {param.fqn: True for param in run.zero.layout.params}).keys()
+
     def check() -> Takeover:
-        return _check(run, saved, base, wanted, loading)
+        return _check(run, saved, base, wanted, loading, elsewhere)
 
     run.load_together(saved, check)
     return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
@@ -123,16 +125,18 @@ def _check(
     base: Mapping[str, str],
     load: WantedLoad,
     loading: CustomLoading | None,
+    elsewhere: Collection[str],
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
-    `base` has the checksums of parameters that `saved` may have left out."""
+    `base` has the checksums of parameters that `saved` may have left out, `elsewhere` the names of parameters that any
+    stage of a pipeline has."""
     shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
     renamed = RenamedReader(saved, load.name_map, shapes)
     reader: Reader = renamed
     values = SavedValues.of(reader)
     if loading is None:
         left_out: Collection[str] = _same_base(renamed, values, base) if load.strict else frozenset()
-        check_names(run.zero, reader, strict=load.strict, left_out=left_out)
+        check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=elsewhere)
     else:
         given = loading.values(run.adapter, saved, run.accelerator.allocate, renamed.saved_name)
         given.check({param.fqn: param.shape for param in run.zero.layout.params})

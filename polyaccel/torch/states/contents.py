@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import TensorPiece
@@ -21,12 +21,13 @@ from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.packing import packed
 from polyaccel.torch.params.buffers import plain_values
-from polyaccel.torch.states.extra_states import extra_state_blobs
+from polyaccel.torch.states.extra_states import extra_state_blobs, merged_blobs
 from polyaccel.torch.states.random_states import RandomStates
 from polyaccel.torch.states.saved_buffers import module_buffers
 from polyaccel.types import ParamSpec
 from polyaccel.zero.step import ZeroStep
 
+T = TypeVar("T")
 CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
 
 
@@ -51,6 +52,7 @@ def contents_of(
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
+    scalars["param_steps"] = over_stages(run.zero, run.zero.steps)
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
         scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)
@@ -78,7 +80,8 @@ def contents_of(
         blobs[CLIENT_SCHEDULE] = packed(run.schedule.state_dict(), "the state of the learning-rate schedule")
     if run.data is not None:
         scalars["data"] = run.data.state_dict()
-    blobs |= extra_state_blobs(run.adapter.module)
+    extra, beyond = extra_state_blobs(run.adapter.module), run.zero.beyond
+    blobs |= extra if beyond is None else merged_blobs(beyond.all_gather_object(extra))
     return SaveContents(
         pieces=lambda: _pieces(run, exclude_frozen),
         scalars=scalars,
@@ -97,12 +100,19 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
         if exists and not (exclude_frozen and _is_left_out(slot.param)):
             param = slot.param
             yield TensorPiece(fqn, kind, param.global_shape, buffer.dtype, start, buffer, param.block)
-    if run.communicator.rank == 0:
+    if run.zero.communicator.rank == 0:  # of each stage
         for name, tensor in module_buffers(run.adapter).items():
             values = plain_values(tensor)
             yield TensorPiece(
                 name, BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
             )
+
+
+def over_stages(zero: ZeroStep, own: Mapping[str, T]) -> dict[str, T]:
+    """What the stages of a pipeline have under names of their own, as one mapping. Collective where there are some."""
+    if zero.beyond is None:
+        return dict(own)
+    return {name: value for told in zero.beyond.all_gather_object(dict(own)) for name, value in told.items()}
 
 
 def _is_left_out(param: ParamSpec) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,15 @@ def extra_state_blobs(module: nn.Module) -> dict[str, bytes]:
                 cure="return tensors, numbers, strings, and lists and dicts of them",
                 value=name,
             ) from error
+    return {_BLOB: packed(states, "the extra states of modules")} if states else {}
+
+
+def merged_blobs(told: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
+    """What `extra_state_blobs` gives of a module, from that of each of its parts."""
+    states: dict[str, Any] = {}
+    for blobs in told:
+        for blob in blobs.values():
+            states |= unpacked(blob, "the extra states of modules")
     return {_BLOB: packed(states, "the extra states of modules")} if states else {}
 
 

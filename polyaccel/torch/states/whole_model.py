@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.gathering.sharded import EngineHook
@@ -46,10 +47,7 @@ def load_whole_state_dict(
     adapter.adopt_changes()
     zero.params.fence()
     state_dict = _own_blocks(adapter, state_dict)
-    found = zero.communicator.all_gather_object(_differences(adapter.module, state_dict, strict=strict))
-    told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
-    if told:
-        raise RuntimeError(f"no state_dict of this {type(adapter.module).__name__}: " + "\n  ".join(told))
+    require_fitting(adapter.module, state_dict, zero.communicator, strict=strict)
     try:
         adapter.module.load_state_dict(state_dict, strict=strict)
         for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
@@ -60,6 +58,17 @@ def load_whole_state_dict(
         raise
     adapter.forget_changes()
     adapter.on_update()
+
+
+def require_fitting(
+    module: nn.Module, state_dict: Mapping[str, Any], communicator: Communicator, *, strict: bool
+) -> None:
+    """Raise RuntimeError on every rank of `communicator` where `module` on any cannot take `state_dict` over.
+    Collective."""
+    found = communicator.all_gather_object(_differences(module, state_dict, strict=strict))
+    told = [f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(found) if each]
+    if told:
+        raise RuntimeError(f"no state_dict of this {type(module).__name__}: " + "\n  ".join(told))
 
 
 def _own_blocks(adapter: TorchAdapter, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,13 +127,21 @@ def save_whole_model(
     when it cannot be written, and PolyaccelError after half an update.
     """
     entries = entries_of_writer(adapter, zero, exclude_frozen=exclude_frozen)
+    write_whole_model(entries, zero.communicator, folder, filename)
+
+
+def write_whole_model(
+    entries: dict[str, Any], communicator: Communicator, folder: str | os.PathLike[str], filename: str
+) -> None:
+    """Let rank 0 of `communicator` write `entries`, which it has in host memory. Collective; raises CheckpointError on
+    all ranks when it cannot."""
     problem = ""
-    if zero.communicator.rank == 0:
+    if communicator.rank == 0:
         try:
             _write(entries, Path(folder) / filename)
         except (OSError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-    problem = zero.communicator.broadcast_object(problem)
+    problem = communicator.broadcast_object(problem)
     if problem:
         path = str(Path(folder) / filename)
         raise CheckpointError(

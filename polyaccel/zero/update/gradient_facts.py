@@ -154,7 +154,9 @@ class GradientFacts:
         buckets: Sequence[GradientBucket],
         communicator: Communicator,
         accelerator: Accelerator,
+        beyond: Communicator | None = None,
     ) -> None:
+        self._beyond = beyond
         self._layout = layout
         self.buckets = buckets
         self._communicator = communicator
@@ -174,7 +176,7 @@ class GradientFacts:
 
     def agree_on_norm(self, sums: SquareSums, loss_scale: float) -> GradientNorm:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
-        return GradientNorm.of(self._exchange(sums.read(), "norms"), self._layout, loss_scale)
+        return self._of_all(self._exchange(sums.read(), "norms"), loss_scale)
 
     def agree_on_everything(self, loss_scale: float, flags: Flags, *, measure: bool) -> tuple[Arrivals, GradientNorm]:
         """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
@@ -184,7 +186,22 @@ class GradientFacts:
         if arrivals.late_buckets:
             self._reduce_late(arrivals)
             return arrivals, self.agree_on_norm(self._sums(measure), loss_scale)
-        return arrivals, GradientNorm.of(values[:count], self._layout, loss_scale)
+        if not measure:
+            return arrivals, GradientNorm(0.0, None)
+        return arrivals, self._of_all(values[:count], loss_scale)
+
+    def _of_all(self, squares: Sequence[float], loss_scale: float) -> GradientNorm:
+        """The norm over all parameters of the model, where `squares` has the squared norms of those that are here."""
+        own = GradientNorm.of(squares, self._layout, loss_scale)
+        if self._beyond is None:
+            return own
+        total = fsum(squares) if own.culprit is None else own.norm
+        told = self._beyond.all_gather_object([total, own.culprit or ""])
+        culprit = next((name for _, name in told if name), None)
+        if culprit is None:
+            return GradientNorm(_float32(sqrt(fsum(square for square, _ in told)) / loss_scale), None)
+        is_nan = any(square != square for square, _ in told)
+        return GradientNorm(float("nan" if is_nan else "inf"), culprit)
 
     def new_sums(self) -> SquareSums:
         """Sums for `add_squares` and `on_norm`."""

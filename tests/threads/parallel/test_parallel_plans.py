@@ -13,7 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.wishes import LayerSpec
+from polyaccel.torch.parallel.wishes import LayerRule
 
 TABLE = """\
 Qwen3ForCausalLM over 2 tensor ranks
@@ -85,21 +85,21 @@ def test_a_plan_needs_no_values() -> None:
 
 def test_specs_cut_what_they_match_and_say_of_which_parts_a_layer_consists() -> None:
     specs = [
-        LayerSpec((r".*broad\.weight$",)),
-        LayerSpec((r".*back\.weight$",), "row"),
-        LayerSpec((r"three\.weight",), "column", ((12, 3, 3), -1), 0),
+        LayerRule((r".*broad\.weight$",)),
+        LayerRule((r".*back\.weight$",), "row"),
+        LayerRule((r"three\.weight",), "column", ((12, 3, 3), -1), 0),
     ]
     plan = make_plan(Block(), 3, specs=specs, use_defaults=False)
     blocks = {m.name: [plan.block(m, "weight", rank).runs for rank in range(3)] for m in plan.modules}
     assert blocks["broad"] == [(((4 * r, 4),), ((0, 8),)) for r in range(3)]
     assert blocks["back"] == [(((0, 8),), ((4 * r, 4),)) for r in range(3)]
     assert blocks["three"] == [(((4 * r, 4), (12 + r, 1), (15 + r, 1)), ((0, 8),)) for r in range(3)]
-    thirds = make_plan(Block(), 2, specs=[LayerSpec(("three",), "column", (3, -1), 0)], use_defaults=False)
+    thirds = make_plan(Block(), 2, specs=[LayerRule(("three",), "column", (3, -1), 0)], use_defaults=False)
     assert thirds.block(thirds.modules[0], "bias", 1).runs == (((3, 3), (9, 3), (15, 3)),)
 
 
 def test_a_spec_leaves_out_what_the_model_would_cut() -> None:
-    specs = [LayerSpec((r".*self_attn\.[qkvo]_proj.*",), "skip")]
+    specs = [LayerRule((r".*self_attn\.[qkvo]_proj.*",), "skip")]
     names = cut_names(plan_of("qwen2", 2, specs=specs))
     assert not any("self_attn" in name for name in names)
     assert names["model.layers.0.mlp.down_proj"] == "row"
@@ -137,10 +137,10 @@ def test_a_model_that_cannot_be_cut_says_which_module_and_why(change, message) -
 
 def test_patterns_that_match_nothing_and_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShardingError, match="no layer of the model matches") as caught:
-        make_plan(Block(), 2, specs=[LayerSpec((r"tree\.weight",))])
+        make_plan(Block(), 2, specs=[LayerRule((r"tree\.weight",))])
     assert "'broad.weight'" in caught.value.cure
     with pytest.raises(ShardingError, match=r"a weight of shape \(18, 8\)"):
-        make_plan(Block(), 2, specs=[LayerSpec(("three",), "column", ((12, 3), -1), 0)])
+        make_plan(Block(), 2, specs=[LayerRule(("three",), "column", ((12, 3), -1), 0)])
 
 
 def test_more_ranks_than_heads_are_refused_by_the_name_of_the_module() -> None:

@@ -1,0 +1,221 @@
+"""A model as a sequence of layers, of which a rank builds those of its stage.
+
+[Note: One owner of tied weights]
+Layers of one `TiedLayerSpec` key are one module. Where they stand on several stages, the first stage that has one is
+the owner: there the module's parameters are parameters of the model, there they are updated and saved, and they count
+once in every norm. On the other stages the same module holds plain tensors in their place. The owner sends their values
+before a step, and gets the gradients that the others have summed before its own last backward pass, which it makes one
+with them. By then the others are done: a step's last backward pass ends on the first stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from polyaccel.comm.default import default_communicator, is_initialized
+from polyaccel.pipeline.partition import layer_weights, split_layers
+from polyaccel.pipeline.table import PipelineError
+
+
+class LayerSpec:
+    """A layer that is built where it is needed: `LayerSpec(nn.Linear, 4, 8)` stands for `nn.Linear(4, 8)`."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise PipelineError(
+                f"LayerSpec of {typename!r}", cure="give the class of a layer, then its arguments", value=typename
+            )
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def build(self) -> nn.Module:
+        """The layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that is one with all others of the same `key`. `forward_fn(module, inputs)` stands for its `forward`."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
+
+
+class StageTopology(Protocol):
+    """Where ranks stand: DeepSpeed's `ProcessTopology` and its like."""
+
+    def get_dim(self, axis: str) -> int: ...
+
+    def get_coord(self, rank: int) -> Any: ...
+
+
+class TiedModule(NamedTuple):
+    """A module of several stages: `holders` in order, the owner first. On the others `lent` has the parts and names of
+    the tensors that stand in for its parameters, in the parameters' order."""
+
+    module: nn.Module
+    holders: tuple[int, ...]
+    lent: tuple[tuple[nn.Module, str], ...]
+
+
+class PipelineModule(nn.Module):
+    """Layers, one after the other, of which this rank has those of its stage.
+
+    `layers` are specs, modules and functions. A module among them is named by its place in the whole model, a tied one
+    by that of its first layer, so that checkpoints have the same names for any number of stages. `num_stages` (or the
+    axis `pipe` of `topology`) are places in the pipeline; more than one need `init_distributed` before.
+    `loss_fn(output, labels)` is computed behind the last layer; without one, that layer's output is the loss.
+    `partition_method` and `activation_checkpoint_interval` as in the config's section `pipeline`. `seed_layers` calls
+    `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`).
+
+    Raises PipelineError for layers that cannot be dealt to so many stages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_stages: int | None = None,
+        topology: StageTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.num_stages, self.stage = _place(num_stages, topology)
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._checkpoint = activation_checkpoint_func
+        self._checkpointable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+        specs = list(layers)
+        if not specs:
+            raise PipelineError("a model without layers", cure="give a list of layers", value=0)
+        names, numels = zip(*_weighed(specs), strict=True)
+        self.parts = split_layers(layer_weights(partition_method, names, numels), self.num_stages)
+        """The layers of each stage."""
+        self.ties: dict[str, TiedModule] = {}
+        """The modules of this stage that others have too, by key."""
+        self._layers: list[Callable[..., Any]] = []
+        seed = torch.manual_seed if seed_fn is None else seed_fn
+        tied: dict[str, nn.Module] = {}
+        for index in self.parts[self.stage]:
+            if seed_layers:
+                seed(base_seed + index)
+            self._layers.append(self._built(index, specs, tied))
+
+    def _built(self, index: int, specs: Sequence[Any], tied: dict[str, nn.Module]) -> Callable[..., Any]:
+        """Layer `index`, which becomes a part of this module."""
+        spec = specs[index]
+        if not isinstance(spec, TiedLayerSpec):
+            layer: Callable[..., Any] = spec.build() if isinstance(spec, LayerSpec) else spec
+            if isinstance(layer, nn.Module):
+                self.add_module(str(index), layer)
+            return layer
+        if spec.key not in tied:
+            alike = [at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key]
+            holders = tuple(stage for stage, part in enumerate(self.parts) if any(at in part for at in alike))
+            module = tied[spec.key] = spec.build()
+            self.add_module(str(alike[0]), module)
+            if len(holders) > 1:
+                lent = _lend(module) if holders[0] != self.stage else ()
+                self.ties[spec.key] = TiedModule(module, holders, lent)
+        module, forward_fn = tied[spec.key], spec.forward_fn
+        return module if forward_fn is None else lambda inputs: forward_fn(module, inputs)
+
+    def forward(self, inputs: Any) -> Any:
+        """The output of the stage's last layer. A tuple is given to a layer as its arguments."""
+        interval = self.activation_checkpoint_interval
+        if not interval or not torch.is_grad_enabled():
+            return _run(self._layers, inputs)
+        for begin in range(0, len(self._layers), interval):
+            layers = self._layers[begin : begin + interval]
+            if self._checkpointable is not None and not all(_class(layer) in self._checkpointable for layer in layers):
+                inputs = _run(layers, inputs)
+            elif self._checkpoint is checkpoint:
+                inputs = checkpoint(_run, layers, inputs, use_reentrant=False)
+            else:
+                inputs = self._checkpoint(_run, layers, inputs)
+        return inputs
+
+
+def _place(num_stages: int | None, topology: StageTopology | None) -> tuple[int, int]:
+    """How many stages there are, and that of this rank: ranks fill the stages one after the other."""
+    stages = num_stages if topology is None else topology.get_dim("pipe")
+    if stages is None or stages == 1:
+        return 1, 0
+    if num_stages not in (None, stages):
+        raise PipelineError(f"num_stages is {num_stages}, and the topology has {stages}", cure="give one of the two")
+    if stages < 1:
+        raise PipelineError(f"{stages} stages", cure="at least 1", value=stages)
+    if not is_initialized():
+        raise PipelineError(
+            f"a model of {stages} stages before ranks know each other", cure="call polyaccel.init_distributed() first"
+        )
+    ranks = default_communicator()
+    if topology is not None:
+        return stages, int(topology.get_coord(ranks.rank).pipe)
+    if ranks.world_size % stages:
+        raise PipelineError(
+            f"{stages} stages for {ranks.world_size} ranks", cure="use a divisor of the ranks", value=stages
+        )
+    return stages, ranks.rank // (ranks.world_size // stages)
+
+
+def _lend(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    """Let plain tensors stand in for the parameters of a module that another stage owns. Returns their places."""
+    places = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+    for part, name, parameter in places:
+        del part._parameters[name]
+        setattr(part, name, parameter.detach().clone().requires_grad_(parameter.requires_grad))
+    return tuple((part, name) for part, name, _ in places)
+
+
+def _run(layers: Sequence[Callable[..., Any]], inputs: Any) -> Any:
+    for layer in layers:
+        inputs = layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
+    return inputs
+
+
+def _class(layer: Any) -> str:
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def _weighed(layers: Sequence[Any]) -> list[tuple[str, int]]:
+    """The name of each layer's class and how many elements it trains. Nothing is computed or allocated for that. Tied
+    layers weigh as much as any."""
+    weighed = []
+    for layer in layers:
+        if isinstance(layer, LayerSpec):
+            with torch.device("meta"):
+                built: Any = layer.build()
+        else:
+            built = layer
+        parameters = built.parameters() if isinstance(built, nn.Module) else ()
+        weighed.append((_class(built), sum(one.numel() for one in parameters if one.requires_grad)))
+    return weighed
