@@ -1,4 +1,4 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`,
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`, `longest`,
 `memory`, `ownership`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from bench import imports, kernels
 from bench.collectives import backends, sizes
 from bench.hosts import start, tax
 from bench.jax import models
-from bench.sequence import attention
+from bench.sequence import attention, longest
 from bench.steps import memory, ownership, replica, saves, times
 from bench.tensor import compare as tensor
 from bench.trainer import compare
@@ -20,6 +20,7 @@ _COMMANDS = {
     "hosts": tax.main,
     "imports": imports.main,
     "jax": models.main,
+    "longest": longest.main,
     "kernels": kernels.main,
     "memory": memory.main,
     "ownership": ownership.main,
