@@ -21,7 +21,9 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.views import CopyCount, fence
+from polyaccel.policies import RecomputePolicy, recompute_policy_of
 from polyaccel.runtime import Runtime
 
 
@@ -56,6 +58,7 @@ class JaxEngine(Engine):
             self.adapter.views,
             self.adapter.originals,
             jnp.float16 if runtime.casts_inputs else None,
+            _recomputation_of(recompute_policy_of(runtime.config)),
         )
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
@@ -245,3 +248,7 @@ class JaxEngine(Engine):
 
 def _is_iterator(data: Any) -> bool:
     return hasattr(data, "__next__")
+
+
+def _recomputation_of(policy: RecomputePolicy) -> UnitRecomputation | None:
+    return UnitRecomputation(keeps_products="matmul" in policy.keep) if policy.recomputes_blocks else None

@@ -26,7 +26,7 @@ from polyaccel.runtime import Runtime, compose
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
-_RECOMPUTATION: frozenset[str] = frozenset()
+_RECOMPUTATION = frozenset({"enabled", "keep"})
 """The keys of `activation_checkpointing` that mean something for JAX."""
 
 
@@ -96,6 +96,8 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
         if value and key not in _RECOMPUTATION and recompute != RecomputePolicy():
             key = f"activation_checkpointing.{key}"
             problems.append(Problem(key, value, "not available for JAX", "use jax.checkpoint in the function"))
+    if others := [name for name in config.activation_checkpointing.keep if name != "matmul"]:
+        problems.append(Problem("activation_checkpointing.keep", others, "not available for JAX", 'keep "matmul"'))
     if problems:
         raise ConfigError(problems, source="initialize")
 

@@ -10,15 +10,15 @@ class ActivationCheckpointingConfig(Section):
     blocks of any model; the other keys say how, for regions under `polyaccel.checkpointing.checkpoint` too."""
 
     enabled: bool = False
-    """polyaccel's own: recompute the repeated blocks of the model, found by its structure. The gradients are the same
-    to the bit."""
+    """polyaccel's own: recompute the repeated blocks of the model, found by its structure; for JAX the units. The
+    gradients are the same to the bit, but for what XLA rounds differently in another program."""
     memory_limit: Nbytes | None = None
     """polyaccel's own: recompute only as much as is needed to stay below these bytes of activations on a rank, such as
     "1G": what the forward pass of a micro-batch keeps for its backward, and what is recomputed at a time. The first
-    micro-batch is recomputed whole and measured. Implies `enabled`. An error where it cannot be reached."""
+    micro-batch is recomputed whole and measured. Implies `enabled`. An error where it cannot be reached. Torch only."""
     blocks: Listed[tuple[str, ...]] = ()
-    """polyaccel's own: the modules to recompute, by class or full name, in place of those that are found: for JAX the
-    names of units."""
+    """polyaccel's own: the modules to recompute, by class or full name, in place of those that are found.
+    Torch only."""
     keep: Listed[tuple[str, ...]] = ()
     """polyaccel's own: operations whose results are kept all the same: "matmul", "attention", or names such as
     "aten.mm". For JAX "matmul" alone."""

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from polyaccel.errors import PolyaccelError, ShardingError
+from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
+from polyaccel.jax.program.units import UnitRecomputation, recomputed_by
 from polyaccel.jax.views import ParamViews, address_of
 
 LossFn = Callable[[Any, Any, Any], Any]
@@ -28,6 +29,7 @@ class LossFunction:
     """`fn` on parameters of the given tree structure, `is_trained` for each leaf.
 
     `cast_inputs` is the type that floating arrays of a batch are converted to; None leaves them as they are.
+    `recomputation` computes its units again in backward; None keeps their values.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class LossFunction:
         views: ParamViews,
         originals: Mapping[str, Any],
         cast_inputs: Any = None,
+        recomputation: UnitRecomputation | None = None,
     ) -> None:
         self._fn = fn
+        self._recomputation = recomputation
         self._structure = structure
         self._is_trained = tuple(is_trained)
         self._views = views
@@ -95,7 +99,13 @@ class LossFunction:
         """(loss as at least float32, auxiliary output), to be traced by JAX."""
         if self._cast_inputs is not None:
             batch = jax.tree.map(self._cast, batch)
-        found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+        recomputation = None if rng is None else self._recomputation  # an evaluation keeps nothing
+        with recomputed_by(recomputation):
+            found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+        if recomputation is not None and not recomputation.count:
+            key, expected = "activation_checkpointing.enabled", "the function has no units to recompute"
+            cure = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
+            raise ConfigError([Problem(key, True, expected, cure)])
         loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
             raise PolyaccelError(

@@ -14,13 +14,14 @@ function without units is one unit, gathered as a whole.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class UnitTracer(ABC):
@@ -41,7 +42,45 @@ class UnitTracer(ABC):
         """`carry` after every layer of `stacked`; None for `xs` that there are not."""
 
 
+class UnitRecomputation:
+    """Units whose intermediate values are computed again in backward. With `keeps_products` the results of matrix
+    products are kept. `count` is the number of units so far."""
+
+    def __init__(self, *, keeps_products: bool) -> None:
+        self.count = 0
+        self._policy = jax.checkpoint_policies.dots_saveable if keeps_products else None
+
+    def of(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """`block`, recomputed; what is no array among its arguments reaches it as it is."""
+
+        def call(*args: Any) -> Any:
+            self.count += 1
+            values, structure = jax.tree.flatten(args)
+            places = [at for at, value in enumerate(values) if isinstance(value, _ARRAYS)]
+
+            def run(arrays: Sequence[Any]) -> Any:
+                found = dict(zip(places, arrays, strict=True))
+                with recomputed_by(None):  # a unit inside is recomputed with this one
+                    return block(*jax.tree.unflatten(structure, [found.get(at, one) for at, one in enumerate(values)]))
+
+            return jax.checkpoint(run, policy=self._policy)([values[at] for at in places])
+
+        return call
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 _tracer: ContextVar[UnitTracer | None] = ContextVar("unit_tracer", default=None)
+_recomputation: ContextVar[UnitRecomputation | None] = ContextVar("unit_recomputation", default=None)
+
+
+@contextmanager
+def recomputed_by(recomputation: UnitRecomputation | None) -> Iterator[None]:
+    """Recompute the units that are called within; with None keep their values."""
+    before = _recomputation.set(recomputation)
+    try:
+        yield
+    finally:
+        _recomputation.reset(before)
 
 
 @contextmanager
@@ -57,7 +96,7 @@ def traced_by(tracer: UnitTracer | None) -> Iterator[None]:
 def is_unit_here() -> bool:
     """Whether a unit that is called now is more than a plain call."""
     tracer = _tracer.get()
-    return tracer is not None and tracer.is_at_home
+    return _recomputation.get() is not None if tracer is None else tracer.is_at_home
 
 
 def unit(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +104,8 @@ def unit(block: Callable[..., Any]) -> Callable[..., Any]:
 
     Where parameters are sharded, those in `params` are gathered for the call and freed after it, gathered again for its
     backward pass, and their gradients reduced and freed at once; other intermediate values are kept for backward
-    as always (`jax.checkpoint` inside the block works too). It may close over other values; numbers of Python and
+    as always, or recomputed where `activation_checkpointing.enabled` says so (`jax.checkpoint` inside the block works
+    too). It may close over other values; numbers of Python and
     everything that is no array reach it as they are. Called inside scan, cond, checkpoint, vmap, jit or grad of the
     function's own, it raises PolyaccelError: `scan_units` is the loop over layers.
 
@@ -74,8 +114,8 @@ def unit(block: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(block)
     def call(params: Any, *args: Any) -> Any:
-        tracer = _tracer.get()
-        return block(params, *args) if tracer is None else tracer.call(block, params, args)
+        tracer, run = _tracer.get(), _recomputed(block)
+        return run(params, *args) if tracer is None else tracer.call(run, params, args)
 
     return call
 
@@ -88,11 +128,16 @@ def scan_units(block: Callable[..., Any], carry: Any, stacked: Any, xs: Any = No
     the same leading axis, such as random keys, the block gets a layer's part as its third argument. The carry keeps its
     structure, shapes and types. Raises PolyaccelError as `unit` does, and for parameters that are not stacked.
     """
-    tracer = _tracer.get()
+    tracer, block = _tracer.get(), _recomputed(block)
     if tracer is not None:
         return tracer.scan(block, carry, stacked, xs)
     carry, _ = jax.lax.scan(lambda carry, part: (call_layer(block, carry, *part), None), carry, (stacked, xs))
     return carry
+
+
+def _recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
+    recomputation = _recomputation.get()
+    return block if recomputation is None else recomputation.of(block)
 
 
 def call_layer(block: Callable[..., Any], carry: Any, layer: Any, x: Any) -> Any:
