@@ -101,3 +101,14 @@ def test_an_overflow_on_one_stage_is_skipped_by_all():
     assert {culprit for _, _, _, culprit in one} == {"0.weight", None}
     assert {applied for _, _, applied, _ in one} == {True, False}
     assert run_threads(2, run) == [one, one]
+
+
+def test_a_stage_may_have_no_parameters():
+    layer = nn.Linear(6, 5)
+
+    def model(stages):
+        layers = [deepcopy(layer), nn.Tanh(), nn.GELU()]
+        return PipelineModule(layers, stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+
+    config = pipeline_config(2)
+    assert_same(trained(3, 1, config, model=model), trained(1, 1, config, model=model))

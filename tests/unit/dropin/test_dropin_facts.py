@@ -31,6 +31,7 @@ OURS = {
 }
 MADE_ELSEWHERE = {
     "DeepSpeedEngine": "initialize makes it",
+    "PipelineEngine": "initialize makes it",
     "DeepSpeedAccelerator": "get_accelerator makes it",
     "DeepSpeedConfigError": "polyaccel raises it",
     "ProcessGroup": "torch's; new_group makes it",

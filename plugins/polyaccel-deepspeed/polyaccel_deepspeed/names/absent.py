@@ -1,7 +1,7 @@
 """What DeepSpeed has and polyaccel has not: names that can be imported, and say so when they are used.
 
-A script may import `PipelineModule` only to ask `isinstance(model, PipelineModule)`, whose answer is False here. So an
-absent class is a class that has no instances, and an absent function is one that always raises.
+A script may import `DualPipeVModule` only to ask `isinstance(model, DualPipeVModule)`, whose answer is False here. So
+an absent class is a class that has no instances, and an absent function is one that always raises.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from polyaccel_deepspeed.names.entry import Name, Status
 _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     (
         Status.LATER,
-        "pipeline parallelism; stage 3 shards the parameters of models that one device cannot hold",
+        "DualPipeV and the grid of a pipeline; polyaccel.torch.pipeline trains by GPipe and 1F1B",
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
             "deepspeed.pipe": "DualPipeVModule",

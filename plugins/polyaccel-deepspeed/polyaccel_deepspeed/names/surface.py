@@ -31,10 +31,10 @@ _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
 _SEQUENCE = "polyaccel_deepspeed.sequences.names"
 _SEQUENCE_TILES = "polyaccel_deepspeed.sequences.tiles"
+_TOPOLOGY = "polyaccel_deepspeed.engine.topology"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 
-_PIPELINES = "pipeline parallelism; stage 3 shards the parameters of models that one device cannot hold"
 _EXPERTS = "expert parallelism; stage 3 shards experts"
 _INFERENCE = "polyaccel trains; serve models with an engine for inference"
 _KERNELS = (
@@ -76,7 +76,8 @@ _ZERO_NAMES = (
     | _EXTERNAL
     | _TILES
 )
-_PIPE = later(_PIPELINES, "LayerSpec", "PipelineModule", "TiedLayerSpec")
+_PIPE = yes("polyaccel.torch.pipeline", "LayerSpec", "PipelineModule", "TiedLayerSpec")
+_PIPE_ENGINE = yes("polyaccel.torch.pipeline_engine", "PipelineEngine")
 _LOGGING = yes(_UTILS, "log_dist", "log_dist_once", "logger", "set_log_level_from_string")
 _MORE_LOGGING = yes(
     _UTILS, "get_current_level", "get_log_level_from_string", "print_dist", "print_json_dist", "should_log_le"
@@ -193,7 +194,8 @@ _PUBLIC: dict[str, Module] = {
         | yes(_ACCELERATOR, "get_accelerator")
         | yes(_UTILS, "log_dist", "logger")
         | {"dist": Name(Status.YES, _COMM)}
-        | later(_PIPELINES, "PipelineEngine", "PipelineModule")
+        | _PIPE_ENGINE
+        | yes("polyaccel.torch.pipeline", "PipelineModule")
         | later("training and generation in one engine; zero.unwrap_model_for_generation", "DeepSpeedHybridEngine")
         | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(_UTILS, "OnDevice")
@@ -306,10 +308,10 @@ _PUBLIC: dict[str, Module] = {
         | later("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
     ),
     "deepspeed.runtime.pipe": Module("Pipelines."),
-    "deepspeed.runtime.pipe.engine": Module("Pipelines.", later(_PIPELINES, "PipelineEngine")),
+    "deepspeed.runtime.pipe.engine": Module("Pipelines.", _PIPE_ENGINE),
     "deepspeed.runtime.pipe.module": Module("Pipelines.", _PIPE),
     "deepspeed.runtime.pipe.topology": Module(
-        "Pipelines.", later(_PIPELINES, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology")
+        "Pipelines.", yes(_TOPOLOGY, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology")
     ),
     "deepspeed.runtime.sequence_parallel": Module("Long sequences."),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": Module(
