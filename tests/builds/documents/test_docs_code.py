@@ -37,6 +37,7 @@ RUN = {
     "polyaccel plan ds_config.json 1.3B -n 8 --limit-device 16G",
     "python train.py",
     "polyaccel run --nproc 2 train.py",
+    "polyaccel run --nproc 2 stages.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
     "mpirun -n 2 python train.py",
 }
@@ -45,6 +46,9 @@ ELSEWHERE = {
     "pip install -e '.[torch]'": "Makefile",
     "pip install --no-build-isolation ./plugins/polyaccel-simdev": "tests/builds/plugins/test_simdev_plugin.py",
     "DS_ACCELERATOR=simdev polyaccel run --nproc 2 train.py": "plugins/polyaccel-simdev/tests/test_training.py",
+    "export POLYACCEL_JOB_SECRET=$(cat job-secret)  # the same on every host": (
+        "tests/procs/hosts/test_torchelastic_hosts.py"
+    ),
     "mpirun -n 16 --hostfile hosts python train.py": "tests/procs/comm/test_discovery_launchers.py",
     "mpirun -n 16 --hostfile hosts polyaccel comm bench --json speeds.json": "tests/procs/cli/test_comm_bench.py",
     "srun --nodes 2 --ntasks-per-node 8 python train.py": "tests/procs/comm/test_discovery_launchers.py",
