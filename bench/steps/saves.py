@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench saves", description=__doc__)
     parser.add_argument("--size", choices=SHAPES, default="29m", help="model (default: %(default)s)")
     parser.add_argument("--micro-batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--stage", type=int, choices=(1, 3), default=1, help="polyaccel's own (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=5, help="saves (default: %(default)s)")
     parser.add_argument("--folder", default=None, help="where to save (default: a temporary folder)")
     parser.add_argument(
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         ("way", "step s", "stands still s", "of a step", "durable s", "MiB", "write MiB/s", "read MiB/s", "more MiB"),
     )
     for way in args.ways:
-        reason, variant = _why_absent(way), WAYS[way]
+        reason, variant = _why_absent(way), WAYS[way].replace("pa1", f"pa{args.stage}")
         if reason is not None:
             console.print(f"{way} skipped: {reason}")
             continue
