@@ -32,6 +32,12 @@ HOST_SETTINGS = {
 EARLY_SETTINGS = {  # without clipping, updates on the host begin while the device still computes
     f"{name}, early": (zero, {"gradient_clipping": 0.0}, resume) for name, (zero, _, resume) in HOST_SETTINGS.items()
 }
+DROPOUT = {"dropout": 0.2}
+CUT_SETTINGS: dict[str, tuple[Any, Any, bool]] = {
+    f"{name}, cut": (zero, {"tensor_parallel": {"autotp_size": 2}, **DROPOUT}, False)
+    for name, (zero, _, resume) in (FP32_SETTINGS | HOST_SETTINGS).items()
+    if not resume
+}
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
 
 
@@ -65,6 +71,14 @@ def test_stages_and_places_of_states_change_nothing(world: int) -> None:
     for name in ("0", "1, host"):
         assert found[name]["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert found[name]["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+
+
+def test_ranks_that_share_layers_train_what_one_rank_trains() -> None:
+    found, (alone,) = train(2, CUT_SETTINGS), train(1, {"2": ({"stage": 2}, DROPOUT, False)}).values()
+    for name, run in found.items():
+        assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
+        assert run["norms"] == pytest.approx(alone["norms"], rel=1e-5), name
+    assert len({run["bits"] for name, run in found.items() if "host" not in name}) == 1
 
 
 def test_torchs_own_data_parallel_works_on_it() -> None:

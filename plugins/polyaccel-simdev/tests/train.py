@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import sys
 import tempfile
 from typing import Any
@@ -32,8 +33,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tied, frozen and unused parameters, sizes that divide by nothing."""
 
-    def __init__(self, width: int = 10) -> None:
+    def __init__(self, dropout: float, width: int = 10) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.embed = nn.Embedding(17, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.head = nn.Linear(width, 17, bias=False)
@@ -44,7 +46,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens) + self.frozen
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = self.dropout(block(hidden))
         return nn.functional.cross_entropy(self.head(hidden).float(), targets)
 
 
@@ -54,9 +56,9 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def train(zero: dict[str, Any], changes: dict[str, Any], *, resume: bool) -> dict[str, Any]:
+def train(zero: dict[str, Any], changes: dict[str, Any], dropout: float, *, resume: bool) -> dict[str, Any]:
     """Losses, norms and the digest of the final parameters; with `resume` the last step is another engine's, which goes
-    on from a checkpoint."""
+    on from a checkpoint. The ranks' random numbers are apart once they have built the model."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 6,
@@ -65,17 +67,18 @@ def train(zero: dict[str, Any], changes: dict[str, Any], *, resume: bool) -> dic
         **changes,
         "zero_optimization": {"reduce_bucket_size": 128, **zero},
     }
-    model = Model()
+    model = Model(dropout)
+    torch.manual_seed(int(os.environ["RANK"]))
     parameters = list(model.parameters())  # the caller's own references stay good
     engine, *_ = polyaccel.initialize(model=model, model_parameters=parameters, config=config)
-    rank, losses, norms = polyaccel.comm.get_rank(), [], []
+    rank, losses, norms = polyaccel.comm.groups.get_data_parallel_rank(), [], []
     folder = [tempfile.mkdtemp()]
     polyaccel.comm.broadcast_object_list(folder)
     for step in range(STEPS):
         if resume and step == STEPS - 1:
             engine.save_checkpoint(folder[0])
             engine.destroy()
-            engine, *_ = polyaccel.initialize(model=Model(), config=config)
+            engine, *_ = polyaccel.initialize(model=Model(dropout), config=config)
             engine.load_checkpoint(folder[0])
         tokens, targets = (part.to(engine.device) for part in batch(step, rank))
         loss = engine(tokens, targets)
@@ -95,7 +98,8 @@ def train(zero: dict[str, Any], changes: dict[str, Any], *, resume: bool) -> dic
 def main() -> None:
     found = {}
     for name, (zero, changes, resume) in json.loads(sys.argv[1]).items():
-        found[name] = train(zero, changes, resume=resume)
+        dropout = changes.pop("dropout", 0.0)
+        found[name] = train(zero, changes, dropout, resume=resume)
     results = [None] * polyaccel.comm.get_world_size()
     polyaccel.comm.all_gather_object(results, {name: one["bits"] for name, one in found.items()})
     assert all(result == results[0] for result in results), "ranks ended with different parameters"

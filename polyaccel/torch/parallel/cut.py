@@ -89,7 +89,7 @@ def cut_model(model: nn.Module, communicator: Communicator, plan: CutPlan) -> No
     if plan.loss_sizes is not None:
         setattr(model, "loss_function", VocabularyLoss(ranks, plan.loss_sizes))  # noqa: B010 - a property of theirs
     model.register_forward_hook(lambda *_: regions.leave(), always_call=True)
-    draw_alike(ranks, [parameter.device for parameter in model.parameters()])
+    draw_alike(ranks)
     if communicator.ranks[ranks.rank] == 0:
         _log.info("%s", plan.table())
 

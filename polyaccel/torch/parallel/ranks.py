@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
@@ -43,7 +44,7 @@ class MatrixProducts(Protocol):
 class TensorRanks:
     """The ranks of `communicator`, which hold blocks of the same weights; `rank` is this one's place among them.
 
-    Tensors that are exchanged stay on their device. All ranks call the same methods in the same order. A model and its
+    Tensors that are exchanged are on the ranks' device. All ranks call the same methods in the same order. A model and its
     copies share one such object.
     """
 
@@ -63,9 +64,12 @@ class TensorRanks:
         return self.communicator.all_reduce(buffer, ReduceOp.SUM, async_op=True, label="tensor parallel")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Write the first rank's values into the contiguous `tensor`."""
+        """Write the first rank's values into the contiguous `tensor`, on the ranks' device or still on the host."""
         if self.size > 1 and tensor.numel():
-            self.communicator.broadcast(self._buffer(tensor), 0, label="initial parameters")
+            there = tensor.to(torch_device_of(self.communicator.accelerator))
+            self.communicator.broadcast(self._buffer(there), 0, label="initial parameters")
+            if there is not tensor:
+                tensor.copy_(there)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The contiguous `tensor`, added up over the ranks in place."""

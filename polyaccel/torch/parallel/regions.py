@@ -10,13 +10,13 @@ a region draws nothing, all others are those of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.torch.parallel.ranks import TensorRanks
 
 
@@ -25,7 +25,7 @@ class Regions:
 
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
-        self._generator: torch.Generator | None = None
+        self._device: torch.device | None = None
         self._outside: Tensor | None = None
         self._begun: Tensor | None = None
 
@@ -34,44 +34,41 @@ class Regions:
 
     def enter(self, tensor: Tensor) -> None:
         """From here on tensors on the device of `tensor` are this rank's own. Nothing happens inside of a region."""
-        if self._generator is not None or self._ranks.size == 1:
+        if self._device is not None or self._ranks.size == 1:
             return
-        generator = default_generator(tensor.device)
-        self._outside = generator.get_state()
+        self._device = tensor.device
+        random = _random_of(tensor.device)
+        self._outside = random.get_rng_state()
         digest = blake2b(self._outside.numpy().tobytes(), digest_size=8, person=b"rank %d" % self._ranks.rank).digest()
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        self._begun = generator.get_state()
-        self._generator = generator
+        random.manual_seed(int.from_bytes(digest, "little") >> 1)
+        self._begun = random.get_rng_state()
 
     def leave(self) -> None:
         """What follows is alike on all ranks. Nothing happens outside of regions."""
-        generator, self._generator = self._generator, None
-        if generator is None:
+        device, self._device = self._device, None
+        if device is None:
             return
         assert self._begun is not None
         assert self._outside is not None
-        has_drawn = not torch.equal(generator.get_state(), self._begun)
-        generator.set_state(self._outside)
+        random = _random_of(device)
+        has_drawn = not torch.equal(random.get_rng_state(), self._begun)
+        random.set_rng_state(self._outside)
         if has_drawn:
-            torch.rand((), device=generator.device, generator=generator)
+            torch.rand((), device=device)
         self._outside = self._begun = None
 
 
-def draw_alike(ranks: TensorRanks, devices: Iterable[torch.device]) -> None:
-    """Give the default generators of `devices` the state that the first rank's have, as what is whole on every rank has
-    to be drawn alike. Collective."""
-    for device in sorted(set(devices) | {torch.device("cpu")}, key=str):
-        if device.type != "meta":
-            generator = default_generator(device)
-            states = ranks.communicator.all_gather_object(generator.get_state().numpy().tobytes())
-            if states[0] != states[ranks.rank]:
-                generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+def draw_alike(ranks: TensorRanks) -> None:
+    """Give the default generators of the host and of the ranks' device the state that the first rank's have, as what is
+    whole on every rank has to be drawn alike. Collective."""
+    for device in sorted({torch_device_of(ranks.communicator.accelerator), torch.device("cpu")}, key=str):
+        random = _random_of(device)
+        states = ranks.communicator.all_gather_object(random.get_rng_state().numpy().tobytes())
+        if states[0] != states[ranks.rank]:
+            random.set_rng_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch's functions use on `device`."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]  # type: ignore[no-any-return]
+def _random_of(device: torch.device) -> Any:
+    """The module whose functions get, set and seed the generator that torch's functions use on `device`, which is the
+    current one of its type."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
