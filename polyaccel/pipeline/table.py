@@ -74,6 +74,11 @@ class PipelineTable:
         """Whether any task is of a backward pass."""
         return any(task.op is not PipelineOp.FORWARD for tasks in self.tasks for task in tasks)
 
+    def forwards(self) -> PipelineTable:
+        """The table of its forward passes alone, in their order, which keeps nothing."""
+        tasks = tuple(tuple(task for task in stage if task.op is PipelineOp.FORWARD) for stage in self.tasks)
+        return PipelineTable(self.name, self.micro_batches, self.placement, tasks, (0,) * self.stages)
+
     def first(self, micro_batches: int) -> PipelineTable:
         """The table of the first `micro_batches` alone, the others left out. What was in order stays in order."""
         tasks = tuple(tuple(task for task in stage if task.micro_batch < micro_batches) for stage in self.tasks)

@@ -91,7 +91,8 @@ def initialize(
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     if isinstance(engine, PipelineEngine):
-        engine.compose_pipeline(runtime.config.pipeline.schedule)
+        section = runtime.config.pipeline
+        engine.compose_pipeline(section.schedule, section.chunks)
     engine.lr_scheduler = _make_schedule(runtime, engine, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -127,6 +128,8 @@ def _staged(
             loss_fn=getattr(model, "loss_fn", None),
             partition_method=method,
             activation_checkpoint_interval=interval,
+            schedule=section.schedule,
+            chunks=section.chunks,
         )
     if model.num_stages != stages:
         raise PolyaccelError(

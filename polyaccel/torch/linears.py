@@ -79,7 +79,7 @@ class Products:
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
-        operands = _matrix(x), weight.contiguous(), bias
+        operands = matrix(x), weight.contiguous(), bias
         is_watched = torch._C._len_torch_dispatch_stack() > 0
         out = _watched_product(*operands, self._number) if is_watched else self.forward(*operands)
         # Not a view of `out`, or autograd would refuse that a later layer changes it in place.
@@ -136,19 +136,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        products = _DIFFERENTIABLE if torch.is_grad_enabled() else ctx.products
-        grad = _matrix(grad)
+        products = DIFFERENTIABLE if torch.is_grad_enabled() else ctx.products
+        grad = matrix(grad)
         of_x = of_weight = of_bias = None
         if weight is not None:
             of_x = products.input_grad(grad, weight.contiguous()).reshape(ctx.x_shape)
         if x is not None:
-            of_weight = products.weight_grad(grad, _matrix(x))
+            of_weight = products.weight_grad(grad, matrix(x))
         if ctx.needs_input_grad[3]:
             of_bias = grad.sum(0)
         return None, of_x, of_weight, of_bias
 
 
-class _Forward:
+class LinearForward:
     """`forward` of one layer. A copy of the layer gets the ordinary one, and so does an unpickled layer."""
 
     def __init__(self, layer: nn.Linear, products: Products) -> None:
@@ -191,8 +191,8 @@ class Linears:
         assert device_type is not None  # what this frontend's accelerators have
         products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
         for layer in module.modules():
-            if isinstance(layer, nn.Linear) and _is_ordinary(layer):
-                layer.__dict__["forward"] = _Forward(layer, products)
+            if isinstance(layer, nn.Linear) and is_ordinary(layer):
+                layer.__dict__["forward"] = LinearForward(layer, products)
                 self._layers.append(layer)
             elif isinstance(layer, SharedModule):
                 layer.share.ranks.products = products
@@ -204,7 +204,7 @@ class Linears:
     def release(self) -> None:
         """Take it all back."""
         for layer in self._layers:
-            if isinstance(layer.__dict__.get("forward"), _Forward):
+            if isinstance(layer.__dict__.get("forward"), LinearForward):
                 del layer.__dict__["forward"]
         self._layers.clear()
         for shared in self._shared:
@@ -225,12 +225,12 @@ def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice:
     return table.only([op for op in MATRIX_OPS if all(op.name in names for _, names in every)])
 
 
-def _is_ordinary(layer: nn.Linear) -> bool:
+def is_ordinary(layer: nn.Linear) -> bool:
     """Whether the layer's forward is that of `nn.Linear`, not exchanged by anybody."""
     return getattr(layer.forward, "__func__", None) is nn.Linear.forward
 
 
-def _matrix(tensor: Tensor) -> Tensor:
+def matrix(tensor: Tensor) -> Tensor:
     """All rows of `tensor`, contiguous."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
@@ -242,4 +242,4 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 _TORCHS = KernelTable(
     "torch", {LINEAR: functional.linear, LINEAR_INPUT_GRAD: torch.mm, LINEAR_WEIGHT_GRAD: _weight_grad}
 )
-_DIFFERENTIABLE = Products.of(_TORCHS, "", 0)
+DIFFERENTIABLE = Products.of(_TORCHS, "", 0)

@@ -46,6 +46,8 @@ class BackwardPasses:
     ) -> None:
         self.reduce = True
         """Whether passes reduce their gradients; False inside `no_sync`."""
+        self.is_last: bool | None = None
+        """Whether passes of the engine's own end the accumulation; None where that is for the micro-batches to say."""
         self._accelerator = accelerator
         self._counters = counters
         self._loss_scaler = loss_scaler
@@ -58,6 +60,8 @@ class BackwardPasses:
         self._factor = 1.0
         """Gradients of the present pass are multiplied with this before they enter their bucket."""
         self._is_scaled_by_user = False
+        self._left: list[tuple[Tensor, Tensor]] | None = None
+        """Where gradients of parameters go instead of their buckets, see `leaving`."""
         self._is_watched = False
         """A backward without an optimizer is under way, and `_on_end` will be called after it."""
 
@@ -113,6 +117,16 @@ class BackwardPasses:
             self._end()
 
     @contextmanager
+    def leaving(self, left: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Passes inside are none for the step: the gradients of parameters go to `left`, as tensors with their
+        gradients, for `run_from`."""
+        self._left = left
+        try:
+            yield
+        finally:
+            self._left = None
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Passes inside accumulate on this rank only; the first one outside reduces what they left."""
         if not self.reduce:
@@ -143,7 +157,7 @@ class BackwardPasses:
 
     def notice(self) -> None:
         """A backward is under way: begin its pass, unless that has begun. Called inside of autograd."""
-        if self._step is None or self._step.in_pass:
+        if self._step is None or self._step.in_pass or self._left is not None:
             return
         if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it
             if not self._is_watched:
@@ -174,6 +188,10 @@ class BackwardPasses:
                 raise ShardingError(
                     f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn
                 )
+            if self._left is not None:
+                with torch.enable_grad():
+                    self._left.append((parameter.view_as(parameter), gradient))
+                return
             self.notice()
             if self._factor != 1.0:
                 gradient.mul_(self._factor)
@@ -188,8 +206,11 @@ class BackwardPasses:
         if not step.holds_gradients:
             self._held_scale = self.loss_scale
         self.require_one_scale()
+        if self._left is not None:
+            return
         self._factor = factor
-        step.begin_pass(reduce=self.reduce and step.policy.reduces_pass(is_last=self._counters.is_boundary))
+        is_last = self._counters.is_boundary if self.is_last is None else self.is_last
+        step.begin_pass(reduce=self.reduce and step.policy.reduces_pass(is_last=is_last))
 
     def require_one_scale(self) -> None:
         """Raise PolyaccelError where the loss scale has changed since a backward pass whose gradients are held: it is
@@ -204,6 +225,8 @@ class BackwardPasses:
 
     def _end(self) -> None:
         """Autograd has done, and the gradients are there."""
+        if self._left is not None:
+            return
         with self._timer("reduce"):
             self._on_end(True)
             self._attached.end_pass()

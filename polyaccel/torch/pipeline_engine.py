@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -13,56 +15,87 @@ from polyaccel.engine.same_training import require_same_training
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep
-from polyaccel.pipeline.schedules import make_table
-from polyaccel.pipeline.table import PipelineOp, PipelineTask
+from polyaccel.pipeline.choice import chosen_table
+from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep, message_of
+from polyaccel.pipeline.own import write_table
+from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 from polyaccel.torch.api.data import to_device
+from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.pipeline.exchange import StageExchange, as_list
+from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
+from polyaccel.torch.pipeline.passing import Passing, Results, labelled, mean_of
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
 from polyaccel.torch.states.whole_model import require_fitting, write_whole_model
 
-
-class _Passing:
-    """A micro-batch in this stage: what came in, what went out."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Tensor | None] = []
-        self.outputs: list[Tensor | None] = []
-        self.gradients: list[Tensor] = []
-        self.loss: Tensor | None = None
+_FORWARD = PipelineOp.FORWARD
+_BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
+Program = Sequence[tuple[StageStep, str]]
 
 
 class PipelineEngine(TorchEngine):
     """An engine whose model is a `PipelineModule`: `train_batch` does a step, `eval_batch` computes a loss."""
 
-    def compose_pipeline(self, schedule: str) -> None:
-        """Find this rank's neighbours. Collective."""
+    def compose_pipeline(self, schedule: str, chunks: int) -> None:
+        """Find this rank's neighbours, and what it does by `schedule`, of `chunks` a stage (0: what that needs).
+        Collective. Raises PipelineError for a schedule for which the model was not cut."""
         module = self._own_module
         assert isinstance(module, PipelineModule)  # what `initialize` makes
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
-        parts = [f"stage {stage} with layers {list(part)}" for stage, part in enumerate(module.parts)]
-        require_same_training(self.communicator, [f"the schedule {schedule}", *parts])
-        count = self.gradient_accumulation_steps()
-        self._training = check_table(make_table(schedule, self._stages, count))[self._stage]
-        self._evaluation = check_table(make_table("inference", self._stages, count, 1))[self._stage]
+        self._placement = module.placement
+        table = self._table(module, schedule, chunks)
+        parts = [
+            f"chunk {chunk} on stage {stage} with layers {list(part)}"
+            for chunk, (stage, part) in enumerate(zip(module.placement, module.parts, strict=True))
+        ]
+        told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
+        require_same_training(self.communicator, [told, *parts])
+        self._training = labelled(check_table(table)[self._stage])
+        self._evaluation = labelled(check_table(table.forwards())[self._stage])
+        tasks = table.tasks[self._stage]
+        self._count_of_passes = sum(task.op in (_BACKWARD, _WEIGHT) for task in tasks)
         line = self.runtime.along(("pipe",))
         self._line = line
         self._exchange = StageExchange(line, self.accelerator, self.device)
         self._ties = TiedWeights(module, line, self.device)
         self._ties.agree_on_types()
+        self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
+        splits = any(task.op is _INPUT for task in tasks)
+        self._delayed = DelayedLinears(module if splits else torch.nn.Identity())
         self._iterator: Any = None
         self._in_batch = False
+        self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
+
+    def _table(self, module: PipelineModule, schedule: str, chunks: int) -> PipelineTable:
+        """The table that the config asks for, or the model where the config has its default."""
+        if module.schedule is not None and schedule == "1f1b":
+            schedule, chunks = module.schedule, module.chunks
+        elif module.num_stages == 1 and module.schedule is None:
+            schedule, chunks = "1f1b", 0  # one rank does all, whatever the order
+        table = chosen_table(schedule, module.num_stages, self.gradient_accumulation_steps(), chunks or None)
+        if table.placement != module.placement:
+            also = f", chunks={chunks}" if chunks else ""
+            raise PipelineError(
+                f"the chunks of {schedule} are on the stages {list(table.placement)}, those of the PipelineModule on "
+                f"{list(module.placement)}",
+                cure=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
+                value=module.placement,
+            )
+        return table
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
-        return self._stage == 0
+        return self._placement[0] == self._stage
 
     def is_last_stage(self) -> bool:
         """Whether this rank's stage has the last layers, and the loss."""
-        return self._stage == self._stages - 1
+        return self._placement[-1] == self._stage
+
+    def destroy(self) -> None:
+        """As that of `TorchEngine`."""
+        self._delayed.release()
+        super().destroy()
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Take micro-batches from `iterator` where `train_batch` and `eval_batch` are given none."""
@@ -92,100 +125,168 @@ class PipelineEngine(TorchEngine):
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: that of `set_dataiterator`, else the
-        engine's own loader). A micro-batch is a pair of inputs and labels: the first stage uses the inputs, the last
-        the labels. Returns the mean loss of this rank's micro-batches, on every stage."""
+        engine's own loader). A micro-batch is a pair of inputs and labels: the stage of the first layers uses the
+        inputs, that of the last the labels. Returns the mean loss of this rank's micro-batches, on every stage."""
         self._require_optimizer()
         self.train()
-        loss = self._do_steps(self._training, data_iter)
+        results = Results()
+        self._do_steps(self._training, data_iter, results)
+        loss = self._from_last_stage(results.losses).mean()
         self._losses[:] = [loss]
         self.step()
         return loss
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Any = None) -> Tensor:
+    def eval_batch(
+        self,
+        data_iter: Any = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+    ) -> Any:
         """The mean loss of as many micro-batches as a step has, without gradients, on every stage; the training mode is
-        restored."""
+        restored. With `reduce_output` None the losses of all of them, as a list. Without `compute_loss` the outputs of
+        the last layers take their place, and only the stage of these has them, the others None. `return_logits` gives a
+        pair: that, and the outputs by micro-batch as a list, again on that stage alone."""
+        if reduce_output not in (None, "avg"):
+            raise PolyaccelError(f"reduce_output {reduce_output!r}", cure='use "avg" or None', value=reduce_output)
         was_training = self.training
         self.eval()
+        results = Results(wants_losses=compute_loss, wants_outputs=return_logits or not compute_loss)
         try:
-            return self._do_steps(self._evaluation, data_iter)
+            self._do_steps(self._evaluation, data_iter, results)
         finally:
             self.train(was_training)
+        outputs = results.outputs if self.is_last_stage() else None
+        found: Any
+        if compute_loss:
+            losses = self._from_last_stage(results.losses)
+            found = losses.mean() if reduce_output else list(losses)
+        else:
+            found = mean_of(outputs) if reduce_output and outputs is not None else outputs
+        return (found, outputs) if return_logits else found
 
-    def _do_steps(self, steps: tuple[StageStep, ...], data_iter: Any) -> Tensor:
-        """Do the steps of a program with new micro-batches. Returns the mean loss."""
+    def _do_steps(self, program: Program, data_iter: Any, results: Results) -> None:
+        """Do the steps of a program with new micro-batches."""
         source = self._data(self._iterator if data_iter is None else data_iter)
         with self.timer("data"):
             batches = [_pair(to_device(next(source), self.device)) for _ in range(self.gradient_accumulation_steps())]
-        passing = [_Passing() for _ in batches]
-        losses: list[Tensor] = []
-        left = sum(isinstance(step, PipelineTask) and step.op is PipelineOp.BACKWARD for step in steps)
+        trains = torch.is_grad_enabled()
+        left = self._count_of_passes + self._ties_come_last
         self._ties.refresh()
+        self._passing.clear()
         self._in_batch = True
         try:
-            for step in steps:
-                if isinstance(step, PipelineTask):
-                    here = passing[step.micro_batch]
-                    if step.op is PipelineOp.FORWARD:
-                        self._do_forward(here, *batches[step.micro_batch], losses)
-                    else:
-                        left -= 1
-                        self._do_backward(here, is_last=not left)
+            for step, label in program:
+                if isinstance(step, (StageSend, StageReceive)):
+                    self._move(step, label)
+                elif step.op is _FORWARD:
+                    self._do_forward(step, *batches[step.micro_batch], results)
                 else:
-                    self._move(step, passing[step.message.micro_batch])
+                    left -= step.op is not _INPUT
+                    self._do_backward(step, is_last=not left)
+            if trains:
+                self._ties.return_gradients()  # behind the last message of activations
+                if self._ties_come_last:
+                    self._passes.is_last = True
+                    self._run_from(self._ties.take_gradients())
         finally:
             self._in_batch = False
-        if torch.is_grad_enabled():
-            self._ties.return_gradients()  # behind the last message of activations
+            self._passes.is_last = None
+            self._passing.clear()
         self._exchange.settle()
         self._ties.settle()
-        return self._from_last_stage(losses)
+        if trains:
+            for _ in batches[1:]:
+                self.counters.advance()
 
-    def _move(self, step: StageSend | StageReceive, here: _Passing) -> None:
+    def _move(self, step: StageSend | StageReceive, label: str) -> None:
         message = step.message
+        forward = message.op is _FORWARD
         if isinstance(step, StageSend):
-            if message.op is PipelineOp.FORWARD:
-                self._exchange.send_outputs(message.target, here.outputs)
+            here = self._passing[message.micro_batch, message.chunk]
+            if forward:
+                self._exchange.send_outputs(message, here.outputs, label)
             else:
-                self._exchange.send_gradients(message.target, here.inputs)
+                self._exchange.send_gradients(message, gradients_of(here.inputs), label)
                 here.inputs = []
-        elif message.op is PipelineOp.FORWARD:
-            here.inputs = self._exchange.receive_outputs(message.source, needs_grad=torch.is_grad_enabled())
+        elif forward:
+            here = self._passing[message.micro_batch, message.chunk + 1]
+            here.inputs = self._exchange.receive_outputs(message, label, needs_grad=torch.is_grad_enabled())
         else:
-            here.gradients = self._exchange.receive_gradients(message.source, here.outputs)
+            here = self._passing[message.micro_batch, message.chunk - 1]
+            here.gradients = self._exchange.receive_gradients(message, here.outputs, label)
 
-    def _do_forward(self, here: _Passing, inputs: Any, labels: Any, losses: list[Tensor]) -> None:
-        if not self.is_first_stage():
+    def _is_here(self, chunk: int) -> bool:
+        return 0 <= chunk < len(self._placement) and self._placement[chunk] == self._stage
+
+    def _do_forward(self, task: PipelineTask, inputs: Any, labels: Any, results: Results) -> None:
+        _, micro_batch, chunk = task
+        here, trains = self._passing[micro_batch, chunk], torch.is_grad_enabled()
+        if chunk:
+            if self._is_here(chunk - 1):
+                before = self._passing[micro_batch, chunk - 1]
+                here.inputs = handed_over(before.outputs, needs_grad=trains)
             inputs = here.inputs[0] if len(here.inputs) == 1 else tuple(here.inputs)
-        outputs = self(inputs)
-        if self.is_last_stage():
-            here.loss = outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
-            losses.append(here.loss.detach())
-        else:
+        outputs = self(inputs, chunk=chunk)
+        if chunk + 1 < len(self._placement):
             here.outputs = as_list(outputs)
-
-    def _do_backward(self, here: _Passing, *, is_last: bool) -> None:
-        """`is_last`: of the step. The update counts that one."""
-        ties = self._ties.take_gradients() if is_last else []
-        if self.is_last_stage():
-            assert here.loss is not None  # the forward pass was before
-            self.backward(here.loss)
-            here.loss = None
         else:
-            pairs = [output for output in here.outputs if output is not None and output.requires_grad]
-            roots = [*zip(pairs, here.gradients, strict=True), *ties]
-            if roots:
-                self._passes.run_from(*zip(*roots, strict=True))
-            here.outputs, here.gradients = [], []
-        if not is_last:
-            self.counters.advance()
+            if results.wants_losses:
+                loss = outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
+                results.losses.append(loss.detach())
+                here.loss = loss
+            if results.wants_outputs:
+                results.outputs.append(outputs)
+        if not trains:
+            self._passing.pop((micro_batch, chunk - 1), None)  # what it made was sent, or used
+            here.inputs = []
 
-    def _from_last_stage(self, losses: list[Tensor]) -> Tensor:
-        value = torch.stack(losses).float().mean() if losses else torch.zeros((), device=self.device)
-        flat = value.reshape(1).contiguous()
-        if self._stages > 1:
-            self._line.broadcast(wrap_torch(flat), self._stages - 1, label="loss")
-        return flat[0]
+    def _do_backward(self, task: PipelineTask, *, is_last: bool) -> None:
+        """`is_last`: of the step. The update counts that one."""
+        here = self._passing[task.micro_batch, task.chunk]
+        self._passes.is_last = is_last
+        if task.op is _INPUT:
+            with self._passes.leaving(here.left), self._delayed.leaving(here.left):
+                self._run_chunk(task, here, [])
+            return
+        ties = self._ties.take_gradients() if is_last else []
+        if task.op is _WEIGHT:
+            left, here.left = here.left, []
+            self._run_from([*left, *ties])
+        else:
+            self._run_chunk(task, here, ties)
+
+    def _run_chunk(self, task: PipelineTask, here: Passing, ties: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A backward pass of a chunk, from the loss or from the gradients of what went out, and from those of `ties`,
+        which a stage with the loss gets with another chunk."""
+        _, micro_batch, chunk = task
+        if chunk + 1 == len(self._placement):
+            assert here.loss is not None  # the forward pass was before
+            loss, here.loss = here.loss, None
+            self.backward(loss)
+            return
+        if self._is_here(chunk + 1):
+            behind = self._passing[micro_batch, chunk + 1]
+            here.gradients, behind.inputs = gradients_of(behind.inputs), []
+        roots = [output for output in here.outputs if output is not None and output.requires_grad]
+        pairs = list(zip(roots, here.gradients, strict=True))
+        here.outputs, here.gradients = [], []
+        self._run_from([*pairs, *ties])
+
+    def _run_from(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """A backward pass from tensors with their gradients."""
+        if pairs:
+            self._passes.run_from(*zip(*pairs, strict=True))
+
+    def _from_last_stage(self, losses: Sequence[Tensor]) -> Tensor:
+        """The losses of the micro-batches, on every stage."""
+        if self._stages == 1:
+            return torch.stack(list(losses)).float()
+        count = self.gradient_accumulation_steps()
+        values = torch.stack(list(losses)).float() if losses else torch.zeros(count, device=self.device)
+        self._line.broadcast(wrap_torch(values), self._placement[-1], label="losses")
+        return values
 
     # The whole model.
 

@@ -18,8 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polyaccel.comm.default import default_communicator, is_initialized
+from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.pipeline.chunk import Chunk, Layer, LayerPlace, Recomputing, class_name
 
 
 class LayerSpec:
@@ -82,7 +84,8 @@ class PipelineModule(nn.Module):
     axis `pipe` of `topology`) are places in the pipeline; more than one need `init_distributed` before.
     `loss_fn(output, labels)` is computed behind the last layer; without one, that layer's output is the loss.
     `partition_method` and `activation_checkpoint_interval` as in the config's section `pipeline`. `seed_layers` calls
-    `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`).
+    `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`). `schedule` and `chunks`, as
+    in that section too, say how many chunks of the model each stage has, and which; None and 0 for one a stage.
 
     Raises PipelineError for layers that cannot be dealt to so many stages.
     """
@@ -101,61 +104,87 @@ class PipelineModule(nn.Module):
         activation_checkpoint_func: Callable[..., Any] = checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
+        schedule: str | None = None,
+        chunks: int = 0,
     ) -> None:
         super().__init__()
         self.loss_fn = loss_fn
         self.num_stages, self.stage = _place(num_stages, topology)
-        self.activation_checkpoint_interval = activation_checkpoint_interval
-        self._checkpoint = activation_checkpoint_func
-        self._checkpointable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+        self.schedule, self.chunks = schedule, chunks
+        self.placement = chosen_placement(schedule or "1f1b", self.num_stages, chunks or None)
+        """The stage of each chunk of the model."""
+        classes = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+        recomputing = Recomputing(activation_checkpoint_interval, activation_checkpoint_func, classes)
         specs = list(layers)
         if not specs:
             raise PipelineError("a model without layers", cure="give a list of layers", value=0)
         names, numels = zip(*_weighed(specs), strict=True)
-        self.parts = split_layers(layer_weights(partition_method, names, numels), self.num_stages)
-        """The layers of each stage."""
+        self.parts = split_layers(layer_weights(partition_method, names, numels), len(self.placement))
+        """The layers of each chunk."""
         self.ties: dict[str, TiedModule] = {}
         """The modules of this stage that others have too, by key."""
-        self._layers: list[Callable[..., Any]] = []
+        self._chunks: dict[int, Chunk] = {}
         seed = torch.manual_seed if seed_fn is None else seed_fn
         tied: dict[str, nn.Module] = {}
-        for index in self.parts[self.stage]:
-            if seed_layers:
-                seed(base_seed + index)
-            self._layers.append(self._built(index, specs, tied))
+        for chunk, part in enumerate(self.parts):
+            if self.placement[chunk] != self.stage:
+                continue
+            built: list[Layer] = []
+            for index in part:
+                if seed_layers:
+                    seed(base_seed + index)
+                built.append(self._built(index, specs, tied))
+            first, before = (LayerPlace(at, names[at], self.stage_of(at)) for at in (part[0], max(part[0] - 1, 0)))
+            self._chunks[chunk] = Chunk(built, recomputing, first, before if chunk else None)
 
-    def _built(self, index: int, specs: Sequence[Any], tied: dict[str, nn.Module]) -> Callable[..., Any]:
+    def stage_of(self, layer: int) -> int:
+        """The stage that has layer `layer` of the whole model."""
+        return next(self.placement[chunk] for chunk, part in enumerate(self.parts) if layer in part)
+
+    def chunk(self, number: int) -> Chunk:
+        """What this stage computes for a chunk of the model that it holds. Raises PipelineError for another."""
+        if number not in self._chunks:
+            raise PipelineError(
+                f"stage {self.stage} has the chunks {list(self._chunks)} of the model, not {number}",
+                cure="ask the stage that `placement` names",
+                value=number,
+            )
+        return self._chunks[number]
+
+    def _built(self, index: int, specs: Sequence[Any], tied: dict[str, nn.Module]) -> Layer:
         """Layer `index`, which becomes a part of this module."""
         spec = specs[index]
         if not isinstance(spec, TiedLayerSpec):
-            layer: Callable[..., Any] = spec.build() if isinstance(spec, LayerSpec) else spec
+            layer: Layer = spec.build() if isinstance(spec, LayerSpec) else spec
             if isinstance(layer, nn.Module):
                 self.add_module(str(index), layer)
             return layer
         if spec.key not in tied:
             alike = [at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key]
-            holders = tuple(stage for stage, part in enumerate(self.parts) if any(at in part for at in alike))
+            holders = tuple(sorted({self.stage_of(at) for at in alike}))
             module = tied[spec.key] = spec.build()
             self.add_module(str(alike[0]), module)
             if len(holders) > 1:
                 lent = _lend(module) if holders[0] != self.stage else ()
                 self.ties[spec.key] = TiedModule(module, holders, lent)
         module, forward_fn = tied[spec.key], spec.forward_fn
-        return module if forward_fn is None else lambda inputs: forward_fn(module, inputs)
+        if forward_fn is None:
+            return module
+        return lambda *inputs: forward_fn(module, inputs[0] if len(inputs) == 1 else inputs)
 
-    def forward(self, inputs: Any) -> Any:
-        """The output of the stage's last layer. A tuple is given to a layer as its arguments."""
-        interval = self.activation_checkpoint_interval
-        if not interval or not torch.is_grad_enabled():
-            return _run(self._layers, inputs)
-        for begin in range(0, len(self._layers), interval):
-            layers = self._layers[begin : begin + interval]
-            if self._checkpointable is not None and not all(_class(layer) in self._checkpointable for layer in layers):
-                inputs = _run(layers, inputs)
-            elif self._checkpoint is checkpoint:
-                inputs = checkpoint(_run, layers, inputs, use_reentrant=False)
-            else:
-                inputs = self._checkpoint(_run, layers, inputs)
+    def forward(self, inputs: Any, chunk: int | None = None) -> Any:
+        """The output of a chunk, without a number that of all layers that are here. A tuple is given to a layer as its
+        arguments. Raises PipelineError where layers of other stages stand between those that are here."""
+        if chunk is not None:
+            return self.chunk(chunk)(inputs)
+        if self.num_stages > 1 and len(self._chunks) > 1:
+            raise PipelineError(
+                f"stage {self.stage} has the chunks {list(self._chunks)} of the model, and none between them",
+                cure="say which: forward(inputs, chunk=N)",
+                value=list(self._chunks),
+            )
+        for each in self._chunks.values():
+            inputs = each(inputs)
         return inputs
 
 
@@ -196,16 +225,6 @@ def _lend(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
     return tuple((part, name) for part, name, _ in places)
 
 
-def _run(layers: Sequence[Callable[..., Any]], inputs: Any) -> Any:
-    for layer in layers:
-        inputs = layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
-    return inputs
-
-
-def _class(layer: Any) -> str:
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
-
-
 def _weighed(layers: Sequence[Any]) -> list[tuple[str, int]]:
     """The name of each layer's class and how many elements it trains. Nothing is computed or allocated for that. Tied
     layers weigh as much as any."""
@@ -217,5 +236,5 @@ def _weighed(layers: Sequence[Any]) -> list[tuple[str, int]]:
         else:
             built = layer
         parameters = built.parameters() if isinstance(built, nn.Module) else ()
-        weighed.append((_class(built), sum(one.numel() for one in parameters if one.requires_grad)))
+        weighed.append((class_name(built), sum(one.numel() for one in parameters if one.requires_grad)))
     return weighed

@@ -23,6 +23,11 @@ class TiedWeights:
         self._sending: list[tuple[Work, Tensor]] = []
         self._dtype: torch.dtype | None = None
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this stage owns parameters that others have too."""
+        return any(True for _ in self._owned())
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Let all holders have the owner's values, in the owner's types. Every stage calls it."""

@@ -1,0 +1,69 @@
+"""What a pipeline has under way: each micro-batch in each chunk of this stage, and what came out in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep
+from polyaccel.pipeline.table import PipelineTask
+
+
+@dataclass
+class Passing:
+    """A micro-batch in a chunk: what came in, what went out, what came back, and the gradients that are left for later,
+    as roots of a backward pass with their gradients."""
+
+    inputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Tensor | None] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+    left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Results:
+    """What the last layers gave: losses, and outputs where somebody wants them, by micro-batch."""
+
+    wants_losses: bool = True
+    wants_outputs: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+def labelled(steps: Sequence[StageStep]) -> tuple[tuple[StageStep, str], ...]:
+    """Steps with what others are told of their messages: which it is, and what this stage does then. So the last
+    message of a rank that is gone says where it was."""
+    found: list[tuple[StageStep, str]] = []
+    after = "then the end of the step"
+    for step in reversed(steps):
+        if isinstance(step, (StageSend, StageReceive)):
+            found.append((step, f"{step.message}, {after}"))
+        else:
+            after = f"then {step}"
+            found.append((step, str(step)))
+    return tuple(reversed(found))
+
+
+def mean_of(outputs: Sequence[Any]) -> Any:
+    """The mean of equal outputs of micro-batches, tensor by tensor. Raises ValueError where they are no tensors, or of
+    other shapes."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if any(one.shape != first.shape for one in outputs):
+            raise ValueError("the outputs of micro-batches have other shapes: use reduce_output=None")
+        return torch.stack(list(outputs)).mean(0, dtype=first.dtype if first.is_floating_point() else torch.float32)
+    if isinstance(first, (tuple, list)):
+        return type(first)(mean_of(each) for each in zip(*outputs, strict=True))
+    if first is None:
+        return None
+    raise ValueError(f"there is no mean of a {type(first).__name__}: use reduce_output=None")
+
+
+def is_pass(task: PipelineTask) -> bool:
+    """Whether a task gives parameters their gradients."""
+    return task.op.name in ("BACKWARD", "BACKWARD_WEIGHT")
