@@ -25,7 +25,7 @@ from polyaccel.errors import LaunchError, PolyaccelError
 from polyaccel.launch.base import Job
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.plan import plan_host
-from polyaccel.launch.remote.callers import KEY_NBYTES, LIFE_SIGN, LOST, Records, call_back
+from polyaccel.launch.remote.callers import KEY_NBYTES, LOST, Records, call_back
 from polyaccel.launch.remote.words import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.port import free_port
@@ -141,9 +141,6 @@ class CalledOrders(LauncherOrders):
     def _never_wait(self) -> None:
         self._waits = False
 
-    def _answer(self) -> None:
-        """`_read` has, over the connection."""
-
     def _read(self) -> bytes:
         ready = {key.fd for key, _ in self._selector.select(None if self._waits else 0)}
         if self._way_fd in ready and not os.read(self._way_fd, _CHUNK_NBYTES):
@@ -154,8 +151,6 @@ class CalledOrders(LauncherOrders):
         data = self._connection.recv(_CHUNK_NBYTES)
         if not data:
             return b""
-        with suppress(BlockingIOError):
-            self._connection.send(LIFE_SIGN)
         text = self._records.opened(data)
         if not text:
             raise BlockingIOError

@@ -4,9 +4,9 @@
 pdsh gives the programs that it starts no input, and everybody may read their arguments. But what an agent prints comes
 back through ssh, where nobody else reads it. So the agent draws a key, prints it with its first word, and connects to
 the launcher's port, at the address that its ssh came from. The launcher sends a random number, and the agent's seal of
-it says whose connection this is; nothing else that comes is read as more than a sign of life. What the launcher sends
-is encrypted and sealed by that key, which only these two have, with a stream and a number of its own for each record:
-it may hold tokens of the user's. The agent's last word is sealed too, for its output may wait for a slow reader.
+it says whose connection this is. What the launcher sends is encrypted and sealed by that key, which only these two
+have, with a stream and a number of its own for each record: it may hold tokens of the user's. All that comes back over
+the connection is the agent's last word, sealed too, for its output may wait for a slow reader.
 Whoever connects without the key is let go; whoever cuts the way can end the job, and no more.
 """
 
@@ -28,16 +28,12 @@ KEY_NBYTES = 32
 LOST = 255
 """The exit code of a job that has lost the way to an agent, as that of ssh."""
 _NONCE_NBYTES = 32
-SILENCE_S = 8.0
-"""An agent that has not answered for so long is lost; it is asked every two seconds."""
 _GREETING_S = 10.0
 _ENDED_S = 1.0
 """An agent's last word on its output may be later than the end of its connection by so much."""
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<i")
 _END_NBYTES = SEAL_NBYTES + _CODE.size
-LIFE_SIGN = b"\n"
-"""An agent's answer to each line."""
 _PROOF_NBYTES = _NUMBER.size + SEAL_NBYTES
 _MOST_NBYTES = 1 << 28
 _MOST_STRANGERS = 256
@@ -145,7 +141,6 @@ class Callers:
         self._known: dict[int, _Connection] = {}
         self._keys: dict[int, bytes] = {}
         self._waiting: dict[int, list[bytes]] = {}
-        self._heard_s: dict[int, float] = {}
         self._gone_s: dict[int, float] = {}
         self.codes: dict[int, int] = {}
         """What the agents say that their parts of the job ended with."""
@@ -178,10 +173,6 @@ class Callers:
         for number in [number for number, each in self._known.items() if each.unsent]:
             self._flush(number)
 
-    def forgive(self) -> None:
-        """Nobody has been silent: it is this process that did not listen."""
-        self._heard_s = dict.fromkeys(self._heard_s, monotonic())
-
     def take(self) -> None:
         """Accept who connects, and read who is there."""
         for key, _ in self._selector.select(0):
@@ -195,23 +186,16 @@ class Callers:
             self._admit(stranger)
 
     def lost(self) -> list[int]:
-        """The agents that have hung up, or said nothing for too long."""
+        """The agents that have hung up without a last word, or have lost the way by which they print."""
         now = monotonic()
-        silent = {number for number, heard_s in self._heard_s.items() if now - heard_s >= SILENCE_S}
-        return sorted(silent | {number for number, gone_s in self._gone_s.items() if now - gone_s >= _ENDED_S})
+        return sorted(number for number, gone_s in self._gone_s.items() if now - gone_s >= _ENDED_S)
 
     def lost_at_s(self) -> float:
         """When `lost` may have somebody, unless something comes before."""
-        return min(
-            *(heard_s + SILENCE_S for heard_s in self._heard_s.values()),
-            *(gone_s + _ENDED_S for gone_s in self._gone_s.values()),
-            inf,
-            inf,
-        )
+        return min((gone_s + _ENDED_S for gone_s in self._gone_s.values()), default=inf)
 
     def forget(self, number: int) -> None:
         """That agent has said its last word."""
-        self._heard_s.pop(number, None)
         self._gone_s[number] = inf
 
     def close(self) -> None:
@@ -255,7 +239,6 @@ class Callers:
                     return
                 self._strangers.remove(stranger)
                 self._known[number] = stranger
-                self._heard_s[number] = monotonic()
                 stranger.records = Records(key, stranger.nonce)
                 self._selector.modify(stranger.raw, selectors.EVENT_READ, number)
                 for line in self._waiting.pop(number, []):
@@ -277,13 +260,14 @@ class Callers:
         except OSError:
             data = b""
         if data:
-            if number in self._heard_s:
-                self._heard_s[number] = monotonic()
             connection = self._known[number]
-            connection.said = (connection.said + data).lstrip(LIFE_SIGN)[: 1 + _END_NBYTES]
+            connection.said = (connection.said + data)[: 1 + _END_NBYTES]
             if connection.records is not None and (code := connection.records.code_in(connection.said)) is not None:
-                self.codes[number] = code
-                self.forget(number)
+                if code == LOST:  # why, the end of the way says: it comes within `_ENDED_S`
+                    self._hang_up(number)
+                else:
+                    self.codes[number] = code
+                    self.forget(number)
         else:
             self._hang_up(number)
 
@@ -299,7 +283,6 @@ class Callers:
         with suppress(KeyError, ValueError):  # done before
             self._selector.unregister(connection.raw)
         connection.raw.close()
-        self._heard_s.pop(number, None)
         self._gone_s.setdefault(number, monotonic())
 
 

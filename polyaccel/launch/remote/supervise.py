@@ -70,6 +70,8 @@ class HostProcess(RankProcess):
         self.way = way
         self.codes: dict[int, int] = {}
         """How the agents say that their parts of the job ended, by host."""
+        self.done_s = inf
+        """When all of them had said so."""
         self._stdin = process.stdin
         os.set_blocking(self._stdin.fileno(), False)
         self._unsent = b""
@@ -162,7 +164,7 @@ class HostsSupervisor(Supervisor):
         self._first_address = first_address
         self._hellos: dict[int, dict[str, Any]] = {}
         self._heard_s: dict[int, float] = {}
-        """When an agent that does not call back was heard."""
+        """When an agent was heard, among what its ranks print."""
         self._handled_s = monotonic()
         self._unjudged: list[HostProcess] = []
         """Ways that have ended, of which not all that they said is read."""
@@ -214,6 +216,7 @@ class HostsSupervisor(Supervisor):
         until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
         if self._callers is not None and not self._is_ending:
             until = min(until, self._callers.lost_at_s() - monotonic())
+        until = min(until, *(self._lingers_at_s(each) - monotonic() for each in self._processes()))
         if any(each.has_unsent for each in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
         before = super()._patience_s()
@@ -231,18 +234,17 @@ class HostsSupervisor(Supervisor):
             self._callers.take()
             for number, code in self._callers.codes.items():
                 self._note_end(number, code)
-                if (
-                    code
-                ):  # as a rule the agent has said why by its output; but that may be cut off, or wait for a reader
-                    host, why = tuple(self._job.hosts)[number], f"failed with code {code}"
-                    why = "is lost: the way to its agent has ended" if code == LOST else why
-                    was_asked = code - 128 in self._passed_on
-                    self._fail(JobFailure(code, f"the part of the job on {host} {why}", was_asked=was_asked))
+                if code:  # as a rule the agent has said why by its output; but that may wait for a reader
+                    why = f"the part of the job on {tuple(self._job.hosts)[number]} failed with code {code}"
+                    self._fail(JobFailure(code, why, was_asked=code - 128 in self._passed_on))
         super()._handle(signals)
         self._judge()
+        for each in self._processes():
+            if self._lingers_at_s(each) <= monotonic():
+                each.give_up()
         if self._callers is not None and not self._is_ending and (lost := self._callers.lost()):
             names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
-            self._fail(JobFailure(LOST, f"{names}: the connection to the agent is lost, or it does not answer"))
+            self._fail(JobFailure(LOST, f"{names}: the way to the agent, or the connection to it, is lost"))
         if monotonic() >= self._beat_s or any(each.has_unsent for each in self._processes()):
             self._beat_s = monotonic() + BEAT_S
             for each in self._processes():
@@ -268,6 +270,13 @@ class HostsSupervisor(Supervisor):
                 if set(each.way.hosts) <= set(silent):
                     each.give_up()
 
+    def _lingers_at_s(self, way: HostProcess) -> float:
+        """When a way is given up that stays though all its agents have said their last word: it may be stopped, which
+        is not seen where another process has started it."""
+        if not self._is_ending or way.state is ProcessState.ENDED:
+            return inf
+        return max(way.done_s, self._output.waited_s) + _LAST_WORDS_S
+
     def _stop_oneself(self) -> None:
         """Tell the agents that nothing will be heard for a while, and stop."""
         for each in self._processes():
@@ -281,8 +290,6 @@ class HostsSupervisor(Supervisor):
         os.kill(os.getpid(), signal.SIGSTOP)
         self._answer_until_s += monotonic() - stopped_s
         self._beat_s = monotonic()
-        if self._callers is not None:
-            self._callers.forgive()
 
     def _hear(self, said: dict[str, Any]) -> None:
         number = int(said["number"])
@@ -301,8 +308,7 @@ class HostsSupervisor(Supervisor):
             self._fail(JobFailure(code, why, was_asked=was_asked))
         else:
             self._hellos[number] = said
-            if "key" not in said:
-                self._heard_s[number] = monotonic()
+            self._heard_s[number] = monotonic()
             if self._callers is not None and "key" in said:
                 self._callers.expect(number, bytes.fromhex(said["key"]))
             if len(self._hellos) == len(self._job.hosts):
@@ -312,6 +318,8 @@ class HostsSupervisor(Supervisor):
         for each in self._processes():
             if number in each.way.hosts:
                 each.codes[number] = code
+                if set(each.codes) >= set(each.way.hosts):
+                    each.done_s = min(each.done_s, monotonic())
 
     def _is_going_on(self) -> bool:
         return bool(self._unjudged) or super()._is_going_on()

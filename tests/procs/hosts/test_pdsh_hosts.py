@@ -85,7 +85,21 @@ def test_a_way_that_is_killed_ends_the_job(running: WaitingJob, name: str) -> No
     os.kill(pdsh if name == "pdsh" else _children(pdsh, "ssh")[-1], signal.SIGKILL)
     code, said = running.ended()
     assert code == (137 if name == "pdsh" else 255)
-    assert "was killed by SIGKILL" in said if name == "pdsh" else "is lost: the way to its agent has ended" in said
+    assert (
+        "was killed by SIGKILL" in said
+        if name == "pdsh"
+        else "the way to the agent, or the connection to it, is lost" in said
+    )
+    running.hosts.wait_until_nothing_is_left()
+
+
+def test_a_way_that_is_stopped_ends_the_job(running: WaitingJob) -> None:
+    """pdsh has started it, so nobody tells the launcher; but no agent is heard over it any more."""
+    (pdsh,) = _children(running.process.pid, "pdsh")
+    os.kill(_children(pdsh, "ssh")[-1], signal.SIGSTOP)
+    code, said = running.ended()
+    assert code == 255
+    assert "the agent does not answer, or the connection to it is lost" in said
     running.hosts.wait_until_nothing_is_left()
 
 
@@ -93,7 +107,7 @@ def test_an_agent_that_is_killed_ends_the_job(running: WaitingJob) -> None:
     running.hosts.up.hosts[1].run("pkill", "-KILL", "-f", "polyaccel.launch.remote.agent")
     code, said = running.ended()
     assert code == 255
-    assert "host2: the connection to the agent is lost" in said
+    assert "host2: the way to the agent, or the connection to it, is lost" in said
     running.hosts.wait_until_nothing_is_left()
 
 
@@ -101,7 +115,7 @@ def test_a_host_without_a_network_ends_the_job_on_both_sides(running: WaitingJob
     running.hosts.up.hosts[1].cut()
     code, said = running.ended()
     assert code == 255
-    assert "host2: the connection to the agent is lost, or it does not answer" in said
+    assert "host2: the agent does not answer, or the connection to it is lost" in said
     running.hosts.wait_until_nothing_is_left()
 
 
