@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,16 +39,25 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("unhurried")
 
 
-_SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+def _slow() -> dict[str, int]:
+    """What `tests/slow.txt` names, with the number behind `1/`, 0 where none stands there."""
+    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(" 1/") for line in lines if not line.startswith("#"))
+    return {name: int(number or 0) for name, _, number in names}
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` names are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that `tests/slow.txt` names (a file, a class, a function, one case of it) are marked `slow`."""
+    """What `tests/slow.txt` names (files, classes, functions, some of their cases, single cases) is marked `slow`."""
+    slow, seen = _slow(), Counter[str]()
     for item in items:
-        parts = item.nodeid.partition("[")[0].split("::")
-        if _SLOW & {item.nodeid, *("::".join(parts[:most]) for most in range(1, len(parts) + 1))}:
+        function = item.nodeid.partition("[")[0]
+        parts = function.split("::")
+        names = (item.nodeid, *("::".join(parts[:most]) for most in range(1, len(parts) + 1)))
+        every = slow.get(function, 0)
+        if (every and seen[function] % every) or any(slow.get(name) == 0 for name in names):
             item.add_marker("slow")
+        seen[function] += 1
 
 
 def pytest_collection_finish() -> None:
