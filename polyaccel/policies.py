@@ -372,11 +372,12 @@ class CutRules:
     """Which layers tensor ranks share. `layers` has for each entry of the config patterns of names, `column`, `row` or
     `skip`, the lengths of a fused weight's parts (None: one part) and the dimension that has them (None: that which is
     cut). `use_defaults`: beside those what the model says of itself, or its structure. `gather_logits`: every rank has
-    all logits."""
+    all logits. `share_tokens`: between these layers each rank has some of the tokens."""
 
     layers: tuple[tuple[Any, ...], ...] = ()
     use_defaults: bool = True
     gather_logits: bool = True
+    share_tokens: bool = False
 
 
 def cut_rules_of(config: ResolvedConfig) -> CutRules:
@@ -390,4 +391,5 @@ def cut_rules_of(config: ResolvedConfig) -> CutRules:
         ),
         partition is None or partition.use_default_specs,
         not section.vocab_parallel_lm_head,
+        section.sequence_sharded,
     )

@@ -1,4 +1,5 @@
-"""`python -m bench tensor`: the passes of two tensor ranks, of torch's DTensor, and of one rank with two threads."""
+"""`python -m bench tensor`: the passes of two tensor ranks, of two that share tokens too, of torch's DTensor, and of
+one rank with two threads; and what autograd keeps of a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from bench.steps.launch import figures_of
 from bench.table import make_console, make_table
 
-VARIANTS = ("polyaccel", "DTensor", "one rank")
+VARIANTS = ("polyaccel", "tokens shared", "DTensor", "one rank")
 _LIMIT_S = 600.0
 
 
@@ -23,17 +24,21 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     losses: dict[str, list[float]] = {}
+    kept: dict[str, int] = {}
     for _ in range(options.rounds):
         for variant in VARIANTS:
             found = measured(variant, options.steps)
             seconds[variant] += found["seconds"]
             losses[variant] = found["losses"]
+            kept[variant] = found["kept_nbytes"]
     base = median(seconds["DTensor"])
-    shown = make_table("two tensor ranks", ("variant", "median ms", "min ms", "times DTensor", "loss off by"))
+    shown = make_table(
+        "two tensor ranks", ("variant", "median ms", "min ms", "times DTensor", "loss off by", "kept MB")
+    )
     for variant, each in seconds.items():
         off = max(abs(a - b) for a, b in zip(losses[variant], losses["one rank"], strict=True))
         times = [f"{median(each) * 1e3:.1f}", f"{min(each) * 1e3:.1f}", f"{base / median(each):.2f}"]
-        shown.add_row(variant, *times, f"{off:.1e}")
+        shown.add_row(variant, *times, f"{off:.1e}", f"{kept[variant] / 2**20:.1f}")
     make_console().print(shown)
     return 0
 

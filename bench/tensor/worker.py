@@ -1,7 +1,8 @@
 """What every rank does: `python -m bench.tensor.worker VARIANT STEPS RESULT` under `polyaccel run`.
 
 A Llama of 16 million parameters from transformers, AdamW, float32, the same batch at each step. Rank 0 writes the
-seconds of each forward and backward pass, which is where the variants differ, and the losses as JSON.
+seconds of each forward and backward pass, which is where the variants differ, the losses, and the bytes that autograd
+keeps of a forward pass beside parameters, as JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import polyaccel
 from polyaccel import comm
+from polyaccel.torch.recompute.measuring import SavedMemory
 
 LAYERS, WORDS = 4, 4096
 WARMUP = 3
@@ -27,7 +29,6 @@ LR = 1e-4
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-    "tensor_parallel": {"autotp_size": RANKS},
 }
 
 
@@ -41,8 +42,9 @@ def main(argv: list[str]) -> None:
         num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
-    if variant == "polyaccel":
-        model, *_ = polyaccel.initialize(model=model, config=CONFIG)
+    if variant in ("polyaccel", "tokens shared"):
+        tensor = {"autotp_size": RANKS, "sequence_sharded": variant == "tokens shared"}
+        model, *_ = polyaccel.initialize(model=model, config=CONFIG | {"tensor_parallel": tensor})
         run_backward, update = model.backward, model.step
     else:
         if variant == "DTensor":
@@ -59,8 +61,12 @@ def main(argv: list[str]) -> None:
         seconds.append(perf_counter() - began)
         update()
         losses.append(loss.item())
+    kept: dict[Any, int] = {}
+    with SavedMemory([*model.parameters(), *model.buffers()]).counting(lambda: kept):
+        model(input_ids=words, labels=words)
     if variant == "one rank" or comm.get_rank() == 0:
-        result.write_text(json.dumps({"seconds": seconds[WARMUP:], "losses": losses}))
+        figures = {"seconds": seconds[WARMUP:], "losses": losses, "kept_nbytes": sum(kept.values())}
+        result.write_text(json.dumps(figures))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
     problems = [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
-    return [*problems, *_elasticity(config), *_recomputation(config)]
+    return [*problems, *_elasticity(config), *_recomputation(config), *_shared_tokens(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -123,4 +123,19 @@ def _recomputation(config: Config) -> list[Problem]:
     if section.contiguous_memory_optimization and section.number_checkpoints is None:
         expected = "is needed to allocate for contiguous_memory_optimization"
         problems.append(Problem(f"{key}.number_checkpoints", None, expected, "state the number of regions"))
+    return problems
+
+
+def _shared_tokens(config: Config) -> list[Problem]:
+    if not config.tensor_parallel.sequence_sharded:
+        return []
+    key, tiles, problems = "tensor_parallel.sequence_sharded", config.tiled_compute, []
+    if tiles.enabled and tiles.mlp:
+        expected = "has tokens gathered where feed-forward layers begin, which tiles would do one by one"
+        problems.append(Problem(key, True, expected, 'leave it out, or add "tiled_compute": {"mlp": false}'))
+    if config.activation_checkpointing.partition_activations:
+        expected = (
+            "has cut the inputs of blocks already, which activation_checkpointing.partition_activations would cut"
+        )
+        problems.append(Problem(key, True, expected, "leave partition_activations out"))
     return problems

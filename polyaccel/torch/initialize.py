@@ -165,12 +165,18 @@ def _tile(runtime: Runtime, model: nn.Module) -> None:
 def _cut(runtime: Runtime, model: nn.Module) -> None:
     """Cut `model` over the ranks along `tensor`, where there are some and nobody has cut it. Collective there.
 
-    Raises ShardingError for a model that cannot be cut.
+    Raises ShardingError for a model that cannot be cut, ConfigError for one that has cut itself and is to share tokens.
     """
-    if runtime.mesh.size_of(("tensor",)) == 1 or any("tensor" in cut.axes for cut in cuts_of(model).values()):
+    if runtime.mesh.size_of(("tensor",)) == 1:
+        return
+    rules = cut_rules_of(runtime.config)
+    if any("tensor" in cut.axes for cut in cuts_of(model).values()):
+        if rules.share_tokens:
+            expected, cure = "is nothing that can be done to a model that cuts itself", "leave it out"
+            raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, cure)])
         return
     ranks = runtime.along(("tensor",))
-    cut_model(model, ranks, plan_by(model, ranks.world_size, cut_rules_of(runtime.config)))
+    cut_model(model, ranks, plan_by(model, ranks.world_size, rules))
 
 
 def _described(training_data: Any) -> str:

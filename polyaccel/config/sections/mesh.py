@@ -71,6 +71,9 @@ class TensorParallelConfig(Section):
     """For configs that were written for DeepSpeed: what is cut is read from the model itself."""
     vocab_parallel_lm_head: bool | None = None
     """Leave logits cut over the ranks and compute a causal loss so: `outputs.logits` are those of this rank's words."""
+    sequence_sharded: bool = False
+    """polyaccel's own: between attention and feed-forward layers each of the ranks has some of the tokens, so that
+    norms, dropouts and what is kept of them are not whole on every rank."""
 
 
 class SequenceParallelConfig(Section):

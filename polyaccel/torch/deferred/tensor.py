@@ -37,6 +37,7 @@ from polyaccel.torch.deferred.log import (
     replay,
     return_holes,
 )
+from polyaccel.torch.deferred.mapped import joins_files
 
 _aten = torch.ops.aten
 _OWN = ("_memory", "_meta", "_is_param")
@@ -178,7 +179,10 @@ def run(function: OpOverload, args: tuple[Any, ...], named: dict[str, Any], *, c
     tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
     if not any(isinstance(tensor, DeferredTensor) for tensor in tensors):
         is_factory = not tensors or function.overloadpacket in LIKE
-        if not (constructing and is_factory and _makes_large(function, args, named)):
+        is_new = constructing and (
+            (is_factory and _makes_large(function, args, named)) or joins_files(function, tensors)
+        )
+        if not is_new:
             return function(*args, **named)
     written = written_by(function, args, named)
     if function is _aten.set_.source_Tensor:

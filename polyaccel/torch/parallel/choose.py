@@ -26,6 +26,7 @@ from polyaccel.torch.parallel.structure import (
     query_heads,
     row,
 )
+from polyaccel.torch.parallel.tokens.plan import with_shared_tokens
 from polyaccel.torch.parallel.wishes import LayerRule, Wish, wishes_of_hugging_face, wishes_of_specs
 
 
@@ -36,12 +37,14 @@ def make_plan(
     specs: Sequence[LayerRule] = (),
     use_defaults: bool = True,
     gather_logits: bool = True,
+    share_tokens: bool = False,
 ) -> CutPlan:
     """How to cut `model` over `ranks` ranks; it may be on the meta device.
 
     `specs` come first; with `use_defaults` follows what the model says of itself, or the structure where it says
-    nothing. Without `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. Raises
-    ShardingError, naming the module, for a model that cannot be cut.
+    nothing. Without `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With
+    `share_tokens` ranks share the tokens between the layers too. Raises ShardingError, naming the module, for a model
+    that cannot be cut.
     """
     structure = Structure(model, ranks)
     named = wishes_of_specs(structure.modules, specs)
@@ -52,9 +55,11 @@ def make_plan(
         source = "the model's own tp_plan" if own else "by structure"
         wished = {**own, **named} if own else None
     chosen = _Chosen(model, structure, ranks)
+    regions: list[CutRegion] = []
     for region in structure.regions():
         if _is_wished(region, wished, named):
             chosen.add(region.modules, region.heads)
+            regions.append(region)
     chosen.add_words(wished, gather_logits)
     if wished:
         chosen.add_styled(wished)
@@ -66,6 +71,8 @@ def make_plan(
             value=type(model).__name__,
         )
     plan = chosen.plan(source)
+    if share_tokens:
+        plan = with_shared_tokens(plan, model, regions)
     return plan if gather_logits else replace(plan, loss_sizes=_loss_sizes(model, structure, plan))
 
 
@@ -99,6 +106,7 @@ def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
         specs=[LayerRule(*layer) for layer in rules.layers],
         use_defaults=rules.use_defaults,
         gather_logits=rules.gather_logits,
+        share_tokens=rules.share_tokens,
     )
 
 

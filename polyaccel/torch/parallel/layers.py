@@ -21,9 +21,10 @@ from polyaccel.mesh.block import Run
 from polyaccel.torch.gathering.arriving import ArrivingParameter
 from polyaccel.torch.gathering.sharded import ShardedParameter
 from polyaccel.torch.parallel.functions import gathered, part_of, shared_weight, summed_, to_shared
-from polyaccel.torch.parallel.products import column_product, row_product
+from polyaccel.torch.parallel.products import as_autocast, column_product, row_product
 from polyaccel.torch.parallel.ranks import TensorRanks
 from polyaccel.torch.parallel.regions import Regions
+from polyaccel.torch.parallel.tokens.stream import TokenStream
 
 _ABSENT = (ShardedParameter, ArrivingParameter)
 
@@ -71,6 +72,13 @@ class Share:
     """Of a whole weight: the outputs that this rank computes."""
     names: tuple[str, ...] = ()
     """Of whole weights whose gradients have parts: their names."""
+    tokens: TokenStream | None = None
+    """What passes between blocks, where ranks share its tokens."""
+
+    @property
+    def shared_tokens(self) -> TokenStream | None:
+        """`tokens` in a pass whose tokens are shared, else None."""
+        return self.tokens if self.tokens is not None and self.tokens.sizes is not None else None
 
 
 class SharedModule(nn.Module):
@@ -92,8 +100,10 @@ class ColumnLayer(SharedModule):
         if share.rows is not None:
             weight = _rows(weight, share.rows, 1 if share.is_transposed else 0, share.ranks)
             bias = None if bias is None else _rows(bias, share.rows, 0, share.ranks)
+        if (tokens := share.shared_tokens) is not None:
+            return tokens.column(*as_autocast(x, weight, bias), transposed=share.is_transposed)
         passed = share.input.passed(x)
-        source, weight, bias = _autocast(x if passed is None else passed, weight, bias)
+        source, weight, bias = as_autocast(x if passed is None else passed, weight, bias)
         if passed is not None:
             out = functional.linear(source, weight.t() if share.is_transposed else weight, bias)
         else:
@@ -116,10 +126,13 @@ class RowLayer(SharedModule):
     def forward(self, x: Tensor) -> Tensor:
         """The whole outputs."""
         share = self.share
+        if (tokens := share.shared_tokens) is not None:
+            operands = as_autocast(x, present(self.weight), present(self.bias))
+            return tokens.row(*operands, transposed=share.is_transposed)
         share.regions.leave()
         if share.sizes is not None:
             x = part_of(x, share.ranks, -1, share.sizes)
-        x, weight, bias = _autocast(x, present(self.weight), present(self.bias))
+        x, weight, bias = as_autocast(x, present(self.weight), present(self.bias))
         return row_product(x, weight, bias, share.ranks, transposed=share.is_transposed)
 
 
@@ -155,10 +168,13 @@ class FeatureEmbedding(nn.Embedding):
 
 
 class SharedWeights(SharedModule):
-    """A module with whole weights `share.names` that each rank uses on features of its own, such as a norm of heads."""
+    """A module with whole weights `share.names` that each rank uses on features of its own, such as a norm of heads, or
+    on tokens of its own, where it has a share of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own gives, with weights whose gradients are added up over the ranks."""
+        if self.share.tokens is not None and self.share.tokens.sizes is None:
+            return super().forward(*args, **kwargs)
         for name in self.share.names:
             weight = present(self._parameters[name])
             if weight is not None:
@@ -203,8 +219,13 @@ class SharedTail(SharedModule):
 
 def shared_as(module: nn.Module, kind: type, share: Share) -> None:
     """Make `module` a `kind`. See [Note: Classes of cut modules]."""
+    become(module, kind, share=share)
+
+
+def become(module: nn.Module, kind: type, **attributes: Any) -> None:
+    """Give `module` a class below its own and `kind`, and the attributes that `kind` has."""
     module.__class__ = _below(type(module), kind)
-    module.__dict__["share"] = share
+    module.__dict__.update(attributes)
 
 
 def present(parameter: Any) -> Any:
@@ -233,12 +254,3 @@ def _rows(weight: Tensor, rows: Sequence[Run], dim: int, ranks: TensorRanks) -> 
 
 def _shared(value: Any, ranks: TensorRanks) -> Any:
     return to_shared(value, ranks) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _autocast(*tensors: Any) -> Any:
-    """The tensors in the type that autocast computes in, where it is on: torch does not look into functions of ours."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(None if each is None else each.to(dtype) for each in tensors)

@@ -50,6 +50,20 @@ class CutHeads:
 
 
 @dataclass(frozen=True)
+class TokenPlan:
+    """Where ranks share tokens: from the first to the last of `blocks`, but inside of the modules `regions`. `weights`
+    are those of modules in between, by full name."""
+
+    blocks: tuple[str, ...]
+    regions: tuple[str, ...]
+    weights: Mapping[str, tuple[str, ...]]
+
+    def is_inside(self, module: str) -> bool:
+        """Whether a module is a region, or stands in one."""
+        return any(module == region or module.startswith(f"{region}.") for region in self.regions)
+
+
+@dataclass(frozen=True)
 class CutPlan:
     """All that is cut of a model over `ranks` ranks. `shapes` are the whole shapes of its parameters by name."""
 
@@ -62,6 +76,8 @@ class CutPlan:
     """Where the plan comes from."""
     loss_sizes: tuple[int, ...] | None = None
     """Each rank's words, where logits stay cut and the model's loss takes them so."""
+    tokens: TokenPlan | None = None
+    """None where every rank has all tokens everywhere."""
 
     def block(self, module: CutModule, parameter: str, rank: int) -> Block:
         """What `rank` has of a parameter of `module`."""
@@ -80,6 +96,10 @@ class CutPlan:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         whole, cut = self._numels()
         lines.append(f"{cut:,} of {whole:,} elements are cut; the others are whole on every rank ({self.source})")
+        if self.tokens is not None:
+            lines.append(
+                f"tokens are cut too in {len(self.tokens.blocks)} blocks, outside of attention and feed-forward"
+            )
         return "\n".join([f"{self.model} over {self.ranks} tensor ranks", *lines])
 
     def _lines(self, module: CutModule) -> Iterable[tuple[str, str, str, str, str]]:

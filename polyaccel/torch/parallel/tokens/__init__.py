@@ -1,0 +1,1 @@
+"""Tokens that tensor ranks share between the layers that are cut: Megatron's sequence parallelism."""
