@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from polyaccel.pipeline.table import PipelineError
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 
 
+def config_of(stage: int, schedule: str = "1f1b") -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 400}
+    return pipeline_config(stage, schedule, zero_optimization=zero)
+
+
 @cache
-def on_one_rank(data: int, stage: int, tied: bool, drops: float) -> Figures:
+def on_one_rank(data: int, shards_gradients: bool, tied: bool, drops: float) -> Figures:
     model = partial(deep_model, tied=tied, drops=drops)
-    return trained(1, data, pipeline_config(stage), model=model, make=numbered_words, steps=2)
+    return trained(1, data, config_of(2 * shards_gradients), model=model, make=numbered_words, steps=2)
 
 
 def assert_close(found: Figures, expected: Figures) -> None:
@@ -44,8 +50,8 @@ def assert_close(found: Figures, expected: Figures) -> None:
 )
 def test_every_schedule_trains_as_one_rank_does(stages, data, schedule, stage, tied, drops, interval):
     model = partial(deep_model, schedule=schedule, tied=tied, drops=drops, activation_checkpoint_interval=interval)
-    found = trained(stages, data, pipeline_config(stage, schedule), model=model, make=numbered_words, steps=2)
-    expected = on_one_rank(data, stage, tied, drops)
+    found = trained(stages, data, config_of(stage, schedule), model=model, make=numbered_words, steps=2)
+    expected = on_one_rank(data, stage == 2, tied, drops)
     if schedule in ("gpipe", "1f1b") and not tied:
         assert_same(found, expected)
     else:
@@ -55,8 +61,8 @@ def test_every_schedule_trains_as_one_rank_does(stages, data, schedule, stage, t
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_interleaved_chunks_are_as_many_as_one_says(chunks):
     model = partial(deep_model, schedule="interleaved", chunks=chunks)
-    found = trained(2, 1, pipeline_config(1, "1f1b"), model=model, make=numbered_words, steps=2)
-    assert_close(found, on_one_rank(1, 1, False, 0.0))
+    found = trained(2, 1, config_of(1), model=model, make=numbered_words, steps=2)
+    assert_close(found, on_one_rank(1, False, False, 0.0))
 
 
 def test_a_table_of_a_file_is_run(tmp_path: Path):
@@ -77,8 +83,8 @@ def test_a_table_of_a_file_is_run(tmp_path: Path):
     path.write_text("\n".join(rows) + "\n")
     for tied in (False, True):
         model = partial(deep_model, schedule=str(path), tied=tied)
-        found = trained(2, 1, pipeline_config(2, str(path)), model=model, make=numbered_words, steps=2)
-        assert_close(found, on_one_rank(1, 2, tied, 0.0))
+        found = trained(2, 1, config_of(2, str(path)), model=model, make=numbered_words, steps=2)
+        assert_close(found, on_one_rank(1, True, tied, 0.0))
 
 
 def test_a_model_that_was_cut_otherwise_is_refused(tmp_path: Path):
@@ -89,6 +95,6 @@ def test_a_model_that_was_cut_otherwise_is_refused(tmp_path: Path):
         (str(path), r"own.csv is a table of 8 micro-batches, and a step has 4"),
     ):
         with pytest.raises(PipelineError, match=said):
-            trained(2, 1, pipeline_config(1, schedule), model=deep_model, make=numbered_words)
+            trained(2, 1, config_of(1, schedule), model=deep_model, make=numbered_words)
     with pytest.raises(PipelineError, match=r"own.csv is a table of 2 stages, and there are 3"):
-        trained(3, 1, pipeline_config(1), model=partial(deep_model, schedule=str(path)), make=numbered_words)
+        trained(3, 1, config_of(1), model=partial(deep_model, schedule=str(path)), make=numbered_words)

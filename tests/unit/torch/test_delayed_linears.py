@@ -1,0 +1,156 @@
+"""Linear layers that leave their parameters' gradients for later: the same numbers, and nothing computed twice."""
+
+from __future__ import annotations
+
+import pickle
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from polyaccel.torch.delayed_linears import DelayedLinears, Left
+from polyaccel.torch.linears import LinearForward, Products
+
+
+def model_of(*, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8, bias=bias), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3, bias=bias))
+
+
+def run_forward(model: nn.Module, inputs: Tensor, *, recomputes: bool, autocast: bool) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        outputs = checkpoint(model, inputs, use_reentrant=False) if recomputes else model(inputs)
+    return outputs.float().square().sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5)], ids=lambda shape: f"{len(shape)}d")
+@pytest.mark.parametrize("way", ["plain", "recomputes", "autocast", "without_bias"])
+def test_gradients_of_inputs_come_first_and_those_of_parameters_later(shape: tuple[int, ...], way: str) -> None:
+    plain = model_of(bias=way != "without_bias")
+    split = deepcopy(plain)
+    delayed = DelayedLinears(split)
+    assert len(delayed) == 2
+    inputs = torch.randn(shape, requires_grad=True)
+    same = inputs.detach().clone().requires_grad_()
+    settings = {"recomputes": way == "recomputes", "autocast": way == "autocast"}
+    run_forward(plain, inputs, **settings).backward()
+    loss = run_forward(split, same, **settings)
+    left: Left = []
+    with delayed.leaving(left):
+        loss.backward()
+    linears = (split[0], split[3])
+    assert all(parameter.grad is None for layer in linears for parameter in layer.parameters())
+    assert split[1].weight.grad is not None  # of other layers at once
+    torch.testing.assert_close(same.grad, inputs.grad)
+    torch.autograd.backward(*zip(*left, strict=True))
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_nothing_is_computed_twice(recomputes: bool) -> None:
+    """All flops of the two parts are those of one backward pass, and each has its half. A recomputation computes the
+    last layer too: torch spares it where a layer saves its input before it computes."""
+
+    def counted(run: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    inputs = torch.randn(8, 16, requires_grad=True)
+    whole = run_forward(model, inputs, recomputes=recomputes, autocast=False)
+    expected = counted(whole.backward)
+    delayed = DelayedLinears(model)
+    loss = run_forward(model, inputs, recomputes=recomputes, autocast=False)
+    left: Left = []
+    with delayed.leaving(left):
+        of_inputs = counted(loss.backward)
+    of_parameters = counted(lambda: torch.autograd.backward(*zip(*left, strict=True)))
+    one_product = 2 * 8 * 16 * 16
+    assert of_inputs + of_parameters == expected + recomputes * one_product
+    assert of_parameters == 4 * one_product
+
+
+def test_a_layer_that_is_used_twice_gets_one_gradient() -> None:
+    layer = nn.Linear(4, 4)
+    delayed = DelayedLinears(layer)
+    arrivals: list[Tensor] = []
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            arrivals.append(parameter.grad.clone())
+
+    layer.weight.register_post_accumulate_grad_hook(note)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    left: Left = []
+    with delayed.leaving(left):
+        layer(layer(inputs)).sum().backward()
+    assert not arrivals
+    torch.autograd.backward(*zip(*left, strict=True))
+    (found,) = arrivals
+    plain = deepcopy(layer)
+    plain.zero_grad()
+    plain(plain(inputs)).sum().backward()
+    torch.testing.assert_close(found, plain.weight.grad)
+
+
+def test_frozen_parameters_and_those_that_are_computed_go_the_ordinary_way() -> None:
+    frozen, computed = nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    frozen.weight.requires_grad_(False)
+    model = nn.Sequential(frozen, computed)
+    delayed = DelayedLinears(model)
+    left: Left = []
+    with delayed.leaving(left):
+        model(torch.randn(2, 3, requires_grad=True)).sum().backward()
+    assert not left
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_outside_of_a_split_pass_layers_are_as_ever() -> None:
+    plain = model_of()
+    split = deepcopy(plain)
+    delayed = DelayedLinears(split)
+    inputs = torch.randn(4, 5)
+    for model in (plain, split):
+        model(inputs).sum().backward()
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], expected, msg=name)
+    copy = deepcopy(split)
+    assert "forward" not in pickle.loads(pickle.dumps(split))[0].__dict__ or torch.equal(copy(inputs), plain(inputs))
+    delayed.release()
+    assert "forward" not in split[0].__dict__
+
+
+def test_products_of_the_accelerator_are_used() -> None:
+    calls: list[str] = []
+
+    def told(name: str, function: Any) -> Any:
+        return lambda *args: (calls.append(name), function(*args))[1]
+
+    layer = nn.Linear(4, 3)
+    products = Products(
+        told("forward", nn.functional.linear),
+        told("input", torch.mm),
+        told("weight", lambda grad, x: grad.t() @ x),
+        "cpu",
+        0,
+    )
+    layer.__dict__["forward"] = own = LinearForward(layer, products)
+    delayed = DelayedLinears(layer)
+    left: Left = []
+    with delayed.leaving(left):
+        layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert calls == ["forward", "input"]
+    torch.autograd.backward(*zip(*left, strict=True))
+    assert calls == ["forward", "input", "weight"]
+    delayed.release()
+    assert layer.__dict__["forward"] is own
