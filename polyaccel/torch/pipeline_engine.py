@@ -13,7 +13,7 @@ from torch import Tensor
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.engine.same_training import require_same_training
 from polyaccel.engine.timing import OUTSIDE
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import CommError, CommTimeout, PolyaccelError
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep, message_of
@@ -176,10 +176,11 @@ class PipelineEngine(TorchEngine):
         self._ties.refresh()
         self._passing.clear()
         self._in_batch = True
+        at = "the first step"
         try:
-            for step, label in program:
+            for step, at in program:
                 if isinstance(step, (StageSend, StageReceive)):
-                    self._move(step, label)
+                    self._move(step, at)
                 elif step.op is _FORWARD:
                     self._do_forward(step, *batches[step.micro_batch], results)
                 else:
@@ -190,15 +191,25 @@ class PipelineEngine(TorchEngine):
                 if self._ties_come_last:
                     self._passes.is_last = True
                     self._run_from(self._ties.take_gradients())
+            self._exchange.settle()
+            self._ties.settle()
+        except CommError as error:
+            raise self._with_stages(error, at) from error
         finally:
             self._in_batch = False
             self._passes.is_last = None
             self._passing.clear()
-        self._exchange.settle()
-        self._ties.settle()
         if trains:
             for _ in batches[1:]:
                 self.counters.advance()
+
+    def _with_stages(self, error: CommError, at: str) -> CommError:
+        """`error` with what this stage was at, and the stages that did not take part."""
+        missing = {self._line.ranks.index(rank): rank for rank in error.missing_ranks if rank in self._line.ranks}
+        named = ", ".join(f"stage {stage} (rank {rank}) did not take part" for stage, rank in sorted(missing.items()))
+        message = f"stage {self._stage} of {self._stages} was at {at}{named and f'; {named}'}: {error.message}"
+        kind = CommTimeout if isinstance(error, CommTimeout) else CommError
+        return kind(message, missing_ranks=error.missing_ranks, cure=error.cure)
 
     def _move(self, step: StageSend | StageReceive, label: str) -> None:
         message = step.message

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep
-from polyaccel.pipeline.table import PipelineTask
 
 
 @dataclass
@@ -50,20 +50,18 @@ def labelled(steps: Sequence[StageStep]) -> tuple[tuple[StageStep, str], ...]:
 
 
 def mean_of(outputs: Sequence[Any]) -> Any:
-    """The mean of equal outputs of micro-batches, tensor by tensor. Raises ValueError where they are no tensors, or of
-    other shapes."""
+    """The mean of equal outputs of micro-batches, tensor by tensor. Raises PolyaccelError where they are no tensors,
+    or of other shapes."""
     first = outputs[0]
     if isinstance(first, Tensor):
         if any(one.shape != first.shape for one in outputs):
-            raise ValueError("the outputs of micro-batches have other shapes: use reduce_output=None")
+            raise PolyaccelError("the outputs of micro-batches have other shapes", cure=_NO_MEAN)
         return torch.stack(list(outputs)).mean(0, dtype=first.dtype if first.is_floating_point() else torch.float32)
     if isinstance(first, (tuple, list)):
         return type(first)(mean_of(each) for each in zip(*outputs, strict=True))
     if first is None:
         return None
-    raise ValueError(f"there is no mean of a {type(first).__name__}: use reduce_output=None")
+    raise PolyaccelError(f"there is no mean of a {type(first).__name__}", cure=_NO_MEAN, value=first)
 
 
-def is_pass(task: PipelineTask) -> bool:
-    """Whether a task gives parameters their gradients."""
-    return task.op.name in ("BACKWARD", "BACKWARD_WEIGHT")
+_NO_MEAN = "use reduce_output=None, which gives them one by one"

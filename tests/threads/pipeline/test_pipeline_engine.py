@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from pipeline_models import MICRO_BATCHES, batches, micro_batch, pipeline_config, plain_layers, plain_model
+from pipeline_models import MICRO_BATCHES, batches, micro_batch, pipeline_config, plain_layers, plain_model, trained
 from torch import nn
 
 import polyaccel
@@ -214,3 +216,92 @@ def test_tied_specs_of_one_stage_are_one_module():
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     with pytest.raises(PipelineError, match="LayerSpec of 3"):
         LayerSpec(3)
+
+
+def test_a_batch_is_evaluated_as_one_asks():
+    """On two stages of which the second has the last layers, and in a V, where the first has them."""
+
+    def run(engine, communicator):
+        source = [micro_batch(0, micro, 0) for micro in range(MICRO_BATCHES)]
+        mean = engine.eval_batch(iter(source))
+        each = engine.eval_batch(iter(source), reduce_output=None)
+        both, outputs = engine.eval_batch(iter(source), return_logits=True)
+        alone = engine.eval_batch(iter(source), compute_loss=False, reduce_output=None)
+        average = engine.eval_batch(iter(source), compute_loss=False)
+        with pytest.raises(PolyaccelError, match="reduce_output 'sum'"):
+            engine.eval_batch(iter(source), reduce_output="sum")
+        assert mean == both == torch.stack(each).mean()
+        assert (outputs is None) == (alone is None) == (average is None) == (not engine.is_last_stage())
+        if outputs is None:
+            return each
+        labels = [labels for _, labels in source]
+        assert each == [nn.functional.mse_loss(out, label) for out, label in zip(outputs, labels, strict=True)]
+        assert all(map(torch.equal, outputs, alone))
+        torch.testing.assert_close(average, torch.stack(outputs).mean(0))
+        return each
+
+    (expected,) = on_stages(1, run)
+    assert on_stages(2, run) == [expected] * 2
+    folded = partial(plain_model, schedule="zb-v")
+    assert on_stages(2, run, model=folded, config=pipeline_config(1, "zb-v")) == [expected] * 2
+
+
+def test_outputs_that_have_no_mean_are_said():
+    def run(engine, communicator):
+        lengths = [2, 3, 2, 3]
+        source = [(torch.ones(length, 6), torch.ones(length, 5)) for length in lengths]
+        assert engine.eval_batch(iter(source)) > 0
+        with pytest.raises(PolyaccelError, match="the outputs of micro-batches have other shapes"):
+            engine.eval_batch(iter(source), compute_loss=False)
+        return True
+
+    assert on_stages(1, run) == [True]
+
+
+def test_layers_that_do_not_fit_are_named_with_their_stages():
+    def model(stages):
+        layers = [
+            LayerSpec(nn.Linear, 6, 4),
+            nn.functional.gelu,
+            LayerSpec(nn.Linear, 5, 3),
+            LayerSpec(nn.Linear, 3, 1),
+        ]
+        return PipelineModule(layers, stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+
+    def run(engine, communicator):
+        engine.train_batch(batches(0, 0))
+
+    with pytest.raises(
+        PipelineError,
+        match=r"layer 2 \(Linear\) of stage 1 fails on what layer 1 \(gelu\) of stage 0 gives it, float32 of 4 x 4: "
+        r"RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ):
+        on_stages(2, run, model=model)
+
+
+def test_a_sequential_is_cut_into_chunks_as_the_config_says():
+    config = pipeline_config(1, pipeline={"stages": 2, "partition": "uniform", "schedule": "interleaved", "chunks": 3})
+
+    def run(communicator):
+        model = nn.Sequential(*plain_layers())
+        model.loss_fn = nn.functional.mse_loss
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        loss = float(engine.train_batch(batches(0, 0)))
+        names = [name for name, _ in engine.module.named_parameters()]
+        with pytest.raises(PipelineError, match=r"stage \d has the chunks \[\d, \d, \d\] .*, and none between"):
+            engine.module(torch.ones(1, 6))
+        with pytest.raises(PipelineError, match=r"stage \d has the chunks \[\d, \d, \d\] of the model, not 6"):
+            engine.module.chunk(6)
+        engine.destroy()
+        return loss, names
+
+    (one, first), (other, second) = run_threads(2, run)
+    assert one == other == trained(1, 1, pipeline_config(1), steps=1).losses[0][0]
+    assert not set(first) & set(second)
+    assert sorted(first + second) == sorted(name for name, _ in nn.Sequential(*plain_layers()).named_parameters())
+
+
+@pytest.mark.parametrize("schedule", ["inference", "2f2b", "table.txt"])
+def test_a_schedule_that_does_not_train_is_refused(schedule):
+    with pytest.raises(ConfigError, match=r"pipeline.schedule.*should be one of gpipe, 1f1b, interleaved, zb-h1, zb-v"):
+        polyaccel.config.load_config(pipeline_config(1, schedule))
