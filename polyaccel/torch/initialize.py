@@ -17,6 +17,7 @@ from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.policies import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
@@ -31,6 +32,7 @@ from polyaccel.torch.parallel.cut import cut_model
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
+from polyaccel.torch.pipeline.cut import CutModel
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline_engine import PipelineEngine
 from polyaccel.torch.sequence import SequenceSettings, use
@@ -103,17 +105,11 @@ def _staged(
     runtime: Runtime, model: nn.Module, engine_class: type[TorchEngine], client: Any
 ) -> tuple[nn.Module, type[TorchEngine]]:
     """This rank's stage of `model`, and the engine that runs it; both as they are where there are no stages. `client`
-    is the optimizer that a script gives. Raises PolyaccelError for a model that has no list of layers."""
+    is the optimizer that a script gives. Raises PolyaccelError for a model that cannot be cut."""
     section, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
     if not isinstance(model, PipelineModule):
         if stages == 1:
             return model, engine_class
-        if type(model) is not nn.Sequential:
-            raise PolyaccelError(
-                f"{type(model).__name__} is no list of layers, which {stages} stages could share",
-                cure="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
-                value=type(model).__name__,
-            )
         if isinstance(client, torch.optim.Optimizer):
             raise PolyaccelError(
                 f"the {type(client).__name__} has parameters of all {stages} stages",
@@ -122,6 +118,15 @@ def _staged(
             )
         method = "parameters" if section.partition in ("best", "parameters") else section.partition
         interval = section.activation_checkpoint_interval
+        if type(model) is not nn.Sequential:
+            if interval:
+                expected = "a model that is cut by its blocks needs none"
+                cure = 'say "activation_checkpointing": {"enabled": true}'
+                raise ConfigError([Problem("pipeline.activation_checkpoint_interval", interval, expected, cure)])
+            prepare(model)
+            placement = chosen_placement(section.schedule, stages, section.chunks or None)
+            CutModel(model, placement, runtime.mesh.coordinates(runtime.communicator.rank)["pipe"], method)
+            return model, _engine_of_stages(engine_class)
         model = PipelineModule(
             list(model),
             stages,
@@ -137,12 +142,14 @@ def _staged(
             cure='leave "pipeline.stages" out of the config, or give num_stages the same number',
             value=model.num_stages,
         )
-    own = (
-        PipelineEngine
-        if issubclass(PipelineEngine, engine_class)
-        else type(engine_class.__name__, (PipelineEngine, engine_class), {"__doc__": PipelineEngine.__doc__})
-    )
-    return model, own
+    return model, _engine_of_stages(engine_class)
+
+
+def _engine_of_stages(engine_class: type[TorchEngine]) -> type[TorchEngine]:
+    """The engine of a pipeline that is `engine_class` in all else."""
+    if issubclass(PipelineEngine, engine_class):
+        return PipelineEngine
+    return type(engine_class.__name__, (PipelineEngine, engine_class), {"__doc__": PipelineEngine.__doc__})
 
 
 def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:

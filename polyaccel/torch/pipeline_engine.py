@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polyaccel.accelerators.memory.torch import wrap_torch
+from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.engine.same_training import require_same_training
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import CommError, CommTimeout, PolyaccelError
@@ -19,9 +19,10 @@ from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep, message_of
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.torch.api.data import to_device
+from polyaccel.torch.api.data import call_with, loss_of, to_device
 from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.passing import Passing, Results, labelled, mean_of
@@ -35,13 +36,18 @@ Program = Sequence[tuple[StageStep, str]]
 
 
 class PipelineEngine(TorchEngine):
-    """An engine whose model is a `PipelineModule`: `train_batch` does a step, `eval_batch` computes a loss."""
+    """An engine whose model is a `PipelineModule`, or was cut by its blocks: `train_batch` does a step, `eval_batch`
+    computes a loss."""
 
     def compose_pipeline(self, schedule: str, chunks: int) -> None:
         """Find this rank's neighbours, and what it does by `schedule`, of `chunks` a stage (0: what that needs).
         Collective. Raises PipelineError for a schedule for which the model was not cut."""
-        module = self._own_module
-        assert isinstance(module, PipelineModule)  # what `initialize` makes
+        self._cut = cut_of(self._own_module)
+        module = self._own_module if self._cut is None else self._cut
+        assert isinstance(module, (PipelineModule, CutModel))  # what `initialize` makes
+        if self._cut is not None:
+            dtype = self.runtime.param_dtype
+            self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
         table = self._table(module, schedule, chunks)
@@ -62,12 +68,12 @@ class PipelineEngine(TorchEngine):
         self._ties.agree_on_types()
         self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
         splits = any(task.op is _INPUT for task in tasks)
-        self._delayed = DelayedLinears(module if splits else torch.nn.Identity())
+        self._delayed = DelayedLinears(self._own_module if splits else torch.nn.Identity())
         self._iterator: Any = None
         self._in_batch = False
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
 
-    def _table(self, module: PipelineModule, schedule: str, chunks: int) -> PipelineTable:
+    def _table(self, module: PipelineModule | CutModel, schedule: str, chunks: int) -> PipelineTable:
         """The table that the config asks for, or the model where the config has its default."""
         if module.schedule is not None and schedule == "1f1b":
             schedule, chunks = module.schedule, module.chunks
@@ -125,8 +131,9 @@ class PipelineEngine(TorchEngine):
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: that of `set_dataiterator`, else the
-        engine's own loader). A micro-batch is a pair of inputs and labels: the stage of the first layers uses the
-        inputs, that of the last the labels. Returns the mean loss of this rank's micro-batches, on every stage."""
+        engine's own loader). A micro-batch of a `PipelineModule` is a pair of inputs and labels: the stage of the first
+        layers uses the inputs, that of the last the labels; a model that was cut takes its own. Returns the mean loss
+        of this rank's micro-batches, on every stage."""
         self._require_optimizer()
         self.train()
         results = Results()
@@ -170,7 +177,7 @@ class PipelineEngine(TorchEngine):
         """Do the steps of a program with new micro-batches."""
         source = self._data(self._iterator if data_iter is None else data_iter)
         with self.timer("data"):
-            batches = [_pair(to_device(next(source), self.device)) for _ in range(self.gradient_accumulation_steps())]
+            batches = [self._taken(next(source)) for _ in range(self.gradient_accumulation_steps())]
         trains = torch.is_grad_enabled()
         left = self._count_of_passes + self._ties_come_last
         self._ties.refresh()
@@ -234,24 +241,42 @@ class PipelineEngine(TorchEngine):
     def _do_forward(self, task: PipelineTask, inputs: Any, labels: Any, results: Results) -> None:
         _, micro_batch, chunk = task
         here, trains = self._passing[micro_batch, chunk], torch.is_grad_enabled()
-        if chunk:
-            if self._is_here(chunk - 1):
-                before = self._passing[micro_batch, chunk - 1]
-                here.inputs = handed_over(before.outputs, needs_grad=trains)
-            inputs = here.inputs[0] if len(here.inputs) == 1 else tuple(here.inputs)
-        outputs = self(inputs, chunk=chunk)
+        if chunk and self._is_here(chunk - 1):
+            before = self._passing[micro_batch, chunk - 1]
+            here.inputs = handed_over(before.outputs, needs_grad=trains)
+        outputs = self._outputs_of(chunk, inputs, here.inputs)
         if chunk + 1 < len(self._placement):
             here.outputs = as_list(outputs)
         else:
             if results.wants_losses:
-                loss = outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
+                loss = self._loss_of(outputs, labels)
                 results.losses.append(loss.detach())
                 here.loss = loss
             if results.wants_outputs:
-                results.outputs.append(outputs)
+                results.outputs.append(outputs if self._cut is None else getattr(outputs, "logits", outputs))
         if not trains:
             self._passing.pop((micro_batch, chunk - 1), None)  # what it made was sent, or used
             here.inputs = []
+
+    def _taken(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs and the labels of a micro-batch, on the device. A model with a loss of its own is given both."""
+        batch = to_device(batch, self.device)
+        return (batch, None) if self._cut is not None and self._loss_fn is None else _pair(batch)
+
+    def _outputs_of(self, chunk: int, inputs: Any, received: Sequence[Tensor | None]) -> Any:
+        """What a chunk makes of what it has `received`; the first one of the micro-batch's `inputs`, of which a model
+        that was cut by its blocks has something in every chunk."""
+        if self._cut is not None:
+            return self._cut.run(lambda: call_with(self, inputs), chunk, received)
+        if chunk:
+            inputs = received[0] if len(received) == 1 else tuple(received)
+        return self(inputs, chunk=chunk)
+
+    def _loss_of(self, outputs: Any, labels: Any) -> Tensor:
+        if self._loss_fn is not None:
+            loss: Tensor = self._loss_fn(outputs, labels)
+            return loss
+        return loss_of(outputs) if self._cut is not None else outputs
 
     def _do_backward(self, task: PipelineTask, *, is_last: bool) -> None:
         """`is_last`: of the step. The update counts that one."""

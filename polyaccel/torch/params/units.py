@@ -43,6 +43,11 @@ def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
         module.__dict__[_UNIT] = True
 
 
+def has_units(model: nn.Module) -> bool:
+    """Whether `set_units` has said what the units of `model` are."""
+    return any(_UNIT in module.__dict__ for module in model.modules())
+
+
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The units by full name, in order; none lies inside another."""
     modules = dict(model.named_modules())

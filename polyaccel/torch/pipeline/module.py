@@ -69,11 +69,13 @@ class StageTopology(Protocol):
 
 class TiedModule(NamedTuple):
     """A module of several stages: `holders` in order, the owner first. On the others `lent` has the parts and names of
-    the tensors that stand in for its parameters, in the parameters' order."""
+    the tensors that stand in for its parameters, in the parameters' order. `also` are further places of the one tensor
+    where there is only one."""
 
     module: nn.Module
     holders: tuple[int, ...]
     lent: tuple[tuple[nn.Module, str], ...]
+    also: tuple[tuple[nn.Module, str], ...] = ()
 
 
 class PipelineModule(nn.Module):

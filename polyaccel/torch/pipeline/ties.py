@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,13 +11,22 @@ from torch import Tensor
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
-from polyaccel.torch.pipeline.module import PipelineModule, TiedModule
+from polyaccel.torch.pipeline.module import TiedModule
+
+
+class HasTies(Protocol):
+    """A stage of a model, with the modules that others have too, by key."""
+
+    stage: int
+    ties: dict[str, TiedModule]
+
+    def parameters(self) -> Iterator[Tensor]: ...
 
 
 class TiedWeights:
     """The exchange of tied weights between this stage and others; `ranks` are the stages in order."""
 
-    def __init__(self, module: PipelineModule, ranks: Communicator, device: torch.device) -> None:
+    def __init__(self, module: HasTies, ranks: Communicator, device: torch.device) -> None:
         self._module = module
         self._ranks = ranks
         self._device = device
@@ -40,7 +50,9 @@ class TiedWeights:
                 before = vars(part)[name]
                 values = torch.empty(before.shape, dtype=self._dtype or before.dtype, device=self._device)
                 self._ranks.recv(wrap_torch(values.view(-1)), tie.holders[0], label="tied weights")
-                setattr(part, name, values.requires_grad_(before.requires_grad))
+                values.requires_grad_(before.requires_grad)
+                for place in ((part, name), *tie.also):
+                    setattr(*place, values)
         self.settle()
 
     def return_gradients(self) -> None:

@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -44,6 +46,10 @@ def tiny(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64,
     elif kind == "mistral":
         config = MistralConfig(**{**SIZES, "num_key_value_heads": 4, "sliding_window": 7, **changes})
         make = MistralForCausalLM
+    elif kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        config = MixtralConfig(**{**SIZES, "num_key_value_heads": 2, **experts, **changes})
+        make = MixtralForCausalLM
     elif kind == "gpt2":
         sizes = {"vocab_size": VOCABULARY, "n_embd": 35, "n_layer": 2, "n_head": 7, "n_positions": 128}
         dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}

@@ -169,7 +169,7 @@ def test_models_that_cannot_be_dealt_are_refused():
     config = pipeline_config(1, pipeline={"stages": 2})
 
     def run(communicator):
-        with pytest.raises(PolyaccelError, match="Linear is no list of layers, which 2 stages could share"):
+        with pytest.raises(PipelineError, match="Linear cannot be cut into stages: it has no list of blocks"):
             polyaccel.initialize(model=nn.Linear(2, 2), config=config)
         with pytest.raises(PolyaccelError, match="the PipelineModule has 1 stages, and the config 2"):
             polyaccel.initialize(model=PipelineModule([nn.Linear(2, 2)]), config=config)

@@ -1,0 +1,132 @@
+"""The list of blocks along which a model that nobody wrote for a pipeline is cut, and a small micro-batch to try it on.
+
+A model says itself which list it is (Hugging Face's plan of a pipeline, `config.base_model_pp_plan`), or it has one
+list of modules that outweighs all others. Lists of one class come before others: they are what is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyaccel.pipeline.table import PipelineError
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_LEAST_BLOCKS = 2
+_SMALL_SHARE = 0.1
+"""A second list with less than this share of the first one's elements is left in one piece."""
+_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """The blocks of a model, which it calls in order, each once a forward pass."""
+
+    name: str
+    """That of the list, in full."""
+    modules: nn.ModuleList | nn.Sequential
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full names of the blocks."""
+        return tuple(f"{self.name}.{key}" if self.name else key for key, _ in self.modules.named_children())
+
+
+def find_block_list(model: nn.Module) -> BlockList:
+    """The blocks of `model`. Raises PipelineError where there is no such list, or where several could be it."""
+    kind = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        told = " and ".join(_described(*each) for each in _candidates(model, same_class=True)) or "two stacks"
+        raise PipelineError(
+            f"{kind} cannot be cut into stages: it is an encoder and a decoder ({told}), and every block of the "
+            "decoder takes what the encoder gives",
+            cure="write it as a polyaccel.torch.pipeline.PipelineModule, or shard it by ZeRO",
+            value=kind,
+        )
+    found = _planned(model)
+    for same_class in (True, False):
+        found = found or sorted(_candidates(model, same_class=same_class), key=lambda each: -_numel(each[1]))
+    if not found:
+        raise PipelineError(
+            f"{kind} cannot be cut into stages: it has no list of blocks (a torch.nn.ModuleList or Sequential with at "
+            "least two modules that have parameters)",
+            cure="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
+            value=kind,
+        )
+    if len(found) > 1 and _numel(found[1][1]) > _SMALL_SHARE * _numel(found[0][1]):
+        told = " and ".join(_described(*each) for each in found)
+        raise PipelineError(
+            f"{kind} cannot be cut into stages: it has {len(found)} lists of blocks, {told}, and does not say which "
+            "comes after which",
+            cure="write it as a polyaccel.torch.pipeline.PipelineModule",
+            value=kind,
+        )
+    name, modules = found[0]
+    if len({id(block) for block in modules}) < len(modules):
+        raise PipelineError(
+            f"{kind} cannot be cut into stages: the same block stands several times in {name}",
+            cure="write it as a polyaccel.torch.pipeline.PipelineModule, with a TiedLayerSpec for that block",
+            value=name,
+        )
+    return BlockList(name, modules)
+
+
+def small_inputs(model: nn.Module) -> Any:
+    """A micro-batch with which `model` may be tried: of a few tokens, or of one picture. Raises PipelineError where the
+    model does not say what it takes."""
+    told, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if told is not None and main == "input_ids":
+        text = told.get_text_config() if hasattr(told, "get_text_config") else told
+        length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+        found: Any = {"input_ids": torch.ones(1, length, dtype=torch.long)}
+    elif told is not None and main == "pixel_values" and hasattr(told, "image_size"):
+        size = told.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        found = {"pixel_values": torch.zeros(1, getattr(told, "num_channels", 3), height, width)}
+    else:
+        found = getattr(model, "dummy_inputs", None)
+    if not isinstance(found, (Mapping, Tensor, tuple, list)):
+        kind = type(model).__name__
+        raise PipelineError(
+            f"{kind} cannot be cut into stages before it is known what it takes: it has no dummy_inputs",
+            cure='set them: model.dummy_inputs = {"tokens": torch.zeros(1, 8, dtype=torch.long)}, or the like, is a '
+            "small micro-batch",
+            value=kind,
+        )
+    return found
+
+
+def _planned(model: nn.Module) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """The list that the model's own plan of a pipeline names."""
+    base = getattr(model, "base_model", model)
+    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or {}
+    names = {module: name for name, module in model.named_modules()}
+    parts = [base._modules.get(key) for key in plan] if isinstance(base, nn.Module) else []
+    return [(names[part], part) for part in parts if isinstance(part, _LISTS) and len(part) >= _LEAST_BLOCKS]
+
+
+def _candidates(model: nn.Module, *, same_class: bool) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """The lists with at least two modules that have parameters, those inside another left out. `same_class`: and no
+    modules but of one class with parameters."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _LISTS) or any(not outer or name.startswith(f"{outer}.") for outer in inside):
+            continue
+        count = sum(_numel(child) > 0 for child in module)
+        is_alike = len({type(child) for child in module}) == 1 and count == len(module)
+        if count >= _LEAST_BLOCKS and (is_alike or not same_class):
+            inside.append(name)
+            yield name, module
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _described(name: str, modules: nn.Module) -> str:
+    kinds = dict.fromkeys(type(child).__name__ for child in modules.children())
+    return f"{name or 'itself'} of {len(list(modules.children()))} {' and '.join(kinds)}"

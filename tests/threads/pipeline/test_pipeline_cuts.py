@@ -1,0 +1,156 @@
+"""How a model is cut into stages by its blocks, and what of it is refused, by name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from block_models import Gates, gates
+from hf_models import tiny
+from pipeline_models import pipeline_config
+from torch import nn
+
+import polyaccel
+from polyaccel.errors import ConfigError, PolyaccelError
+from polyaccel.pipeline.table import PipelineError
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.pipeline.blocks import find_block_list
+from polyaccel.torch.pipeline.cut import CutModel
+from polyaccel.torch.pipeline.trial import try_model
+
+CONFIG = pipeline_config(1, pipeline={"stages": 2})
+
+
+class Skips(Gates):
+    """Block 2 is given what block 0 gave."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = [(x, 0)]
+        for index, gate in enumerate(self.gates):
+            states.append(gate(states[index if index != 2 else 1][0], self.scale, states[index]))
+        return self.norm(states[-1][0])
+
+
+class Drops(Gates):
+    """The last block is left out in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: tuple[Any, ...] = (x, 0)
+        for gate in list(self.gates)[: 3 if self.training else 4]:
+            state = gate(state[0], self.scale, state)
+        return self.norm(state[0])
+
+
+class TwoStacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gates(2).gates, Gates(2).gates
+
+
+def nameless() -> Gates:
+    model = Gates(4)
+    del model.dummy_inputs
+    return model
+
+
+def backwards() -> Gates:
+    model = Gates(4)
+    model.forward = lambda x: [gate(x, 1, (x, 0)) for gate in reversed(model.gates)]
+    return model
+
+
+def routed() -> Any:
+    model = tiny("mixtral", dtype=torch.float32, num_hidden_layers=3)
+    model.config.output_router_logits = True
+    return model
+
+
+def translating() -> Any:
+    model = tiny("bert", dtype=torch.float32, num_hidden_layers=3)
+    model.config.is_encoder_decoder = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it has no list of blocks"),
+        (lambda: Gates(1), "Gates cannot be cut into stages: it has no list of blocks"),
+        (TwoStacks, "it has 2 lists of blocks, first of 2 Gate and second of 2 Gate, and does not say"),
+        (nameless, "Gates cannot be cut into stages before it is known what it takes: it has no dummy_inputs"),
+        (backwards, "Gates cannot be cut into stages: it called gates.3 where gates.0 comes in order"),
+        (lambda: Skips(4), "a value of gates.0 reaches gates.2 by another way than through gates.1"),
+        (routed, "a value of model.layers.1 reaches what the model gives by another way than through model.layers.2"),
+        (translating, r"it is an encoder and a decoder \(bert.encoder.layer of 3 BertLayer\)"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(make, said):
+    def run(communicator: Any) -> bool:
+        with pytest.raises(PipelineError, match=said):
+            polyaccel.initialize(model=make(), config=CONFIG)
+        return True
+
+    assert run_threads(2, run) == [True, True]
+
+
+def test_a_cut_model_alone_is_not_run():
+    def run(communicator: Any) -> bool:
+        engine, *_ = polyaccel.initialize(model=deepcopy(gates()), config=CONFIG)
+        with pytest.raises(PolyaccelError, match=r"Gates\(\.\.\.\): this rank has stage \d of 2 alone\n  cure: c"):
+            engine.module(torch.ones(2, 6))
+        with pytest.raises(PolyaccelError, match=r"gates\.\d is on stage \d, and this rank has stage \d"):
+            engine.module.gates[0 if communicator.rank else 3](torch.ones(2, 6))
+        engine.destroy()
+        interval = {"stages": 2, "activation_checkpoint_interval": 1}
+        with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval = 1: a model that is"):
+            polyaccel.initialize(model=deepcopy(gates()), config={**CONFIG, "pipeline": interval})
+        return True
+
+    assert run_threads(2, run) == [True, True]
+
+
+def test_a_block_that_is_left_out_is_named():
+    cut = CutModel(Drops(4), (0, 1), 1, "uniform")
+    received = [torch.ones(2, 6), torch.arange(2), None]
+    with pytest.raises(PipelineError, match=r"Drops did not call gates\.3 on stage 1\n  cure: let the model call all"):
+        cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
+
+
+def test_a_block_that_gives_something_else_than_before_is_named():
+    cut = CutModel(deepcopy(gates()), (0, 1), 0, "uniform")
+    cut.model.gates[1].forward = lambda *_: (torch.ones(2, 6), None)
+    with pytest.raises(PipelineError, match=r"gates\.1 gave .*, None\) and not what it gave when the model was"):
+        cut.run(lambda: cut.model(torch.ones(2, 6)), 0, [])
+
+
+def test_a_stage_may_have_several_chunks():
+    """Chunks 0 and 2 of four on stage 0, 1 and 3 on stage 1; a value that stages share is lent, here by hand."""
+    inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    stages = [CutModel(deepcopy(gates()), (0, 1, 0, 1), stage, "uniform") for stage in (0, 1)]
+    for tie in stages[1].ties.values():
+        for part, name in tie.lent:
+            setattr(part, name, gates().get_parameter("scale").detach())
+    assert [len(cut.model.gates) for cut in stages] == [4, 4]
+    values: Any = []
+    for chunk in range(4):
+        cut = stages[chunk % 2]
+        assert cut.parts[chunk] == range(chunk, chunk + 1)
+        values = cut.run(lambda: cut.model(inputs), chunk, values)  # noqa: B023 - called at once
+    assert torch.equal(values, gates()(inputs))
+
+
+def test_the_trial_changes_nothing():
+    model = tiny("bert", dtype=torch.float32, num_hidden_layers=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters, state = dict(model.named_parameters()), torch.get_rng_state()
+    trial = try_model(model, find_block_list(model))
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameter and parameter.grad is None for name, parameter in parameters.items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(block._forward_hooks for block in model.bert.encoder.layer)
+    words = model.bert.embeddings.word_embeddings.weight
+    assert {parameter for parameter, parts in trial.users.items() if len(parts) > 1} == {words}
