@@ -34,19 +34,24 @@ class HydraLauncher(CommandLauncher):
     rank_variable: ClassVar[str] = "PMI_RANK"
 
     def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
+        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in job.hosts.items())
+        return (*job.launcher_args, "-hosts", hosts, "-n", str(job.world_size), *task)
+
+
+class IntelMpiLauncher(HydraLauncher):
+    """Intel MPI. Its `-hosts` knows no numbers of slots. Its pinning of processes is off: each would get one core, and
+    torch one thread."""
+
+    name: ClassVar[str] = "impi"
+    program: ClassVar[str] = "mpirun"
+    variables: ClassVar[Mapping[str, str]] = MappingProxyType({"I_MPI_PIN": "0"})
+
+    def options(self, job: Job, task: tuple[str, ...]) -> tuple[str, ...]:
         sets: list[str] = []
         for host, slots in job.hosts.items():
             sets += [":"] if sets else []
             sets += ["-host", host, "-n", str(len(slots)), *task]
         return (*job.launcher_args, *sets)
-
-
-class IntelMpiLauncher(HydraLauncher):
-    """Intel MPI. Its pinning of processes is off: each would get one core, and torch one thread."""
-
-    name: ClassVar[str] = "impi"
-    program: ClassVar[str] = "mpirun"
-    variables: ClassVar[Mapping[str, str]] = MappingProxyType({"I_MPI_PIN": "0"})
 
 
 class MvapichLauncher(HydraLauncher):

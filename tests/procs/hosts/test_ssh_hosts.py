@@ -114,22 +114,23 @@ def test_an_mpi_reaches_both_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text(f'#!/bin/sh\nexec ssh -F {two_hosts.up.ssh_config} "$@"\n')
     ssh.chmod(0o755)
-    said = subprocess.run([str(MPIRUN), "--version"], capture_output=True, text=True, check=True).stdout
+    path = {"PATH": f"{MPIRUN.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    version = [str(MPIRUN), "--version"]
+    said = subprocess.run(version, env={**os.environ, **path}, capture_output=True, text=True, check=True).stdout
     if "Open MPI" in said or "prte" in said:
         name, how = "openmpi", f"--prtemca plm_ssh_agent {ssh} --prtemca prte_if_include {two_hosts.up.network}"
     else:
         name = "impi" if "Intel" in said else "mpich"
         how = f"-launcher ssh -launcher-exec {ssh} -iface {two_hosts.up.bridge}"
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    path = {"PATH": f"{MPIRUN.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
+    (tmp_path / "hosts").write_text("host1 slots=3\nhost2 slots=1\n")
     told = ["--hostfile", str(tmp_path / "hosts"), "--launcher", name, "--launcher-args", how]
     told += ["--master-addr", two_hosts.up.hosts[0].address]
     done = two_hosts.run(SPY, *told, arguments=("train",), environment=as_root | path)
     assert done.returncode == 0, done.stderr
     (line,) = (text for text in done.stdout.splitlines() if "FOUND " in text)
     ranks = json.loads(line.partition("FOUND ")[2])["ranks"]
-    assert [variables[:4] for variables, *_ in ranks] == [[str(rank), "2", "0", "1"] for rank in range(2)]
+    assert [variables[:4] for variables, *_ in ranks] == [list("0403"), list("1413"), list("2423"), list("3401")]
     two_hosts.wait_until_nothing_is_left()
 
 

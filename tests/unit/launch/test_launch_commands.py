@@ -36,9 +36,9 @@ TASK = f"{sys.executable} -m polyaccel.launch.commands.task"
                 f"--verbose {TASK} OMPI_COMM_WORLD_RANK"
             ),
         ),
-        (HydraLauncher(), f"mpiexec --verbose -host a -n 2 {TASK} PMI_RANK : -host b -n 1 {TASK} PMI_RANK"),
+        (HydraLauncher(), f"mpiexec --verbose -hosts a:2,b:1 -n 3 {TASK} PMI_RANK"),
         (IntelMpiLauncher(), f"mpirun --verbose -host a -n 2 {TASK} PMI_RANK : -host b -n 1 {TASK} PMI_RANK"),
-        (MvapichLauncher(), f"mpirun --verbose -host a -n 2 {TASK} PMI_RANK : -host b -n 1 {TASK} PMI_RANK"),
+        (MvapichLauncher(), f"mpirun --verbose -hosts a:2,b:1 -n 3 {TASK} PMI_RANK"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
