@@ -216,7 +216,7 @@ class HostsSupervisor(Supervisor):
         until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
         if self._callers is not None and not self._is_ending:
             until = min(until, self._callers.lost_at_s() - monotonic())
-        until = min(until, *(self._lingers_at_s(each) - monotonic() for each in self._processes()))
+        until = min(until, self._lingers_at_s() - monotonic())
         if any(each.has_unsent for each in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
         before = super()._patience_s()
@@ -239,9 +239,8 @@ class HostsSupervisor(Supervisor):
                     self._fail(JobFailure(code, why, was_asked=code - 128 in self._passed_on))
         super()._handle(signals)
         self._judge()
-        for each in self._processes():
-            if self._lingers_at_s(each) <= monotonic():
-                each.give_up()
+        if self._lingers_at_s() <= monotonic():
+            self._kill_at_s = 0.0
         if self._callers is not None and not self._is_ending and (lost := self._callers.lost()):
             names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
             self._fail(JobFailure(LOST, f"{names}: the way to the agent, or the connection to it, is lost"))
@@ -270,12 +269,13 @@ class HostsSupervisor(Supervisor):
                 if set(each.way.hosts) <= set(silent):
                     each.give_up()
 
-    def _lingers_at_s(self, way: HostProcess) -> float:
-        """When a way is given up that stays though all its agents have said their last word: it may be stopped, which
-        is not seen where another process has started it."""
-        if not self._is_ending or way.state is ProcessState.ENDED:
+    def _lingers_at_s(self) -> float:
+        """When ways that stay are killed though all agents have said their last word: one may be stopped, which is not
+        seen where another process has started it."""
+        there = [each.done_s for each in self._processes() if each.state is not ProcessState.ENDED]
+        if not self._is_ending or not there or self._kill_rounds:
             return inf
-        return max(way.done_s, self._output.waited_s) + _LAST_WORDS_S
+        return max(*there, self._output.waited_s) + _LAST_WORDS_S
 
     def _stop_oneself(self) -> None:
         """Tell the agents that nothing will be heard for a while, and stop."""
