@@ -13,6 +13,7 @@ from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.planning.activations import ActivationNeeds
 from polyaccel.planning.forecast import SETTINGS, CopiesOfState, Forecast, state_names
 from polyaccel.planning.model import ModelShape
 from polyaccel.zero.plan.memory import Purpose
@@ -30,6 +31,8 @@ _COLUMNS = (
 )
 _SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
 """One setting a stage: offload sends nothing to other ranks."""
+_WORDS = ("stage", "offload", "place", "activations")
+"""Columns that have no figures."""
 _LEGEND = (
     "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "
     "params, master, states, grads: parameters, master weights, optimizer states and gradients, there all the time. "
@@ -56,6 +59,7 @@ class Plan:
     host_limit_nbytes: int | None
     speeds: SpeedTable | None = None
     compute_s: float | None = None
+    activations: Sequence[ActivationNeeds] = ()
 
     def step_s(self, forecast: Forecast) -> float | None:
         """The seconds of a step whose communication overlaps nothing; None where a part of it is not known."""
@@ -73,6 +77,7 @@ def print_plan(plan: Plan) -> None:
         *_assumed(plan),
         _memory_table(plan),
         Text(_LEGEND),
+        *_activation_table(plan),
         _traffic_table(plan),
         _fit(plan),
     ]
@@ -133,6 +138,16 @@ def _memory_table(plan: Plan) -> Group:
                 table.add_row(*names, place.value, *map(short_bytes, sums))
                 names = ("", "")
     return _titled("Bytes of one rank (* this config)", table)
+
+
+def _activation_table(plan: Plan) -> list[Group]:
+    if not plan.activations:
+        return []
+    table = _table("activations", "after forward", "peak")
+    for each in plan.activations:
+        name = f"{each.way}{'*' if each.is_own else ''}"
+        table.add_row(name, short_bytes(each.kept_nbytes), short_bytes(each.peak_nbytes))
+    return [_titled("Bytes of one micro-batch on one rank (* this config)", table)]
 
 
 def _traffic_table(plan: Plan) -> Group:
@@ -202,7 +217,7 @@ def _offload(forecast: Forecast) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("stage", "offload", "place") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
     return table
 
 

@@ -25,7 +25,8 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _DESCRIPTION = """\
 Print what every rank needs to train MODEL with CONFIG on N ranks: bytes by place and purpose, traffic of a step, and
 disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimizer states, and of parameters at stage
-3. Activations are not included: what a stage leaves of the device is for them. Where CONFIG leaves something open
+3. With --sequence-length, and a language model of transformers: the activations of a micro-batch too, kept and
+recomputed; else what a stage leaves of the device is for them. Where CONFIG leaves something open
 ("auto") or its batch sizes do not fit N, a value is assumed, and a line says which. With --pipeline, and without CONFIG
 and MODEL: what each stage of a pipeline does, proved to be possible, and how long it takes."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
@@ -56,6 +57,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="seconds that a step computes on a rank, without "
         "communication: with --comm, a column with the seconds of a step",
     )
+    parser.add_argument(
+        "--sequence-length",
+        type=_count,
+        metavar="S",
+        help="tokens of a row of a micro-batch: foretell the activations of MODEL, a directory",
+    )
+    parser.add_argument("--batch", type=_count, metavar="B", help="rows of a micro-batch; without it the config's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_pipeline(parser.add_argument_group("pipelines"))
     parser.set_defaults(func=run, print_usage=parser.print_usage)
@@ -90,6 +98,12 @@ def parse_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 16G, 512M or a number of bytes")
     return int(float(match[1]) * 1024 ** _EXPONENTS[match[2].upper()])
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -145,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
             cure="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
+    from polyaccel.cli.plan.activations import foretold
     from polyaccel.cli.plan.tables import Plan, print_plan
     from polyaccel.comm.speeds.table import SpeedTable
     from polyaccel.config.meshes import mesh_of
@@ -163,7 +178,10 @@ def run(args: argparse.Namespace) -> int:
     model = _model_shape(args.model, config, mesh_of(config, args.world_size).size_of(("tensor",)))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)
-    limits = {"device_nbytes": args.limit_device, "host_nbytes": args.limit_host}
+    activations = foretold(args, config)
+    taken = next((each.peak_nbytes for each in activations if each.is_own), 0)
+    left = None if args.limit_device is None else args.limit_device - taken
+    limits = {"device_nbytes": left, "host_nbytes": args.limit_host}
     fitting = cheapest_first(forecast for forecast in found if forecast.fits(**limits))
     plan = Plan(
         model=model,
@@ -178,6 +196,7 @@ def run(args: argparse.Namespace) -> int:
         host_limit_nbytes=args.limit_host,
         speeds=speeds,
         compute_s=args.compute,
+        activations=activations,
     )
     if args.json:
         print(json.dumps(_as_json(plan), indent=2))
@@ -228,6 +247,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "limits": {"device_nbytes": plan.device_limit_nbytes, "host_nbytes": plan.host_limit_nbytes},
         "checkpoint_nbytes": plan.checkpoint_nbytes,
         "copies_of_state": asdict(plan.copies),
+        "activations": [asdict(each) for each in plan.activations],
         "settings": [_setting_as_json(forecast, plan) for forecast in plan.forecasts],
         "fitting": [asdict(forecast.setting) for forecast in plan.fitting],
     }

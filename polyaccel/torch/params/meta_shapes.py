@@ -54,8 +54,14 @@ def shape_of_function(path: str, rules: ModuleRules, change: Change = _as_it_is)
 
 
 def shape_of_directory(directory: Path, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
-    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model. After
-    `change`.
+    """The shape of `model_of_directory`, after `change`, with its errors."""
+    with torch.device("meta"):
+        model = model_of_directory(directory)
+    return shape_of_module(model, f"{type(model).__name__} of {directory}", rules, change)
+
+
+def model_of_directory(directory: Path) -> nn.Module:
+    """The model whose Hugging Face `config.json` is in `directory`: the class named there, else the bare model.
 
     Raises PolyaccelError without transformers, and when it does not understand the directory.
     """
@@ -70,18 +76,15 @@ def shape_of_directory(directory: Path, rules: ModuleRules, change: Change = _as
     try:
         described = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
         architecture = _architecture(directory)
-        with torch.device("meta"):
-            if architecture is not None and isinstance(kind := getattr(transformers, architecture, None), type):
-                model = kind(described)
-            else:
-                model = transformers.AutoModel.from_config(described)  # type: ignore[no-untyped-call]
+        if architecture is not None and isinstance(kind := getattr(transformers, architecture, None), type):
+            return kind(described)  # type: ignore[no-any-return]
+        return transformers.AutoModel.from_config(described)  # type: ignore[no-untyped-call, no-any-return]
     except Exception as error:
         raise PolyaccelError(
             f"transformers makes no model of {directory}: {type(error).__name__}: {error}",
             cure="pass a directory with the config.json of a model",
             value=str(directory),
         ) from error
-    return shape_of_module(model, f"{type(model).__name__} of {directory}", rules, change)
 
 
 def shape_of_module(model: nn.Module, summary: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
