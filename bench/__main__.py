@@ -1,5 +1,5 @@
 """`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`, `longest`,
-`memory`, `ownership`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
+`memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bench import imports, kernels
 from bench.collectives import backends, sizes
 from bench.hosts import start, tax
 from bench.jax import models
+from bench.pipeline import compare as pipeline
 from bench.sequence import attention, longest
 from bench.steps import memory, ownership, replica, saves, times
 from bench.tensor import compare as tensor
@@ -24,6 +25,7 @@ _COMMANDS = {
     "kernels": kernels.main,
     "memory": memory.main,
     "ownership": ownership.main,
+    "pipeline": pipeline.main,
     "replica": replica.main,
     "saves": saves.main,
     "sequence": attention.main,

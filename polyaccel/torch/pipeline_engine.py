@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +17,7 @@ from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import CommError, CommTimeout, PolyaccelError
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.choice import chosen_table
-from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep, message_of
+from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 from polyaccel.torch.api.data import call_with, loss_of, to_device
@@ -25,14 +26,13 @@ from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.pipeline.passing import Passing, Results, labelled, mean_of
+from polyaccel.torch.pipeline.passing import Passing, ProgramStep, Results, TaskTime, mean_of, program_of
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
 from polyaccel.torch.states.whole_model import require_fitting, write_whole_model
 
 _FORWARD = PipelineOp.FORWARD
 _BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
-Program = Sequence[tuple[StageStep, str]]
 
 
 class PipelineEngine(TorchEngine):
@@ -57,8 +57,8 @@ class PipelineEngine(TorchEngine):
         ]
         told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
         require_same_training(self.communicator, [told, *parts])
-        self._training = labelled(check_table(table)[self._stage])
-        self._evaluation = labelled(check_table(table.forwards())[self._stage])
+        self._training = program_of(check_table(table)[self._stage])
+        self._evaluation = program_of(check_table(table.forwards())[self._stage])
         tasks = table.tasks[self._stage]
         self._count_of_passes = sum(task.op in (_BACKWARD, _WEIGHT) for task in tasks)
         line = self.runtime.along(("pipe",))
@@ -69,6 +69,8 @@ class PipelineEngine(TorchEngine):
         self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
         splits = any(task.op is _INPUT for task in tasks)
         self._delayed = DelayedLinears(self._own_module if splits else torch.nn.Identity())
+        self.task_times: list[TaskTime] = []
+        """When this stage did the tasks of the last batch, in order."""
         self._iterator: Any = None
         self._in_batch = False
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
@@ -173,7 +175,7 @@ class PipelineEngine(TorchEngine):
             found = mean_of(outputs) if reduce_output and outputs is not None else outputs
         return (found, outputs) if return_logits else found
 
-    def _do_steps(self, program: Program, data_iter: Any, results: Results) -> None:
+    def _do_steps(self, program: Sequence[ProgramStep], data_iter: Any, results: Results) -> None:
         """Do the steps of a program with new micro-batches."""
         source = self._data(self._iterator if data_iter is None else data_iter)
         with self.timer("data"):
@@ -182,17 +184,23 @@ class PipelineEngine(TorchEngine):
         left = self._count_of_passes + self._ties_come_last
         self._ties.refresh()
         self._passing.clear()
+        self.task_times.clear()
         self._in_batch = True
         at = "the first step"
         try:
-            for step, at in program:
+            for step, at, begins in program:
                 if isinstance(step, (StageSend, StageReceive)):
                     self._move(step, at)
-                elif step.op is _FORWARD:
+                    continue
+                if begins is not None:
+                    self._begin(*begins)
+                began_s = perf_counter()
+                if step.op is _FORWARD:
                     self._do_forward(step, *batches[step.micro_batch], results)
                 else:
                     left -= step.op is not _INPUT
                     self._do_backward(step, is_last=not left)
+                self.task_times.append(TaskTime(step, began_s, perf_counter()))
             if trains:
                 self._ties.return_gradients()  # behind the last message of activations
                 if self._ties_come_last:
@@ -218,19 +226,27 @@ class PipelineEngine(TorchEngine):
         kind = CommTimeout if isinstance(error, CommTimeout) else CommError
         return kind(message, missing_ranks=error.missing_ranks, cure=error.cure)
 
+    def _begin(self, message: StageMessage, label: str) -> None:
+        """Begin a receive."""
+        if message.op is _FORWARD:
+            self._exchange.begin_outputs(message, label, trains=torch.is_grad_enabled())
+        else:
+            outputs = self._passing[message.micro_batch, message.chunk - 1].outputs
+            self._exchange.begin_gradients(message, outputs, label)
+
     def _move(self, step: StageSend | StageReceive, label: str) -> None:
-        message = step.message
+        message, trains = step.message, torch.is_grad_enabled()
         forward = message.op is _FORWARD
         if isinstance(step, StageSend):
             here = self._passing[message.micro_batch, message.chunk]
             if forward:
-                self._exchange.send_outputs(message, here.outputs, label)
+                self._exchange.send_outputs(message, here.outputs, label, trains=trains)
             else:
                 self._exchange.send_gradients(message, gradients_of(here.inputs), label)
                 here.inputs = []
         elif forward:
             here = self._passing[message.micro_batch, message.chunk + 1]
-            here.inputs = self._exchange.receive_outputs(message, label, needs_grad=torch.is_grad_enabled())
+            here.inputs = self._exchange.receive_outputs(message, label, trains=trains)
         else:
             here = self._passing[message.micro_batch, message.chunk - 1]
             here.gradients = self._exchange.receive_gradients(message, here.outputs, label)

@@ -1,15 +1,21 @@
 """What stages send each other: outputs forward, gradients back, by the communicator's own messages.
 
 [Note: What is known of a message]
-Types and shapes of a chunk's output are told when they are not those of its output before: each message of tensors
-follows a number, how many numbers of description come first, 0 nearly always. Gradients need none: they are like the
-outputs.
+Types and shapes of a chunk's output are told when they are not those of its output before: its tensors follow a number,
+how many numbers of description come first, 0 nearly always. Gradients need none: they are like the outputs.
+
+[Note: Receives that begin early]
+A stage begins its next receive before the task in front of it, so that what arrives meanwhile is there when the task is
+done. It must then take what comes to be like before. Where it is not, the sender sends as many bytes as it was expected
+to, of nothing, before the description and the tensors; so it does not matter whether the other side has begun early.
+Outputs that have changed more than `_MOST_CHANGES` times are expected to change on: only the number is received early.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,71 +23,138 @@ from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype, wrap_torch
+from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
 from polyaccel.pipeline.messages import StageMessage
 from polyaccel.types import DType
 
 _TYPES = tuple(DType)
+_MOST_CHANGES = 2
 Description = tuple[tuple[int, ...], ...]
 """Of each tensor: number of its type (-1: None), whether it has a gradient, its lengths."""
 
 
+@dataclass
+class _Known:
+    """What both sides know of the outputs of a chunk, in training and in evaluation each: how the last were, and
+    whether the next are expected to be alike."""
+
+    description: Description | None = None
+    changes: int = 0
+    is_steady: bool = True
+
+    @property
+    def expected(self) -> Description:
+        """What is under way before any description."""
+        return self.description if self.description is not None and self.is_steady else ()
+
+
+@dataclass
+class _Begun:
+    """A receive that has begun, or where it is not `early` has ended: the number, and tensors as they are expected."""
+
+    early: bool
+    works: list[Work] = field(default_factory=list)
+    number: Buffer | None = None
+    tensors: list[Tensor | None] = field(default_factory=list)
+
+    def add(self, ranks: Communicator, source: int, tensor: Tensor | None, label: str) -> None:
+        if tensor is not None and tensor.numel():
+            self.works.append(ranks.recv(wrap_torch(tensor.view(-1)), source, async_op=self.early, label=label))
+        self.tensors.append(tensor)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 class StageExchange:
     """Sends and receives tensors between this stage and others; `ranks` are the stages in order. A `label` says in
-    records and errors what a message is."""
+    records and errors what a message is. All stages are told alike whether a message is of training (`trains`)."""
 
     def __init__(self, ranks: Communicator, accelerator: Accelerator, device: torch.device) -> None:
         self._ranks = ranks
         self._accelerator = accelerator
         self._device = device
-        self._told: dict[tuple[int, int], Description] = {}  # by target and chunk
-        self._heard: dict[int, Description] = {}  # by chunk, which is on one stage
+        self._told: defaultdict[tuple[int, bool], _Known] = defaultdict(_Known)  # by chunk, which is on one stage
+        self._heard: defaultdict[tuple[int, bool], _Known] = defaultdict(_Known)
+        self._begun: dict[StageMessage, _Begun] = {}
         self._sending: deque[tuple[Work, object]] = deque()
 
-    def send_outputs(self, message: StageMessage, tensors: Sequence[Tensor | None], label: str) -> None:
+    def send_outputs(
+        self, message: StageMessage, tensors: Sequence[Tensor | None], label: str, *, trains: bool
+    ) -> None:
         """Send the tensors of a forward pass. They may be let go of."""
-        described = tuple(map(_described, tensors))
-        news: list[int] = []
-        if self._told.get((message.target, message.chunk)) != described:
-            self._told[message.target, message.chunk] = described
-            news = [len(described), *(number for one in described for number in (len(one), *one))]
-        self._send_numbers(message.target, [len(news)], label)
-        if news:
+        known, described = self._told[message.chunk, trains], tuple(map(_described, tensors))
+        if known.description == described:
+            self._send_numbers(message.target, [0], label)
+        else:
+            expected = known.expected
+            known.description, known.changes = described, known.changes + 1
+            known.is_steady = known.changes <= _MOST_CHANGES
+            news = [int(known.is_steady), len(described)]
+            news += [number for one in described for number in (len(one), *one)]
+            self._send_numbers(message.target, [len(news)], label)
+            for one in expected:
+                if (nothing := self._empty(one)) is not None:
+                    self._send(message.target, nothing.zero_(), f"nothing of the {label}")
             self._send_numbers(message.target, news, label)
         for tensor in tensors:
-            if tensor is not None and tensor.numel():
+            if tensor is not None:
                 self._send(message.target, tensor.detach(), label)
 
-    def receive_outputs(self, message: StageMessage, label: str, *, needs_grad: bool) -> list[Tensor | None]:
-        """What `send_outputs` sent: leaves that require a gradient where the sent ones do, if any is needed."""
-        (news,) = self._receive_numbers(message.source, 1, label)
-        if news:
-            count, *numbers = self._receive_numbers(message.source, news, label)
-            described = []
-            for _ in range(count):
-                length, *numbers = numbers
-                described.append(tuple(numbers[:length]))
-                numbers = numbers[length:]
-            self._heard[message.chunk] = tuple(described)
-        return [self._receive(message.source, one, needs_grad, label) for one in self._heard[message.chunk]]
+    def begin_outputs(self, message: StageMessage, label: str, *, trains: bool, early: bool = True) -> None:
+        """Begin to receive what `send_outputs` sends, or receive it now, if it is not `early`. Receives begin in the
+        order in which they are waited for."""
+        begun = self._begun[message] = _Begun(early)
+        begun.number = self._accelerator.allocate(1, DType.INT64)
+        label_of_number = f"shapes of the {label}"
+        begun.works.append(self._ranks.recv(begun.number, message.source, async_op=early, label=label_of_number))
+        for one in self._heard[message.chunk, trains].expected:
+            begun.add(self._ranks, message.source, self._empty(one), label)
+
+    def receive_outputs(self, message: StageMessage, label: str, *, trains: bool) -> list[Tensor | None]:
+        """What `send_outputs` sent: leaves that require a gradient where the sent ones do, in training."""
+        if message not in self._begun:
+            self.begin_outputs(message, label, trains=trains, early=False)
+        begun, known = self._begun.pop(message), self._heard[message.chunk, trains]
+        assert begun.number is not None  # of outputs there is one
+        begun.wait()
+        (count,) = _numbers_in(begun.number)
+        if count or not known.is_steady:
+            if count:
+                self._hear(known, self._receive_numbers(message.source, count, label))
+            begun = _Begun(False)
+            for one in known.description or ():
+                begun.add(self._ranks, message.source, self._empty(one), label)
+        return [
+            None if tensor is None else tensor.requires_grad_(bool(one[1]) and trains)
+            for tensor, one in zip(begun.tensors, known.description or (), strict=True)
+        ]
 
     def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor], label: str) -> None:
         """Send the gradients of those tensors of `receive_outputs` that require one. They may be let go of."""
         for gradient in gradients:
-            if gradient.numel():
-                self._send(message.target, gradient, label)
+            self._send(message.target, gradient, label)
+
+    def begin_gradients(
+        self, message: StageMessage, outputs: Sequence[Tensor | None], label: str, *, early: bool = True
+    ) -> None:
+        """Begin to receive the gradients of those `outputs` that have one, as `begin_outputs` does."""
+        begun = self._begun[message] = _Begun(early)
+        for tensor in outputs:
+            if tensor is not None and tensor.requires_grad:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                begun.add(self._ranks, message.source, empty, label)
 
     def receive_gradients(self, message: StageMessage, outputs: Sequence[Tensor | None], label: str) -> list[Tensor]:
         """The gradients of those `outputs` that have one."""
-        found = []
-        for tensor in outputs:
-            if tensor is not None and tensor.requires_grad:
-                gradient = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                if gradient.numel():
-                    self._ranks.recv(wrap_torch(gradient.view(-1)), message.source, label=label)
-                found.append(gradient)
-        return found
+        if message not in self._begun:
+            self.begin_gradients(message, outputs, label, early=False)
+        begun = self._begun.pop(message)
+        begun.wait()
+        return [tensor for tensor in begun.tensors if tensor is not None]
 
     def settle(self) -> None:
         """Wait until everything is sent."""
@@ -100,17 +173,22 @@ class StageExchange:
             self._sending.popleft()[0].wait()
 
     def _send(self, target: int, tensor: Tensor, label: str) -> None:
-        flat = tensor.contiguous().view(-1)
-        self._keep(self._ranks.send(wrap_torch(flat), target, async_op=True, label=label), flat)
-
-    def _receive(self, source: int, described: tuple[int, ...], needs_grad: bool, label: str) -> Tensor | None:
-        kind, has_grad, *shape = described
-        if kind < 0:
-            return None
-        tensor = torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self._device)
         if tensor.numel():
-            self._ranks.recv(wrap_torch(tensor.view(-1)), source, label=label)
-        return tensor.requires_grad_(bool(has_grad) and needs_grad)
+            flat = tensor.contiguous().view(-1)
+            self._keep(self._ranks.send(wrap_torch(flat), target, async_op=True, label=label), flat)
+
+    def _empty(self, described: tuple[int, ...]) -> Tensor | None:
+        kind, _, *shape = described
+        return None if kind < 0 else torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self._device)
+
+    def _hear(self, known: _Known, numbers: list[int]) -> None:
+        steady, count, *numbers = numbers
+        described = []
+        for _ in range(count):
+            length, *numbers = numbers
+            described.append(tuple(numbers[:length]))
+            numbers = numbers[length:]
+        known.description, known.is_steady = tuple(described), bool(steady)
 
     def _send_numbers(self, target: int, numbers: list[int], label: str) -> None:
         buffer = self._accelerator.allocate(len(numbers), DType.INT64)
@@ -120,7 +198,11 @@ class StageExchange:
     def _receive_numbers(self, source: int, count: int, label: str) -> list[int]:
         buffer = self._accelerator.allocate(count, DType.INT64)
         self._ranks.recv(buffer, source, label=f"shapes of the {label}")
-        return torch.frombuffer(bytearray(buffer.to_bytes()), dtype=torch.int64).tolist()
+        return _numbers_in(buffer)
+
+
+def _numbers_in(buffer: Buffer) -> list[int]:
+    return torch.frombuffer(bytearray(buffer.to_bytes()), dtype=torch.int64).tolist()
 
 
 def _described(tensor: Tensor | None) -> tuple[int, ...]:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.pipeline.messages import StageReceive, StageSend, StageStep
+from polyaccel.pipeline.messages import StageMessage, StageReceive, StageStep
+from polyaccel.pipeline.table import PipelineOp, PipelineTask
+
+
+class TaskTime(NamedTuple):
+    """When a stage did a task, in seconds of `time.perf_counter`, which ranks of a host share. On a device that works
+    behind the host's back these are the times at which the host gave it its work."""
+
+    task: PipelineTask
+    began_s: float
+    ended_s: float
 
 
 @dataclass
@@ -35,18 +45,51 @@ class Results:
     outputs: list[Any] = field(default_factory=list)
 
 
-def labelled(steps: Sequence[StageStep]) -> tuple[tuple[StageStep, str], ...]:
-    """Steps with what others are told of their messages: which it is, and what this stage does then. So the last
-    message of a rank that is gone says where it was."""
-    found: list[tuple[StageStep, str]] = []
-    after = "then the end of the step"
+class ProgramStep(NamedTuple):
+    """A step with what others are told of it, and of a task the message, with its label, whose receive begins before
+    it."""
+
+    step: StageStep
+    label: str
+    begins: tuple[StageMessage, str] | None = None
+
+
+def program_of(steps: Sequence[StageStep]) -> tuple[ProgramStep, ...]:
+    """Steps as the engine does them. A message is told as what it is and what this stage does then, or what it did
+    first, so the last message of a rank that is gone says where it was. The receive behind a task begins before the
+    task, unless it is of a gradient whose output is still to be made. See [Note: One order for all] of `messages`."""
+    found: list[ProgramStep] = []
+    after, coming = "then the end of the step", None  # what is done next, and what is received next
     for step in reversed(steps):
-        if isinstance(step, (StageSend, StageReceive)):
-            found.append((step, f"{step.message}, {after}"))
-        else:
+        if isinstance(step, PipelineTask):
             after = f"then {step}"
-            found.append((step, str(step)))
-    return tuple(reversed(found))
+            begins = None if coming is None else (coming, f"{coming}, begun before {step}")
+            found.append(ProgramStep(step, str(step), begins))
+        else:
+            label = f"{step.message}, {after}"
+            found.append(ProgramStep(step, label))
+            if isinstance(step, StageReceive):
+                coming = step.message
+    return _each_once(found[::-1])
+
+
+def _each_once(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
+    """Each receive begins once, and when its length is known."""
+    made: set[tuple[int, int]] = set()
+    begun: set[StageMessage] = set()
+    found = []
+    for each in program:
+        begins = each.begins
+        if begins is not None:
+            message = begins[0]
+            is_known = message.op is PipelineOp.FORWARD or (message.micro_batch, message.chunk - 1) in made
+            begins = begins if is_known and message not in begun else None
+        if begins is not None:
+            begun.add(begins[0])
+        if isinstance(each.step, PipelineTask) and each.step.op is PipelineOp.FORWARD:
+            made.add(each.step[1:])
+        found.append(each._replace(begins=begins))
+    return tuple(found)
 
 
 def mean_of(outputs: Sequence[Any]) -> Any:

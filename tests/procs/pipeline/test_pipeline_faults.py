@@ -72,7 +72,7 @@ def test_a_stage_that_dies_is_named(tmp_path: Path) -> None:
     text = said.read_text()
     assert text.startswith("CommError: stage 0 of 2 was at gradient of micro-batch 2 from chunk 1")
     assert "stage 1 (rank 1) did not take part" in text
-    assert "then FORWARD of micro-batch 2 in chunk 1'" in text
+    assert "output of micro-batch 3 from chunk 0, begun before FORWARD of micro-batch 2 in chunk 1'" in text
 
 
 def test_a_stage_that_stalls_is_named(tmp_path: Path) -> None:
@@ -81,4 +81,4 @@ def test_a_stage_that_stalls_is_named(tmp_path: Path) -> None:
     text = str(caught.value)
     assert text.startswith("stage 0 of 2 was at gradient of micro-batch 2 from chunk 1")
     assert "stage 1 (rank 1) did not take part" in text
-    assert "then FORWARD of micro-batch 2 in chunk 1'" in text
+    assert "output of micro-batch 3 from chunk 0, begun before FORWARD of micro-batch 2 in chunk 1'" in text
