@@ -165,10 +165,10 @@ def by_data(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches
             if number + 1 < len(batches):
                 with model.no_sync():
                     loss = loss_of(model(inputs), targets) / len(batches)
-                    loss.backward()
+                    torch.autograd.backward(loss)
             else:
                 loss = loss_of(model(inputs), targets) / len(batches)
-                loss.backward()
+                torch.autograd.backward(loss)
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()

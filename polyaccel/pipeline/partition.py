@@ -62,7 +62,9 @@ def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> l
         return [float(numel) for numel in numels]
     if kind.lower() != "type" or not pattern:
         raise PipelineError(
-            f"no partition_method is named {method!r}", cure="use parameters, uniform or type:REGEX", value=method
+            f"no partition_method is named {method!r} here",
+            cure="use parameters, uniform or type:REGEX, or measured for a list of layers",
+            value=method,
         )
     try:
         expression = re.compile(pattern, re.IGNORECASE)

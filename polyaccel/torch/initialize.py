@@ -135,6 +135,7 @@ def _staged(
             activation_checkpoint_interval=interval,
             schedule=section.schedule,
             chunks=section.chunks,
+            trial_inputs=getattr(model, "trial_inputs", None),
         )
     if model.num_stages != stages:
         raise PolyaccelError(

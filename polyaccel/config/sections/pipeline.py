@@ -24,7 +24,8 @@ class PipelineConfig(Section):
     interleaved one."""
     partition: str = "best"
     """Which layers a chunk has: `uniform` as many as any other, `parameters` (or `best`) as many parameters,
-    `type:REGEX` as many layers of the classes whose names match."""
+    `type:REGEX` as many layers of the classes whose names match, `measured` layers that take as long in a trial step of
+    rank 0, on the model's `trial_inputs`."""
     activation_checkpoint_interval: CountInt = 0
     """Compute the activations of so many layers at a time again in backward; 0 keeps them."""
 

@@ -11,6 +11,8 @@ with them. By then the others are done: a step's last backward pass ends on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.pipeline.chunk import Chunk, Layer, LayerPlace, Recomputing, class_name
+from polyaccel.torch.pipeline.measured import measured_weights
 
 
 class LayerSpec:
@@ -58,6 +61,13 @@ class TiedLayerSpec(LayerSpec):
         self.forward_fn = forward_fn
         self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
 
+    def called(self, module: nn.Module) -> Layer:
+        """What is called for the layer, whose module is `module`."""
+        forward_fn = self.forward_fn
+        if forward_fn is None:
+            return module
+        return lambda *inputs: forward_fn(module, inputs[0] if len(inputs) == 1 else inputs)
+
 
 class StageTopology(Protocol):
     """Where ranks stand: DeepSpeed's `ProcessTopology` and its like."""
@@ -88,6 +98,7 @@ class PipelineModule(nn.Module):
     `partition_method` and `activation_checkpoint_interval` as in the config's section `pipeline`. `seed_layers` calls
     `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`). `schedule` and `chunks`, as
     in that section too, say how many chunks of the model each stage has, and which; None and 0 for one a stage.
+    `trial_inputs` are the inputs of a micro-batch, for `partition_method="measured"`.
 
     Raises PipelineError for layers that cannot be dealt to so many stages.
     """
@@ -108,6 +119,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
         schedule: str | None = None,
         chunks: int = 0,
+        trial_inputs: Any = None,
     ) -> None:
         super().__init__()
         self.loss_fn = loss_fn
@@ -121,7 +133,12 @@ class PipelineModule(nn.Module):
         if not specs:
             raise PipelineError("a model without layers", cure="give a list of layers", value=0)
         names, numels = zip(*_weighed(specs), strict=True)
-        self.parts = split_layers(layer_weights(partition_method, names, numels), len(self.placement))
+        weights = (
+            _tried(specs, trial_inputs, names, len(self.placement))
+            if partition_method.lower() == "measured"
+            else layer_weights(partition_method, names, numels)
+        )
+        self.parts = split_layers(weights, len(self.placement))
         """The layers of each chunk."""
         self.ties: dict[str, TiedModule] = {}
         """The modules of this stage that others have too, by key."""
@@ -169,10 +186,7 @@ class PipelineModule(nn.Module):
             if len(holders) > 1:
                 lent = _lend(module) if holders[0] != self.stage else ()
                 self.ties[spec.key] = TiedModule(module, holders, lent)
-        module, forward_fn = tied[spec.key], spec.forward_fn
-        if forward_fn is None:
-            return module
-        return lambda *inputs: forward_fn(module, inputs[0] if len(inputs) == 1 else inputs)
+        return spec.called(tied[spec.key])
 
     def forward(self, inputs: Any, chunk: int | None = None) -> Any:
         """The output of a chunk, without a number that of all layers that are here. A tuple is given to a layer as its
@@ -225,6 +239,30 @@ def _lend(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
         del part._parameters[name]
         setattr(part, name, parameter.detach().clone().requires_grad_(parameter.requires_grad))
     return tuple((part, name) for part, name, _ in places)
+
+
+def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int) -> list[float]:
+    """The seconds of each layer. Raises PipelineError where there is nothing to try them with."""
+    if chunks == 1:
+        return [1.0] * len(layers)
+    if inputs is None:
+        raise PipelineError(
+            "partition_method 'measured' needs a trial step",
+            cure="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
+            value="measured",
+        )
+    return measured_weights([partial(_trial_layer, layer) for layer in layers], inputs, default_communicator(), names)
+
+
+def _trial_layer(layer: Any) -> tuple[nn.Module | None, Layer]:
+    """The module of a layer, one that nobody else has, and what is called."""
+    if isinstance(layer, LayerSpec):
+        module = layer.build()
+        return module, layer.called(module) if isinstance(layer, TiedLayerSpec) else module
+    if isinstance(layer, nn.Module):
+        module = deepcopy(layer)
+        return module, module
+    return None, layer
 
 
 def _weighed(layers: Sequence[Any]) -> list[tuple[str, int]]:

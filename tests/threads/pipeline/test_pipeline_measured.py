@@ -1,0 +1,96 @@
+"""Layers dealt to stages by the time of a trial step: that of rank 0, on every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from pipeline_models import batches, pipeline_config
+from torch import Tensor, nn
+
+import polyaccel
+from polyaccel.pipeline.table import PipelineError
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, measured
+
+
+class Clock:
+    """Stands for the time: a layer that is called lets its cost pass."""
+
+    now = 0.0
+
+
+class Costly(nn.Module):
+    def __init__(self, cost: float) -> None:
+        super().__init__()
+        self.cost = cost
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        Clock.now += self.cost
+        return hidden * self.weight
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "perf_counter", lambda: Clock.now)
+
+
+COSTS = (1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
+
+
+def parts_of(layers, **changes):
+    def run(communicator):
+        generator = torch.random.get_rng_state()
+        arguments = {"partition_method": "measured", "trial_inputs": torch.ones(4, 6), **changes}
+        model = PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss, **arguments)
+        if communicator.rank == 0:
+            assert torch.equal(torch.random.get_rng_state(), generator)
+        return [list(part) for part in model.parts]
+
+    first, second = run_threads(2, run)
+    assert first == second
+    return first
+
+
+def test_layers_are_dealt_by_what_they_cost():
+    layers = [LayerSpec(Costly, cost) for cost in COSTS]
+    assert parts_of(layers) == [[0, 1, 2], [3, 4, 5]]
+    assert parts_of(layers, partition_method="uniform") == [[0, 1, 2], [3, 4, 5]]
+    assert parts_of([*layers, LayerSpec(Costly, 30.0)]) == [[0, 1, 2, 3, 4, 5], [6]]
+    assert parts_of(layers, schedule="zb-v") == [[0, 1, 2], [3], [4], [5]]
+
+
+def test_tied_layers_functions_and_modules_are_tried_too():
+    tied = partial(TiedLayerSpec, "a", Costly, 5.0)
+    module = Costly(1.0)
+    before = module.weight.detach().clone()
+    layers = [tied(), module, torch.tanh, tied(forward_fn=lambda one, hidden: one(hidden) + 1)]
+    assert parts_of(layers) == [[0, 1, 2], [3]]
+    assert torch.equal(module.weight, before)
+    assert module.weight.grad is None
+
+
+def test_what_cannot_be_measured_is_said_on_every_rank():
+    layers = [LayerSpec(Costly, 1.0), LayerSpec(nn.Linear, 5, 5)]
+    with pytest.raises(PipelineError, match=r"the trial of layer 1 \(Linear\) fails: RuntimeError: mat1 and mat2"):
+        parts_of(layers)
+    with pytest.raises(PipelineError, match="partition_method 'measured' needs a trial step"):
+        parts_of(layers, trial_inputs=None)
+    assert len(PipelineModule(layers, partition_method="measured").parts) == 1  # nothing to deal
+
+
+def test_a_sequential_says_what_it_is_tried_with():
+    config = pipeline_config(1, pipeline={"stages": 2, "partition": "measured"})
+
+    def run(communicator):
+        model = nn.Sequential(Costly(5.0), Costly(1.0), Costly(1.0), Costly(1.0), nn.Linear(6, 5))
+        model.loss_fn, model.trial_inputs = nn.functional.mse_loss, torch.ones(4, 6)
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        loss = float(engine.train_batch(batches(0, 0)))
+        parts = [list(part) for part in engine.module.parts]
+        engine.destroy()
+        return loss > 0, parts
+
+    assert run_threads(2, run) == [(True, [[0], [1, 2, 3, 4]])] * 2
