@@ -168,7 +168,8 @@ class Runtime:
 
         Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
         """
-        names = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.size > 1)
+        inside = self.mesh.within(axes)
+        names = tuple(axis.name for axis in self.mesh.axes if axis.name in inside and axis.size > 1)
         if self.mesh.size_of(names) == self.communicator.world_size:
             return self.communicator
         if names not in self._groups:

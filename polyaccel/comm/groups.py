@@ -108,6 +108,32 @@ def get_sequence_parallel_rank() -> int:
     return _rank("sequence")
 
 
+def get_expert_parallel_group() -> Communicator:
+    """The ranks that share the experts of a layer with this one. Raises CommError where there are none."""
+    return _group("expert")
+
+
+def get_expert_parallel_world_size() -> int:
+    return _size("expert")
+
+
+def get_expert_parallel_rank() -> int:
+    return _rank("expert")
+
+
+def get_expert_data_parallel_group() -> Communicator:
+    """The ranks with the same experts as this one and other batches. Raises CommError where no ranks share experts."""
+    return _group("expert_data")
+
+
+def get_expert_data_parallel_world_size() -> int:
+    return _size("expert_data")
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _rank("expert_data")
+
+
 def get_sequence_data_parallel_group() -> Communicator:
     """The ranks over which ZeRO shards what is not cut along `tensor`: data and sequence together."""
     return _group("data", "sequence")

@@ -286,16 +286,13 @@ ABSENT: tuple[Absent, ...] = (
         "expert parallelism",
         _under(
             "expert_parallel",
-            enabled=False,
-            autoep_size=1,
             expert_tensor_parallel_size=1,
             preset_model=None,
             use_grouped_mm=True,
             comm_backend="comm",
         )
         | {f"expert_parallel.patterns{BELOW}": None},
-        'shard the experts: "zero_optimization": {"stage": 3}',
-        switch="expert_parallel.enabled",
+        "leave it out: experts are found by what the model says of itself",
     ),
     Absent(
         "DeepCompile",

@@ -11,11 +11,15 @@ from polyaccel.mesh import Mesh, MeshAxis
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, and the others where they
-    have more than one rank."""
+    """The mesh of `world_size` ranks, whose config has no `mesh_problems`: the axis `data`, or `expert_data` and
+    `expert` in its place, and the others where they have more than one rank."""
     others = {axis: MeshAxis(axis, size) for axis, _, size in shared_axes(config)}
     outermost = [others.pop("pipe")] if "pipe" in others else []
-    return Mesh((*outermost, MeshAxis("data", data_ranks(config, world_size)), *others.values()))
+    data, (_, experts) = data_ranks(config, world_size), expert_ranks(config)
+    batches = [MeshAxis("data", data)]
+    if experts > 1:
+        batches = [MeshAxis("expert_data", data // experts), MeshAxis("expert", experts)]
+    return Mesh((*outermost, *batches, *others.values()))
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Config:
@@ -41,6 +45,14 @@ def data_ranks(config: Config, world_size: int) -> int:
     return max(1, world_size // prod(size for _, _, size in shared_axes(config)))
 
 
+def expert_ranks(config: Config) -> tuple[str, int]:
+    """The key that says how many ranks share experts, and how many; 1 where none do."""
+    section = config.expert_parallel
+    if section.enabled and section.autoep_size > 1:
+        return "expert_parallel.autoep_size", section.autoep_size
+    return "mesh.expert", config.mesh.expert
+
+
 def shared_axes(config: Config) -> Iterator[tuple[str, str, int]]:
     """The axes beside `data` that have more than one rank: name, the key that says so, size."""
     for axis, keys in _stated(config).items():
@@ -62,6 +74,7 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
             if theirs != size:
                 problems.append(Problem(other, theirs, f"contradicts {key} = {size}", "give one of the two"))
     problems += _pipe_problems(config)
+    problems += _expert_problems(config, world_size)
     shared = list(shared_axes(config))
     ranks = prod(size for _, _, size in shared)
     product = " * ".join(key for _, key, _ in shared)
@@ -80,6 +93,19 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
     return problems
 
 
+def _expert_problems(config: Config, world_size: int) -> list[Problem]:
+    key, experts = expert_ranks(config)
+    problems, data = [], data_ranks(config, world_size)
+    if config.mesh.expert not in (1, experts):
+        expected = f"contradicts {key} = {experts}"
+        problems.append(Problem("mesh.expert", config.mesh.expert, expected, "give one of the two"))
+    if data % experts:
+        fitting = [str(size) for size in range(2, data + 1) if data % size == 0]
+        cure = f"use {' or '.join(fitting)}" if fitting else "leave it out, or start more ranks"
+        problems.append(Problem(key, experts, f"is no divisor of the {data} ranks with batches of their own", cure))
+    return problems
+
+
 def _pipe_problems(config: Config) -> list[Problem]:
     """What does not exist yet beside the stages of a pipeline."""
     shared = {axis: (key, size) for axis, key, size in shared_axes(config)}
@@ -87,6 +113,8 @@ def _pipe_problems(config: Config) -> list[Problem]:
         return []
     beside = "does not exist yet beside the stages of a pipeline"
     problems = [Problem(*shared[axis], beside, "leave it out") for axis in ("sequence", "tensor") if axis in shared]
+    if expert_ranks(config)[1] > 1:
+        problems.append(Problem(*expert_ranks(config), beside, "leave it out"))
     if config.zero_optimization.stage == 3:
         problems.append(Problem("zero_optimization.stage", 3, beside, "use stage 0, 1 or 2"))
     return problems

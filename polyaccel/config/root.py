@@ -15,7 +15,12 @@ from polyaccel.config.sections.activation_checkpointing import ActivationCheckpo
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
-from polyaccel.config.sections.mesh import MeshConfig, SequenceParallelConfig, TensorParallelConfig
+from polyaccel.config.sections.mesh import (
+    ExpertParallelConfig,
+    MeshConfig,
+    SequenceParallelConfig,
+    TensorParallelConfig,
+)
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
@@ -143,6 +148,8 @@ class Config(Section):
     """Ranks that share the sequences of a batch, a divisor of all ranks."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     """How attention is computed over them."""
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
+    """The experts of a mixture over ranks."""
     tiled_compute: TiledComputeConfig = TiledComputeConfig()
     """polyaccel's own: losses and feed-forward layers in tiles of tokens."""
     data_parallel_size: PositiveInt | None = None

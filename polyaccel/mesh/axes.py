@@ -1,6 +1,9 @@
 """Named axes over ranks. Integers only: which ranks stand on a line along an axis, and where a rank stands.
 
 Ranks fill the mesh row-major: the last axis varies fastest, so neighbours along it are neighbours on a host.
+
+Where ranks with batches of their own share experts, the axis `data` is two, `expert_data` and `expert`: its name stands
+for both.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from itertools import product
 from math import prod
 
 from polyaccel.errors import ShardingError
+
+_TOGETHER = {"data": ("expert_data", "expert")}
+"""Names of several axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,15 @@ class Mesh:
         return prod(axis.size for axis in self.axes)
 
     def axis_size(self, name: str) -> int:
-        return self.axes[self._position(name)].size
+        if not self.within((name,)):
+            known = ", ".join(axis.name for axis in self.axes)
+            raise ShardingError(f"the mesh has no axis {name!r}", cure=f"its axes are: {known}", value=name)
+        return self.size_of((name,))
+
+    def within(self, names: Collection[str]) -> tuple[str, ...]:
+        """The axes that `names` stand for, in order."""
+        wanted = {each for name in names for each in (name, *_TOGETHER.get(name, ()))}
+        return tuple(axis.name for axis in self.axes if axis.name in wanted)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands along every axis."""
@@ -82,7 +96,8 @@ class Mesh:
         """The ranks that share every coordinate with `rank` but those along the axes `names`, in the order of the
         mesh."""
         here = self.coordinates(rank)
-        free = [axis for axis in self.axes if axis.name in names]
+        inside = self.within(names)
+        free = [axis for axis in self.axes if axis.name in inside]
         places = product(*(range(axis.size) for axis in free))
         return tuple(
             self.rank_at({**here, **{axis.name: at for axis, at in zip(free, place, strict=True)}}) for place in places
@@ -94,23 +109,18 @@ class Mesh:
 
     def others(self, names: Collection[str]) -> tuple[str, ...]:
         """The axes with more than one rank that are not in `names`, in order."""
-        return tuple(axis.name for axis in self.axes if axis.size > 1 and axis.name not in names)
+        inside = self.within(names)
+        return tuple(axis.name for axis in self.axes if axis.size > 1 and axis.name not in inside)
 
     def size_of(self, names: Collection[str]) -> int:
         """How many ranks stand in a `group` of these axes."""
-        return prod(axis.size for axis in self.axes if axis.name in names)
+        inside = self.within(names)
+        return prod(axis.size for axis in self.axes if axis.name in inside)
 
     def has_several(self, name: str) -> bool:
         """Whether there is an axis `name` with more than one rank."""
-        return any(axis.name == name and axis.size > 1 for axis in self.axes)
+        return self.size_of((name,)) > 1
 
     def place(self, cut: Collection[str], rank: int) -> int:
         """The place of `rank` among those that hold the same blocks of tensors which are cut along the axes `cut`."""
         return self.group(self.others(cut), rank).index(rank)
-
-    def _position(self, name: str) -> int:
-        for position, axis in enumerate(self.axes):
-            if axis.name == name:
-                return position
-        known = ", ".join(axis.name for axis in self.axes)
-        raise ShardingError(f"the mesh has no axis {name!r}", cure=f"its axes are: {known}", value=name)

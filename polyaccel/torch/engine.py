@@ -246,7 +246,7 @@ class TorchEngine(nn.Module, Engine):
         return ShardedDataLoader(
             dataset,
             micro_batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.mesh.coordinates(self.communicator.rank)["data"],
+            rank=self.mesh.group(("data",), self.communicator.rank).index(self.communicator.rank),
             world_size=self.mesh.axis_size("data"),
             drop_last=self._module_settings.drop_last,
             collate_fn=collate_fn,

@@ -25,6 +25,7 @@ from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.experts.models import spread_experts
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
 from polyaccel.torch.parallel.choose import plan_by
@@ -83,6 +84,8 @@ def initialize(
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
     cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
     _cut(runtime, model)
+    if runtime.mesh.size_of(("expert",)) > 1:
+        spread_experts(model, runtime.along(("expert",)))
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)

@@ -175,6 +175,12 @@ def run(args: argparse.Namespace) -> int:
             cure='leave "pipeline" out; polyaccel plan --pipeline says what stages do and how long',
             value=stages,
         )
+    if (sharing := mesh_of(config, args.world_size).size_of(("expert",))) > 1:
+        raise PolyaccelError(
+            f"what each of {sharing} ranks that share experts needs is not planned yet",
+            cure='leave "expert_parallel" out to see what it would be with all experts on every rank',
+            value=sharing,
+        )
     model = _model_shape(args.model, config, mesh_of(config, args.world_size).size_of(("tensor",)))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)

@@ -15,12 +15,15 @@ def _tuples(value: Any) -> Any:
 
 class MeshConfig(Section):
     """polyaccel's own section: how many ranks stand along each axis. Ranks fill the mesh with the last axis fastest:
-    pipe, data, sequence, tensor."""
+    pipe, data, expert, sequence, tensor."""
 
     pipe: PositiveInt = 1
     """Stages of a pipeline; the same as `pipeline.stages`."""
     data: PositiveInt | None = None
     """Ranks with batches of their own; null is as many as there are, divided by the others."""
+    expert: PositiveInt = 1
+    """Of the ranks with batches of their own, how many share the experts of a layer; the same as
+    `expert_parallel.autoep_size`."""
     sequence: PositiveInt = 1
     """Ranks that share the sequences of a batch; the same as `sequence_parallel_size`."""
     tensor: PositiveInt = 1
@@ -85,3 +88,13 @@ class SequenceParallelConfig(Section):
     core_attention: str = "blockwise"
     """The attention between Ulysses's exchanges: `blockwise`, whose memory grows with the length alone, or one of
     transformers' names: `eager`, `sdpa`, `flex_attention`."""
+
+
+class ExpertParallelConfig(Section):
+    """The experts of a mixture over ranks with batches of their own: tokens travel to their experts and back."""
+
+    enabled: bool = False
+    """Whether `autoep_size` counts."""
+    autoep_size: PositiveInt = 1
+    """Ranks that share the experts of each layer, a divisor of the ranks with batches of their own. Experts need not
+    divide: the first ranks have one more."""

@@ -177,7 +177,11 @@ def _cut_parameter(
                 value=path,
             )
         return
-    value = taken(values.of(f"{path}.{name}", parameter), block)
+    keep_part(parameter, taken(values.of(f"{path}.{name}", parameter), block))
+
+
+def keep_part(parameter: nn.Parameter, value: Tensor) -> None:
+    """Let a parameter, which stays the object that it is, have a part of its values."""
     if isinstance(parameter, DeferredTensor):
         put(parameter, value)
     else:

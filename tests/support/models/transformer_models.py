@@ -35,7 +35,7 @@ def transformer_model(kind: str, **changes: Any) -> nn.Module:
     made = _make(kind, **changes)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and parameter.any():
                 parameter.mul_(0.12 / float(parameter.std()))
             elif "norm" not in name.lower() and "ln" not in name.lower():
                 parameter.normal_(0.0, 0.1)
@@ -97,6 +97,30 @@ KINDS: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
         ("Mixtral", _DECODER | {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
                                 "num_local_experts": 3, "num_experts_per_tok": 2, "router_jitter_noise": 0.0,
                                 "output_router_logits": True}),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        ("Qwen3Moe", _DECODER | {"intermediate_size": 37, "num_attention_heads": 4, "num_key_value_heads": 2,
+                                 "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+                                 "decoder_sparse_step": 1, "mlp_only_layers": [0]}),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        ("DeepseekV3", _DECODER | {"intermediate_size": 37, "num_attention_heads": 4, "num_key_value_heads": 4,
+                                   "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+                                   "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_group": 4,
+                                   "topk_group": 2, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+                                   "qk_nope_head_dim": 4, "v_head_dim": 6}),
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        ("Olmoe", _DECODER | {"intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
+                              "num_experts": 5, "num_experts_per_tok": 3}),
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        ("GptOss", _DECODER | {"intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
+                               "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     ),
     "phi3": (
         "Phi3ForCausalLM",
