@@ -38,12 +38,20 @@ CUT_SETTINGS: dict[str, tuple[Any, Any, bool]] = {
     for name, (zero, _, resume) in (FP32_SETTINGS | HOST_SETTINGS).items()
     if not resume
 }
+SHARED_SETTINGS: dict[str, tuple[Any, Any]] = {
+    "ulysses": ({"stage": 1}, {"sequence_parallel_size": 2, "sequence_parallel": {"method": "ulysses"}}),
+    "ring": ({"stage": 3}, {"sequence_parallel_size": 2, "sequence_parallel": {"method": "ring"}}),
+    "tensor": ({"stage": 2}, {"tensor_parallel": {"autotp_size": 2}}),
+    "tensor and tokens": ({"stage": 3}, {"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}),
+}
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
 
 
-def train(world: int, settings: dict[str, Any], device: str = "simdev") -> dict[str, Any]:
-    """What `train.py` printed of each setting."""
-    script = Path(__file__).with_name("train.py")
+def train(
+    world: int, settings: dict[str, Any], device: str = "simdev", script_name: str = "train.py"
+) -> dict[str, Any]:
+    """What the script printed of each setting."""
+    script = Path(__file__).with_name(script_name)
     job = subprocess.run(
         [sys.executable, "-m", "polyaccel", "run", "--nproc", str(world), str(script), json.dumps(settings)],
         env={**os.environ, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"},
@@ -79,6 +87,15 @@ def test_ranks_that_share_layers_train_what_one_rank_trains() -> None:
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
         assert run["norms"] == pytest.approx(alone["norms"], rel=1e-5), name
     assert len({run["bits"] for name, run in found.items() if "host" not in name}) == 1
+
+
+def test_ranks_that_share_a_model_of_transformers_train_what_one_rank_trains() -> None:
+    """Its sequences, its layers, and the tokens between layers."""
+    found = train(2, SHARED_SETTINGS, script_name="train_transformers.py")
+    (alone,) = train(1, {"2": ({"stage": 2}, {})}, "cpu", "train_transformers.py").values()
+    for name, run in found.items():
+        assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
+        assert run["norms"] == pytest.approx(alone["norms"], rel=1e-4), name
 
 
 def test_torchs_own_data_parallel_works_on_it() -> None:
