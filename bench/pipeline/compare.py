@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,12 +38,23 @@ def main(argv: list[str]) -> int:
         for variant in variants:
             found[variant].append(measured(variant, options.size, options.micro_batches, options.steps))
     title = f"{options.size}, {options.micro_batches} micro-batches, two stages"
-    columns = ("variant", "step ms", "min ms", "makespan ms", "step over it", "bubble", "times 1f1b", "loss off by")
+    columns = (
+        "variant",
+        "step ms",
+        "min ms",
+        "CPU ms",
+        "makespan ms",
+        "step over it",
+        "bubble",
+        "times 1f1b",
+        "loss off by",
+    )
     shown = make_table(title, columns)
     first = found.get("1f1b") or found[variants[0]]
     base = median(second for each in first for second in each["seconds"])
     for variant, rounds in found.items():
         seconds = [second for each in rounds for second in each["seconds"]]
+        cpu = [second for each in rounds for second in each["cpu"]]
         promised = [promise(variant, options.micro_batches, each) for each in rounds if "tasks" in each]
         told = ["-", "-", "-"]
         if promised:
@@ -55,7 +67,7 @@ def main(argv: list[str]) -> int:
         off = max(abs(a - b) for a, b in zip(rounds[0]["losses"], first[0]["losses"], strict=True))
         shown.add_row(
             NAMES.get(variant, variant),
-            *(f"{median(seconds) * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}", *told),
+            *(f"{median(seconds) * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}", f"{median(cpu) * 1e3:.1f}", *told),
             *(f"{base / median(seconds):.2f}", f"{off:.1e}"),
         )
     make_console().print(shown)
@@ -87,4 +99,6 @@ def measured(variant: str, size: str, micro_batches: int, steps: int) -> Any:
     with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
         result = Path(folder, "figures.json")
         arguments = [variant, size, str(micro_batches), str(steps), str(result)]
-        return figures_of("bench.pipeline.worker", arguments, result, ["--nproc", str(_RANKS)], _LIMIT_S)
+        figures = figures_of("bench.pipeline.worker", arguments, result, ["--nproc", str(_RANKS)], _LIMIT_S)
+        each = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(_RANKS)]
+        return {**figures, "cpu": [sum(step) for step in zip(*each, strict=True)]}

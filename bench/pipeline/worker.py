@@ -3,7 +3,7 @@
 The benchmarks' GPT over two stages, AdamW, float32, one sample a micro-batch. A variant is a schedule of polyaccel's,
 `torch` (torch.distributed.pipelining, 1F1B) or `data` (DistributedDataParallel, each rank with half of the
 micro-batches and no pipeline). The last rank writes seconds of steps and losses as JSON, and of ours how long each task
-took.
+took; each rank beside it the seconds of processor of its steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,10 @@ def main(argv: list[str]) -> None:
     corpus = load_corpus()
     run = {"torch": by_torch, "data": by_data}.get(variant, by_polyaccel)
     figures = run(variant, layers, corpus, micro_batches, WARMUP + steps)
-    if int(os.environ["RANK"]) == RANKS - 1:
+    rank = int(os.environ["RANK"])
+    cpu = figures.pop("cpu")[WARMUP:]
+    Path(f"{result}.{rank}").write_text(json.dumps(cpu))
+    if rank == RANKS - 1:
         figures["seconds"] = figures["seconds"][WARMUP:]
         result.write_text(json.dumps(figures))
     if dist.is_initialized():
@@ -94,14 +97,15 @@ def by_polyaccel(
     model = PipelineModule(layers, RANKS, loss_fn=loss_of, schedule=variant, partition_method="type:block")
     engine: Any
     engine, *_ = polyaccel.initialize(model=model, config=config)
-    seconds, losses, updates = [], [], []
+    seconds, cpu, losses, updates = [], [], [], []
     tasks: dict[str, list[float]] = {}
     for step in range(steps):
         batches = [micro_batch(corpus, step, number) for number in range(micro_batches)]
         comm.barrier()
-        began = perf_counter()
+        began, cpu_began = perf_counter(), process_time()
         loss = engine.train_batch(iter(batches))
         seconds.append(perf_counter() - began)
+        cpu.append(process_time() - cpu_began)
         losses.append(float(loss))
         if step >= WARMUP:
             updates.append(began + seconds[-1] - engine.task_times[-1].ended_s)
@@ -112,6 +116,7 @@ def by_polyaccel(
     engine.destroy()
     return {
         "seconds": seconds,
+        "cpu": cpu,
         "losses": losses,
         "tasks": {name: each for told, _ in everybodys for name, each in told.items()},
         "update": max(update for _, update in everybodys),
@@ -128,13 +133,13 @@ def by_torch(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batche
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.parameters(), lr=LR, foreach=False)
-    seconds, losses = [], []
+    seconds, cpu, losses = [], [], []
     for step in range(steps):
         pairs = [micro_batch(corpus, step, number) for number in range(micro_batches)]
         inputs, targets = (torch.cat(each) for each in zip(*pairs, strict=True))
         found: list[Tensor] = []
         dist.barrier()
-        began = perf_counter()
+        began, cpu_began = perf_counter(), process_time()
         if rank == 0:
             schedule.step(inputs)
         else:
@@ -143,8 +148,9 @@ def by_torch(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batche
         optimizer.zero_grad()
         dist.barrier()  # as a loss that all ranks have
         seconds.append(perf_counter() - began)
+        cpu.append(process_time() - cpu_began)
         losses.append(float(torch.stack(found).detach().mean()) if found else 0.0)
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "cpu": cpu, "losses": losses}
 
 
 def by_data(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches: int, steps: int) -> dict[str, Any]:
@@ -155,11 +161,11 @@ def by_data(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=False)
     own = range(rank, micro_batches, RANKS)
-    seconds, losses = [], []
+    seconds, cpu, losses = [], [], []
     for step in range(steps):
         batches = [micro_batch(corpus, step, number) for number in own]
         dist.barrier()
-        began = perf_counter()
+        began, cpu_began = perf_counter(), process_time()
         total = torch.zeros(())
         for number, (inputs, targets) in enumerate(batches):
             if number + 1 < len(batches):
@@ -174,8 +180,9 @@ def by_data(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches
         optimizer.zero_grad()
         dist.all_reduce(total)
         seconds.append(perf_counter() - began)
+        cpu.append(process_time() - cpu_began)
         losses.append(float(total) / RANKS)
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "cpu": cpu, "losses": losses}
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class _DelayedForward(LinearForward):
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Linear's has
         weight, bias = self.layer.weight, self.layer.bias
         leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
-        if not (torch.is_grad_enabled() and leaves and input.dim() > 0):
+        is_traced = torch.compiler.is_compiling()  # a compiled backward pass has all gradients, and they are kept whole
+        if is_traced or not (torch.is_grad_enabled() and leaves and input.dim() > 0):
             return super().__call__(input) if self._has_own else functional.linear(input, weight, bias)
         products = self.products if self._has_own and self.products.suits(input, weight, bias) else None
         return _Delayed.apply(self._owner, products, input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]

@@ -46,7 +46,7 @@ def assert_close(found: Figures, expected: Figures) -> None:
     stage=[0, 1, 2],
     tied=[False, True],
     drops=[0.0, 0.3],
-    interval=[0, 1, 2],
+    interval=[0, 2],
 )
 def test_every_schedule_trains_as_one_rank_does(stages, data, schedule, stage, tied, drops, interval):
     model = partial(deep_model, schedule=schedule, tied=tied, drops=drops, activation_checkpoint_interval=interval)

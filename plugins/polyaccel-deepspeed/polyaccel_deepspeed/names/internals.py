@@ -9,7 +9,7 @@ from polyaccel_deepspeed.names.entry import Name, Status
 _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     (
         Status.LATER,
-        "DualPipeV and the grid of a pipeline; polyaccel.torch.pipeline trains by GPipe and 1F1B",
+        "DualPipeV's own classes and the grid of a pipeline; a PipelineModule trains by the schedule dualpipe-v",
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
             "deepspeed.pipe": "DualPipeVModule",
