@@ -106,11 +106,10 @@ def z_loss(logits: Tensor) -> Tensor:
     return sums.mean() if len(logits) else sums.sum()
 
 
-def balanced_bias(bias: Tensor, tokens: Tensor, rate: float) -> Tensor:
-    """The bias of `sigmoid_choice` for the next step: higher by `rate` for experts with fewer `tokens` than the mean,
-    lower for those with more (Wang et al. 2024, algorithm 1)."""
-    counts = tokens.to(bias.dtype)
-    return bias + rate * torch.sign(counts.mean() - counts)
+def load_direction(tokens: Tensor) -> Tensor:
+    """(experts,), int64: where the bias of `sigmoid_choice` goes by one rate. 1 for experts with fewer `tokens` than
+    the mean, -1 for those with more, 0 for others (Wang et al. 2024, algorithm 1)."""
+    return torch.sign(tokens.sum() - tokens * len(tokens))
 
 
 def tokens_of(experts: Tensor, count: int) -> Tensor:
