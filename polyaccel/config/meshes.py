@@ -108,15 +108,13 @@ def _expert_problems(config: Config, world_size: int) -> list[Problem]:
 
 def _pipe_problems(config: Config) -> list[Problem]:
     """What does not exist yet beside the stages of a pipeline."""
-    shared = {axis: (key, size) for axis, key, size in shared_axes(config)}
-    if "pipe" not in shared:
+    if not any(axis == "pipe" for axis, _, _ in shared_axes(config)):
         return []
-    beside = "does not exist yet beside the stages of a pipeline"
-    problems = [Problem(*shared[axis], beside, "leave it out") for axis in ("sequence", "tensor") if axis in shared]
+    beside, problems = "does not exist yet beside the stages of a pipeline", []
+    if config.tensor_parallel.sequence_sharded:
+        problems.append(Problem("tensor_parallel.sequence_sharded", True, beside, "leave it out"))
     if expert_ranks(config)[1] > 1:
         problems.append(Problem(*expert_ranks(config), beside, "leave it out"))
-    if config.zero_optimization.stage == 3:
-        problems.append(Problem("zero_optimization.stage", 3, beside, "use stage 0, 1 or 2"))
     return problems
 
 

@@ -33,7 +33,7 @@ from polyaccel.torch.parallel.cut import cut_model
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
-from polyaccel.torch.pipeline.cut import CutModel
+from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline_engine import PipelineEngine
 from polyaccel.torch.sequence import SequenceSettings, use
@@ -82,8 +82,9 @@ def initialize(
     model, engine_class = _staged(runtime, model, engine_class, optimizer)
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
-    cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
-    _cut(runtime, model)
+    if cut_of(model) is None:
+        cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
+        _cut(runtime, model)
     if runtime.mesh.size_of(("expert",)) > 1:
         spread_experts(model, runtime.along(("expert",)))
     _move(model, device)
@@ -127,6 +128,8 @@ def _staged(
                 cure = 'say "activation_checkpointing": {"enabled": true}'
                 raise ConfigError([Problem("pipeline.activation_checkpoint_interval", interval, expected, cure)])
             prepare(model)
+            cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
+            _cut(runtime, model)  # while the model is whole
             placement = chosen_placement(section.schedule, stages, section.chunks or None)
             CutModel(model, placement, runtime.mesh.coordinates(runtime.communicator.rank)["pipe"], method)
             return model, _engine_of_stages(engine_class)
@@ -139,6 +142,13 @@ def _staged(
             schedule=section.schedule,
             chunks=section.chunks,
             trial_inputs=getattr(model, "trial_inputs", None),
+        )
+    tensor_ranks = runtime.mesh.size_of(("tensor",))
+    if stages > 1 and tensor_ranks > 1 and not cuts_of(model):
+        raise PolyaccelError(
+            f"the layers of a PipelineModule on {tensor_ranks} tensor ranks, which do not cut themselves",
+            cure="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
+            value=tensor_ranks,
         )
     if model.num_stages != stages:
         raise PolyaccelError(

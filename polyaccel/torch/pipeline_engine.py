@@ -29,7 +29,7 @@ from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.passing import Passing, ProgramStep, Results, TaskTime, mean_of, program_of
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
-from polyaccel.torch.states.whole_model import require_fitting, write_whole_model
+from polyaccel.torch.states.whole_model import own_blocks, require_fitting, write_whole_model
 
 _FORWARD = PipelineOp.FORWARD
 _BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
@@ -353,7 +353,8 @@ class PipelineEngine(TorchEngine):
         if self._stages > 1:
             own = self._own_module.state_dict(keep_vars=True)
             state_dict = own_entries(state_dict, own.keys(), self._line, strict=strict)
-            require_fitting(self._own_module, state_dict, self.communicator, strict=strict)
+            blocks = own_blocks(self.adapter, state_dict)
+            require_fitting(self._own_module, blocks, self.communicator, strict=strict)
         super().load_module_state_dict(state_dict, strict)
 
     def save_16bit_model(

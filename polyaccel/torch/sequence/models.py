@@ -115,7 +115,7 @@ class SequenceParallel:
             return None
         if not done.cut.calls:
             raise _refusal(self._transformer, "none of its layers asked transformers for its attention")
-        if done.targets is None:
+        if done.targets is None or isinstance(outputs, list):  # what a stage of a pipeline sends to the next
             return None
         loss = self._loss.computed(outputs, done.targets, done.count, self.communicator.world_size)
         return _with_loss(outputs, mean_of_ranks(loss, self.communicator))

@@ -46,7 +46,7 @@ def load_whole_state_dict(
     """
     adapter.adopt_changes()
     zero.params.fence()
-    state_dict = _own_blocks(adapter, state_dict)
+    state_dict = own_blocks(adapter, state_dict)
     require_fitting(adapter.module, state_dict, zero.communicator, strict=strict)
     try:
         adapter.module.load_state_dict(state_dict, strict=strict)
@@ -71,7 +71,7 @@ def require_fitting(
         raise RuntimeError(f"no state_dict of this {type(module).__name__}: " + "\n  ".join(told))
 
 
-def _own_blocks(adapter: TorchAdapter, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_blocks(adapter: TorchAdapter, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """`state_dict` with this rank's blocks in place of whole tensors; what has another shape stays, to be refused."""
     blocks = {}
     for name, parameter in adapter.module.named_parameters(remove_duplicate=False):

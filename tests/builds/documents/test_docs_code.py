@@ -38,6 +38,7 @@ RUN = {
     "python train.py",
     "polyaccel run --nproc 2 train.py",
     "polyaccel run --nproc 2 stages.py",
+    "polyaccel run --nproc 2 model_stages.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
     "mpirun -n 2 python train.py",
 }

@@ -10,6 +10,7 @@ from pipeline_models import MICRO_BATCHES, batches, micro_batch, pipeline_config
 from torch import nn
 
 import polyaccel
+from polyaccel.config import load_resolved
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
@@ -154,15 +155,14 @@ def test_a_sequential_is_cut_as_the_config_says():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: does not exist yet beside the stages"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2: does not exist yet beside the stages"),
+        ({"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}, "sequence_sharded = True: does not exist"),
         ({"mesh": {"pipe": 3}}, "pipeline.stages = 2: contradicts mesh.pipe = 3"),
         ({"pipeline": {"stages": 3}}, r"pipeline.stages = 3: makes pipeline.stages = 3, no divisor of 4 ranks"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
-        polyaccel.config.load_resolved(pipeline_config(1, **{"pipeline": {"stages": 2}, **changes}), world_size=4)
+        load_resolved(pipeline_config(1, **{"pipeline": {"stages": 2}, **changes}), world_size=4)
 
 
 def test_models_that_cannot_be_dealt_are_refused():

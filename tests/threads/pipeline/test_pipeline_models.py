@@ -42,8 +42,10 @@ def config_of(stages: int, **changes: Any) -> dict[str, Any]:
     return pipeline_config(1, **settings)
 
 
-def trained_over(stages: int, model: nn.Module, *, make: Any = sentences, steps: int = 3, **changes: Any) -> Figures:
-    """What each of `stages` ranks comes to, which is the same. One rank has an ordinary engine."""
+def trained_over(
+    stages: int, model: nn.Module, *, make: Any = sentences, steps: int = 3, ranks: int | None = None, **changes: Any
+) -> Figures:
+    """What each of `ranks` (None: one a stage) comes to, which is the same. One stage has an ordinary engine."""
 
     def run(communicator: Any) -> Figures:
         engine, *_ = polyaccel.initialize(model=deepcopy(model), config=config_of(stages, **changes))
@@ -60,7 +62,7 @@ def trained_over(stages: int, model: nn.Module, *, make: Any = sentences, steps:
         engine.destroy()
         return found
 
-    first, *others = run_threads(stages, run)
+    first, *others = run_threads(ranks or stages, run)
     for other in others:
         assert_same(other, first)
     return first
@@ -196,6 +198,22 @@ def test_states_of_stages_rest_in_host_memory(stage):
     zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if stage else {})}
     found = trained_over(2, original("llama"), zero_optimization=zero)
     assert_same(found, plainly("llama"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        ("llama", {"tensor_parallel": {"autotp_size": 2}}),
+        ("gpt2", {"tensor_parallel": {"autotp_size": 2}}),
+        ("llama", {"sequence_parallel_size": 2}),
+        ("gpt2", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 64}}),
+    ],
+    ids=["tensor", "tensor-tied", "sequence", "stage3"],
+)
+def test_ranks_share_what_a_stage_has(kind, beside):
+    shared = trained_over(2, original(kind), ranks=4, **beside)
+    assert_close(shared, trained_over(1, original(kind), ranks=2, **beside))
+    assert shared.losses[0] == pytest.approx(plainly(kind).losses[0], rel=1e-6)
 
 
 def test_a_stage_computes_in_bfloat16():

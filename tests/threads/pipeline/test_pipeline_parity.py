@@ -57,13 +57,13 @@ def plainly(data: int, stage: int) -> Figures:
     return ranks[0]
 
 
-@combinations(stages=[1, 2, 3], data=[1, 2], schedule=["gpipe", "1f1b"], stage=[0, 1, 2], interval=[0, 2])
+@combinations(stages=[1, 2, 3], data=[1, 2], schedule=["gpipe", "1f1b"], stage=[0, 1, 2, 3], interval=[0, 2])
 def test_stages_train_as_an_ordinary_engine_does(stages, data, schedule, stage, interval):
     model = partial(plain_model, activation_checkpoint_interval=interval)
     assert_same(trained(stages, data, pipeline_config(stage, schedule), model=model), plainly(data, stage))
 
 
-@combinations(stages=[2, 3], data=[1, 2], schedule=["gpipe", "1f1b"], stage=[0, 1, 2])
+@combinations(stages=[2, 3], data=[1, 2], schedule=["gpipe", "1f1b"], stage=[0, 1, 2, 3])
 def test_tied_weights_are_one_parameter(stages, data, schedule, stage):
     """Two stages sum their gradients apart, in another order than one rank does."""
     one = trained(1, data, pipeline_config(stage, schedule), model=tied_model, make=words)
