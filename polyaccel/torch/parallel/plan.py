@@ -130,9 +130,9 @@ def even_runs(count: int, ranks: int, *, unit: int = 1, first: int = 0) -> RunsO
 
 
 def feature_runs(count: int, ranks: int) -> RunsOfRanks:
-    """`count` features in order, in multiples of eight where they are that: what kernels of grouped products need, and
-    others are fastest with."""
-    unit = 8 if count % 8 == 0 and count // 8 >= ranks else 1
+    """`count` features in order, in multiples of eight where they are that, else of four or two: kernels of grouped
+    products need multiples of 16 bytes, and others are fastest with them."""
+    unit = next(unit for unit in (8, 4, 2, 1) if unit == 1 or (count % unit == 0 and count // unit >= ranks))
     return even_runs(count // unit, ranks, unit=unit)
 
 
