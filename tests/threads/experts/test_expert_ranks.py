@@ -14,6 +14,7 @@ from pairwise import FULL, VARIABLE
 from parity_models import make_config
 from torch import nn
 from transformer_models import transformer_batch, transformer_model
+from transformers import MixtralForCausalLM
 
 import polyaccel
 from polyaccel.comm.base import Communicator
@@ -114,6 +115,66 @@ def test_tensor_ranks_share_each_expert_too() -> None:
     for rank, (found, of_norms) in enumerate(run_threads(4, train)):
         assert found == pytest.approx(losses[rank // 2], rel=1e-5)
         assert of_norms == pytest.approx(norms, rel=1e-4)
+
+
+def test_sequences_are_shared_beside_experts() -> None:
+    """Norms and values; losses are each rank's part of a sequence's."""
+    model = transformer_model("qwen3_moe")
+    batches = [{**transformer_batch("qwen3_moe", seed=step), "use_cache": False} for step in range(2 * STEPS)]
+    for batch in batches:
+        del batch["attention_mask"]
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (plain(**batches[2 * step + rank]).loss / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
+        optimizer.step()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def train(communicator: Communicator) -> tuple[list[float], dict[str, Any]]:
+        config = config_of(3, 2, sequence_parallel_size=2)
+        engine, *_ = polyaccel.initialize(model=copies[communicator.rank], config=config)
+        of_norms = []
+        for step in range(STEPS):
+            loss = engine(**batches[2 * step + communicator.rank // 2]).loss
+            engine.backward(loss)
+            engine.step()
+            of_norms.append(engine.get_global_grad_norm())
+        state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        engine.destroy()
+        return of_norms, state
+
+    for of_norms, state in run_threads(4, train):
+        assert of_norms == pytest.approx(norms, rel=1e-4)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)
+
+
+def test_models_made_in_init_with_everything_in_host_memory() -> None:
+    """Weights are computed when they are spread, and have the values of an ordinary model."""
+
+    config_of_model = transformer_model("mixtral").config
+
+    def build() -> nn.Module:
+        torch.manual_seed(11)
+        return MixtralForCausalLM(config_of_model).train()
+
+    losses, _, _ = trained_plainly(build(), "mixtral", 2)
+    with polyaccel.zero.Init():
+        copies = [build() for _ in range(2)]
+    config = config_of(3, 2)
+    config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+    def train(communicator: Communicator) -> list[float]:
+        engine, *_ = polyaccel.initialize(model=copies[communicator.rank], config=config)
+        found = [step_once(engine, "mixtral", step, communicator.rank) for step in range(STEPS)]
+        engine.destroy()
+        return found
+
+    assert run_threads(2, train) == [pytest.approx(each, rel=1e-4) for each in losses]
 
 
 def test_checkpoints_move_between_numbers_of_expert_ranks(tmp_path: Any) -> None:
