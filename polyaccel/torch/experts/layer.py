@@ -61,8 +61,7 @@ class StackedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of what each token's experts make of it, times their weights: (tokens, features) of `hidden_states`
         (tokens, features), `top_k_index` and `top_k_weights` (tokens, k). A number past the last expert is none."""
-        scores = top_k_weights.new_empty(len(hidden_states), self.num_experts)
-        routing = route(Choice(top_k_index, top_k_weights, scores))
+        routing = route(top_k_index, top_k_weights, self.num_experts)
         rows = hidden_states.index_select(0, routing.tokens).split_with_sizes(routing.counts.tolist())
         expert: nn.Module = self.__dict__["_expert"]
         expert.train(self.training)
@@ -72,10 +71,7 @@ class StackedExperts(nn.Module):
             for number, each in enumerate(rows)
             if len(each)
         ]
-        if not made:
-            return torch.zeros_like(hidden_states)
-        weighted = (torch.cat(made) * routing.weights.unsqueeze(1)).to(hidden_states.dtype)
-        return torch.zeros_like(hidden_states).index_add(0, routing.tokens, weighted)
+        return routing.combined(torch.cat(made), hidden_states) if made else torch.zeros_like(hidden_states)
 
 
 class Mixture(nn.Module):
@@ -158,7 +154,7 @@ class Mixture(nn.Module):
             dropped = counts.new_zeros(())
         else:
             order = torch.rand(len(tokens), device=x.device) if self.drops_at_random and self.training else None
-            kept = kept_choices(choice, capacity, order)
+            kept = kept_choices(choice.experts, self.num_experts, capacity, order)
             counts = gates.tokens_of(choice.experts, self.num_experts)
             dropped = kept.numel() - kept.sum()
         index = choice.experts.masked_fill(~kept, self.num_experts)

@@ -30,7 +30,6 @@ from torch.autograd.function import once_differentiable
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
-from polyaccel.torch.experts.gates import Choice
 from polyaccel.torch.experts.ranks import plan_journey
 from polyaccel.torch.experts.routing import route
 from polyaccel.torch.parallel.cut import WholeValues, keep_part
@@ -60,8 +59,7 @@ class SpreadExperts(nn.Module):
         `experts` (tokens, k) and their `weights` (tokens, k). Collective, in backward too."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         communicator, counts = self.spread
-        scores = weights.new_empty(len(tokens), sum(counts))  # of which nothing but the number of experts is asked
-        routing = route(Choice(experts.reshape(len(tokens), -1), weights.reshape(len(tokens), -1), scores))
+        routing = route(experts.reshape(len(tokens), -1), weights.reshape(len(tokens), -1), sum(counts))
         journey = plan_journey(communicator, routing, counts)
         came = journey.there(tokens.index_select(0, routing.tokens))
         numbers = torch.repeat_interleave(torch.tensor(journey.counts)).to(came.device).unsqueeze(1)
@@ -70,9 +68,7 @@ class SpreadExperts(nn.Module):
         out = _Rescaled.apply(out, 1.0 / communicator.world_size)  # type: ignore[no-untyped-call]
         without = [] if len(came) else [one for one in self.parameters() if one.requires_grad]
         out = _Joined.apply(out, came, *map(present, without))  # type: ignore[no-untyped-call]
-        home = journey.back(out)
-        weighted = (home * routing.weights.unsqueeze(1)).to(tokens.dtype)
-        return torch.zeros_like(tokens).index_add(0, routing.tokens, weighted).view_as(hidden_states)
+        return routing.combined(journey.back(out), tokens).view_as(hidden_states)
 
 
 class _Rescaled(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyaccel.torch.experts.gates import Choice, best, tokens_of
+from polyaccel.torch.experts.gates import best, tokens_of
 
 
 class Routing(NamedTuple):
@@ -21,6 +21,12 @@ class Routing(NamedTuple):
     counts: Tensor
     """(experts,), int64: the pairs of each expert."""
 
+    def combined(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Like `tokens` (tokens, features): of each token the sum of its pairs' `rows` (pairs, features), times their
+        weights."""
+        weighted = (rows * self.weights.unsqueeze(1)).to(tokens.dtype)
+        return torch.zeros_like(tokens).index_add(0, self.tokens, weighted)
+
 
 def capacity_of(tokens: int, experts: int, k: int, factor: float, least: int) -> int:
     """How many tokens an expert takes: its even share times `factor`, rounded up (GShard; Switch, eq. 3), at least
@@ -28,21 +34,20 @@ def capacity_of(tokens: int, experts: int, k: int, factor: float, least: int) ->
     return max(ceil(tokens * k / experts * factor), least)
 
 
-def kept_choices(choice: Choice, capacity: int | None = None, order: Tensor | None = None) -> Tensor:
-    """(tokens, k), bool: which choices count; a number past the last expert is none.
+def kept_choices(experts: Tensor, count: int, capacity: int | None = None, order: Tensor | None = None) -> Tensor:
+    """(tokens, k), bool: which choices of `experts` (tokens, k) count; a number past the `count` there are is none.
 
     An expert takes no more than `capacity` tokens (None: all): first choices before second ones, in the tokens' order,
     or by rising `order` (tokens,): random numbers make this random token selection, falling weights the batch priority
     of Riquelme et al. 2021.
     """
-    count, k = choice.scores.shape[1], choice.experts.shape[1]
-    kept = choice.experts < count
+    kept = experts < count
     if capacity is None:
         return kept
-    tokens = len(choice.experts)
-    numbers = torch.arange(tokens, device=choice.experts.device)
+    tokens, k = experts.shape
+    numbers = torch.arange(tokens, device=experts.device)
     ranked = numbers if order is None else torch.sort(order, stable=True).indices
-    wanted = choice.experts[ranked].T.reshape(-1)  # all first choices, then all second ones
+    wanted = experts[ranked].T.reshape(-1)  # all first choices, then all second ones
     by_expert = torch.sort(wanted, stable=True).indices
     sizes = tokens_of(wanted, count)
     begins = torch.cumsum(sizes, 0) - sizes
@@ -59,11 +64,11 @@ def chosen_by_experts(scores: Tensor, capacity: int) -> Tensor:
     return torch.zeros_like(scores.T, dtype=torch.bool).scatter_(1, tokens, True).T.contiguous()
 
 
-def route(choice: Choice) -> Routing:
-    """The pairs of a choice; a number past the last expert is none."""
-    k = choice.experts.shape[1]
-    flat = kept_choices(choice).reshape(-1).nonzero().squeeze(1)
-    experts = choice.experts.reshape(-1)[flat]
-    chosen = flat[torch.sort(experts, stable=True).indices]
-    tokens = torch.div(chosen, k, rounding_mode="floor")
-    return Routing(tokens, choice.weights.reshape(-1)[chosen], tokens_of(experts, choice.scores.shape[1]))
+def route(experts: Tensor, weights: Tensor, count: int) -> Routing:
+    """The pairs of tokens that choose `experts` (tokens, k) with `weights` (tokens, k); a number past the `count` there
+    are is none."""
+    flat = kept_choices(experts, count).reshape(-1).nonzero().squeeze(1)
+    chosen = experts.reshape(-1)[flat]
+    pairs = flat[torch.sort(chosen, stable=True).indices]
+    tokens = torch.div(pairs, experts.shape[1], rounding_mode="floor")
+    return Routing(tokens, weights.reshape(-1)[pairs], tokens_of(chosen, count))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +56,26 @@ def transformer_batch(kind: str, seed: int = 0, rows: int = 2, length: int = 9) 
     if kind == "t5":
         batch["labels"] = torch.randint(1, VOCABULARY, (rows, length - 3), generator=generator)
     return batch
+
+
+def trained_plainly(
+    model: nn.Module, kind: str, ranks: int, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3
+) -> tuple[list[list[float]], list[float], dict[str, torch.Tensor]]:
+    """The losses of each data rank, the norms (clipped to 1) and the last values, of plain torch in one process. Rank r
+    has the batch of seed 10 x step + r; `make` gives the optimizer of parameters."""
+    model = copy.deepcopy(model)
+    optimizer = make(model.parameters())
+    losses: list[list[float]] = [[] for _ in range(ranks)]
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            loss = model(**transformer_batch(kind, seed=10 * step + rank)).loss
+            (loss / ranks).backward()
+            losses[rank].append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    return losses, norms, model.state_dict()
 
 
 KINDS: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {

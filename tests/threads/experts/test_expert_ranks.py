@@ -13,7 +13,7 @@ import torch
 from pairwise import FULL, VARIABLE
 from parity_models import make_config
 from torch import nn
-from transformer_models import transformer_batch, transformer_model
+from transformer_models import trained_plainly, transformer_batch, transformer_model
 from transformers import MixtralForCausalLM
 
 import polyaccel
@@ -48,21 +48,8 @@ def config_of(stage: int, experts: int, **changes: Any) -> dict[str, Any]:
     )
 
 
-def trained_plainly(model: nn.Module, kind: str, ranks: int) -> tuple[list[list[float]], list[float], dict[str, Any]]:
-    """The losses of each rank, the norms and the last values, of plain torch in one process."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    losses: list[list[float]] = [[] for _ in range(ranks)]
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            loss = model(**transformer_batch(kind, seed=10 * step + rank)).loss
-            (loss / ranks).backward()
-            losses[rank].append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-    return losses, norms, model.state_dict()
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
 def step_once(engine: Any, kind: str, step: int, rank: int) -> float:
@@ -76,7 +63,7 @@ def step_once(engine: Any, kind: str, step: int, rank: int) -> float:
 def test_expert_ranks_train_what_plain_torch_trains(kind: str, experts: int, data: int, stage: int) -> None:
     model = transformer_model(kind)
     ranks = experts * data
-    losses, norms, values = trained_plainly(model, kind, ranks)
+    losses, norms, values = trained_plainly(model, kind, ranks, optimizer_of)
     copies = [copy.deepcopy(model) for _ in range(ranks)]
 
     def train(communicator: Communicator) -> tuple[list[float], list[float], dict[str, Any]]:
@@ -99,7 +86,7 @@ def test_expert_ranks_train_what_plain_torch_trains(kind: str, experts: int, dat
 
 def test_tensor_ranks_share_each_expert_too() -> None:
     model = transformer_model("mixtral")
-    losses, norms, _ = trained_plainly(model, "mixtral", 2)
+    losses, norms, _ = trained_plainly(model, "mixtral", 2, optimizer_of)
     copies = [copy.deepcopy(model) for _ in range(4)]
 
     def train(communicator: Communicator) -> tuple[list[float], list[float]]:
@@ -162,7 +149,7 @@ def test_models_made_in_init_with_everything_in_host_memory() -> None:
         torch.manual_seed(11)
         return MixtralForCausalLM(config_of_model).train()
 
-    losses, _, _ = trained_plainly(build(), "mixtral", 2)
+    losses, _, _ = trained_plainly(build(), "mixtral", 2, optimizer_of)
     with polyaccel.zero.Init():
         copies = [build() for _ in range(2)]
     config = config_of(3, 2)

@@ -13,7 +13,7 @@ import torch
 from pairwise import FULL, VARIABLE
 from parity_models import make_config
 from torch import nn
-from transformer_models import transformer_batch, transformer_model
+from transformer_models import trained_plainly, transformer_batch, transformer_model
 from transformers import LlamaForCausalLM
 
 import polyaccel
@@ -50,21 +50,8 @@ def config_of(stage: int, tensor: int, **changes: Any) -> dict[str, Any]:
     )
 
 
-def trained_plainly(model: nn.Module, kind: str, data: int) -> tuple[list[list[float]], list[float]]:
-    """The losses of each data rank and the norms, of plain torch in one process."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    losses: list[list[float]] = [[] for _ in range(data)]
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(data):
-            loss = model(**transformer_batch(kind, seed=10 * step + rank)).loss
-            (loss / data).backward()
-            losses[rank].append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-    return losses, norms
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
 
 
 def step_once(engine: Any, kind: str, step: int, data_rank: int) -> float:
@@ -77,7 +64,7 @@ def step_once(engine: Any, kind: str, step: int, data_rank: int) -> float:
 @pytest.mark.parametrize(("kind", "tensor", "data", "stage"), ROWS)
 def test_tensor_ranks_train_what_one_rank_trains(kind: str, tensor: int, data: int, stage: int) -> None:
     model = transformer_model(kind)
-    losses, norms = trained_plainly(model, kind, data)
+    losses, norms, _ = trained_plainly(model, kind, data, optimizer_of)
     copies = [copy.deepcopy(model) for _ in range(tensor * data)]
 
     def train(communicator: Communicator) -> tuple[list[float], list[float]]:
@@ -162,7 +149,7 @@ def test_layers_that_a_config_names_are_cut_and_no_others() -> None:
 def test_logits_stay_cut_where_the_config_says_so() -> None:
     model = transformer_model("llama")
     copies = [copy.deepcopy(model) for _ in range(2)]
-    losses, _ = trained_plainly(model, "llama", 1)
+    losses, _, _ = trained_plainly(model, "llama", 1, optimizer_of)
 
     def body(communicator: Communicator) -> list[float]:
         config = config_of(3, 2, vocab_parallel_lm_head=True)
@@ -186,7 +173,7 @@ def test_a_model_whose_values_are_deferred_is_cut_weight_by_weight() -> None:
     plain = build()
     with polyaccel.zero.Init():
         copies = [build() for _ in range(2)]
-    losses, _ = trained_plainly(plain, "llama", 1)
+    losses, _, _ = trained_plainly(plain, "llama", 1, optimizer_of)
 
     def body(communicator: Communicator) -> list[float]:
         mine = copies[communicator.rank]

@@ -4,6 +4,7 @@ are those of one rank, whatever the length, and what autograd keeps between regi
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pairwise import combinations
 from parity_models import make_config
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformer_models import transformer_batch, transformer_model
+from transformer_models import trained_plainly, transformer_batch, transformer_model
 
 import polyaccel
 from polyaccel.comm.base import Communicator
@@ -126,18 +127,8 @@ def test_what_is_kept_between_regions_is_a_part() -> None:
 )
 def test_engines_train_what_one_rank_trains(kind: str, tensor: int, data: int, stage: int) -> None:
     model = transformer_model(kind)
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=2e-3, weight_decay=0.0)
-    losses: list[list[float]] = [[] for _ in range(data)]
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(data):
-            loss = plain(**transformer_batch(kind, seed=10 * step + rank)).loss
-            (loss / data).backward()
-            losses[rank].append(loss.item())
-        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
-        optimizer.step()
+    adam = partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.0)
+    losses, norms, _ = trained_plainly(model, kind, data, adam, STEPS)
     config = make_config(
         stage,
         zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30},
