@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -90,6 +90,11 @@ test-dropin: ## run the trainers that people use with DeepSpeed over plugins/pol
 	$(MAKE) environment VENV=$(VENV)-dropin EXTRAS=torch PACKAGES='pytest pytest-timeout setuptools accelerate transformers trl peft lightning torchdata'
 	$(VENV)-dropin/bin/python -m pip --disable-pip-version-check install -qq --no-deps --no-build-isolation --editable plugins/polyaccel-deepspeed
 	$(VENV)-dropin/bin/python -m pytest plugins/polyaccel-deepspeed/tests $(ARGS)
+
+test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitors wrote, in an environment of its own (1 GB), offline
+	$(MAKE) environment VENV=$(VENV)-monitors EXTRAS=torch,tensorboard,wandb,comet PACKAGES='pytest pytest-timeout setuptools'
+	$(VENV)-monitors/bin/python -m pip --disable-pip-version-check install -qq --no-build-isolation --editable plugins/polyaccel-mlflow
+	$(VENV)-monitors/bin/python -m pytest tests/procs/monitors plugins/polyaccel-mlflow/tests $(ARGS)
 
 test-exchange: ## exchange checkpoints with orbax, in an environment of its own (orbax with JAX: 680 MB)
 	$(MAKE) environment VENV=$(VENV)-exchange EXTRAS=jax PACKAGES='pytest pytest-timeout orbax-checkpoint'
@@ -176,7 +181,7 @@ lock: ## renew requirements-dev.lock with the newest versions, torch apart
 	rm -rf $(VENV)-lock
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-ccl $(VENV)-mpich $(VENV)-impi-rt $(VENV)-triton $(VENV)-ipex $(VENV)-s3 $(VENV)-dropin $(VENV)-monitors $(VENV)-exchange $(VENV)-deepspeed $(VENV)-ray $(VENV)-recipes $(VENV)-mutants build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): $(SOURCES)

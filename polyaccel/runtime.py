@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from logging import getLogger
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from polyaccel import plain
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.accelerators.memory.host import keep_freed_memory
@@ -33,10 +31,9 @@ from polyaccel.engine.about import about_run
 from polyaccel.engine.base import EngineParts, ModelAdapter
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import Monitor
 from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
-from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.errors import ConfigError, Problem
 from polyaccel.mesh import Mesh
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
@@ -50,8 +47,10 @@ from polyaccel.policies import (
     step_plan_for,
     step_policy_of,
 )
+from polyaccel.policies.watching import monitors_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
+from polyaccel.watch.opening import open_stream
 from polyaccel.zero.parts import Communicators, GroupCommunicators, StepParts, Tiers
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.placement import Offload
@@ -92,7 +91,8 @@ class Runtime:
         return self.config.fp16.enabled and self.config.fp16.auto_cast
 
     def engine_parts(self) -> EngineParts:
-        """The parts of every frontend's engine. Collective where the config has monitors; see `open_monitors`."""
+        """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
+        `open_stream`."""
         return EngineParts(
             config=self.config,
             settings=engine_settings_of(self.config),
@@ -100,7 +100,7 @@ class Runtime:
             communicator=self.communicator,
             mesh=self.mesh,
             loss_scaler=self.loss_scaler(),
-            monitors=self.open_monitors(),
+            monitor=open_stream(self.communicator, self.config.run_folder, monitors_of(self.config), self.about),
             about=self.about,
         )
 
@@ -121,7 +121,7 @@ class Runtime:
         for sentence in self.config.without_effect if self.communicator.rank == 0 else ():
             log.info("config: %s", sentence)
         if self.config.dump_state and self.communicator.rank == 0:
-            log.info("resolved config:\n%s", self.config.to_json())
+            log.info("resolved config:\n%s", self.config.to_json(secrets=False))
 
     def zero_step(
         self,
@@ -252,31 +252,6 @@ class Runtime:
         name, options = self.config.checkpoint.storage_plugin
         return open_storage(name, location, options)
 
-    def open_monitors(self) -> list[Monitor]:
-        """The monitors of the config, open on rank 0; none elsewhere.
-
-        Collective where the config has monitors. Raises ConfigError on every rank when one cannot be opened.
-        """
-        problems: list[Problem] = []
-        opened: list[Monitor] = []
-        if self.communicator.rank == 0:
-            for name, options in self.config.monitors.items():
-                try:
-                    monitor = load_plugin(PluginGroup.MONITORS, name, Monitor, Monitor.API_VERSION)()
-                    monitor.open(Path(self.config.run_folder or "."), options)
-                    opened.append(monitor)
-                except ConfigError as error:
-                    problems += (replace(problem, key=f"monitors.{problem.key}") for problem in error.problems)
-                except PolyaccelError as error:
-                    problems.append(Problem(f"monitors.{name}", dict(options), error.message, error.cure))
-        if self.config.monitors:
-            problems = [Problem(*said) for said in self.communicator.broadcast_object([*map(_as_plain, problems)])]
-        if problems:
-            for monitor in opened:
-                monitor.close()
-            raise ConfigError(problems)
-        return opened
-
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16 training; a constant 1 in every other precision."""
         autocast = self.config.torch_autocast
@@ -372,16 +347,6 @@ def _check_storage(config: ResolvedConfig) -> None:
     except ConfigError as error:
         problems = [replace(problem, key=f"checkpoint.storage.{problem.key}") for problem in error.problems]
         raise ConfigError(problems) from None
-
-
-def _as_plain(problem: Problem) -> tuple[str, object, str, str]:
-    """The problem as rank 0 tells it to the others; the text of a value that is not plain."""
-    value = problem.value
-    try:
-        plain.to_tree(value, problem.key)
-    except plain.PlainError:
-        value = repr(value)
-    return problem.key, value, problem.expected, problem.cure
 
 
 def _new_tier(device: OffloadDevice) -> Tier:

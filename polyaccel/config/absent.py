@@ -52,8 +52,6 @@ def _alone(key: str, harmless: Any, feature: str, cure: str = "leave the key out
 
 
 _ZERO = "zero_optimization"
-_METRICS = 'set "monitors": {"jsonl": {}}, or name the plugin of another monitor there'
-
 _STORAGE = 'name a plugin in "checkpoint.storage"'
 _ANY_RANKS = "leave it out: any number of ranks loads every checkpoint"
 
@@ -139,41 +137,6 @@ ABSENT: tuple[Absent, ...] = (
             output_file=None,
         ),
         switch="flops_profiler.enabled",
-    ),
-    Absent(
-        "the TensorBoard monitor",
-        _under("tensorboard", enabled=False, output_path="", job_name="DeepSpeedJobName"),
-        _METRICS,
-        switch="tensorboard.enabled",
-    ),
-    Absent(
-        "the CSV monitor",
-        _under("csv_monitor", enabled=False, output_path="", job_name="DeepSpeedJobName"),
-        _METRICS,
-        switch="csv_monitor.enabled",
-    ),
-    Absent(
-        "the Weights & Biases monitor",
-        _under("wandb", enabled=False, group=None, team=None, project="deepspeed"),
-        _METRICS,
-        switch="wandb.enabled",
-    ),
-    Absent(
-        "the Comet monitor",
-        _under(
-            "comet",
-            enabled=False,
-            samples_log_interval=100,
-            project=None,
-            workspace=None,
-            api_key=None,
-            experiment_name=None,
-            experiment_key=None,
-            online=None,
-            mode=None,
-        ),
-        _METRICS,
-        switch="comet.enabled",
     ),
     Absent(
         "autotuning",

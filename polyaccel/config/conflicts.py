@@ -12,7 +12,8 @@ from polyaccel.registry import PluginGroup, find_plugin
 def conflict_problems(config: Config) -> list[Problem]:
     """A problem for every contradiction between two keys of `config`; a section that is off contradicts nothing."""
     problems = [*_precision(config), *_gradients(config), *_travel(config), *_offload(config)]
-    return [*problems, *_elasticity(config), *_recomputation(config), *_shared_tokens(config)]
+    problems += [*_elasticity(config), *_recomputation(config), *_shared_tokens(config)]
+    return [*problems, *_monitors(config)]
 
 
 def plugin_problems(config: Config) -> list[Problem]:
@@ -139,3 +140,11 @@ def _shared_tokens(config: Config) -> list[Problem]:
         )
         problems.append(Problem(key, True, expected, "leave partition_activations out"))
     return problems
+
+
+def _monitors(config: Config) -> list[Problem]:
+    return [
+        Problem(f"{key}.enabled", True, f"asks for the monitor that monitors.{section.plugin} asks for", "keep one")
+        for key, section in config.monitor_sections.items()
+        if section.plugin in config.monitors
+    ]

@@ -21,6 +21,13 @@ from polyaccel.config.sections.mesh import (
     SequenceParallelConfig,
     TensorParallelConfig,
 )
+from polyaccel.config.sections.monitors import (
+    CometConfig,
+    CsvMonitorConfig,
+    MonitorSection,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from polyaccel.config.sections.optimizer import OptimizerConfig
 from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
@@ -123,7 +130,16 @@ class Config(Section):
     installed plugins of the group `polyaccel.monitors`. "jsonl" appends a line a step to `metrics.jsonl` in
     `run_folder`. Rank 0 writes. One that fails is dropped with a warning."""
     run_folder: str | None = None
-    """polyaccel's own: the folder that `monitors` write to; null is the working directory."""
+    """polyaccel's own: the folder of the run, which is made. It gets the run's `run.json`, `metrics.jsonl` with the
+    figures of each step, and what `monitors` write. Null: no folder, and `monitors` write to the working directory."""
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    """The figures in TensorBoard."""
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    """The figures in CSV files."""
+    wandb: WandbConfig = WandbConfig()
+    """The figures in Weights & Biases."""
+    comet: CometConfig = CometConfig()
+    """The figures in Comet."""
 
     dataloader_drop_last: bool = False
     """Leave out the samples at the end of an epoch that do not fill a batch; false makes a smaller last batch."""
@@ -164,6 +180,17 @@ class Config(Section):
         return self._auto
 
     @property
+    def monitor_sections(self) -> dict[str, MonitorSection]:
+        """The sections of monitors that are enabled, by their keys."""
+        sections: dict[str, MonitorSection] = {
+            "tensorboard": self.tensorboard,
+            "csv_monitor": self.csv_monitor,
+            "wandb": self.wandb,
+            "comet": self.comet,
+        }
+        return {key: section for key, section in sections.items() if section.enabled}
+
+    @property
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each tuning key that was written and that nothing here follows; the numbers are the same."""
         return tuple(self._without_effect.values())
@@ -183,17 +210,26 @@ class ResolvedConfig(Config):
     gradient_accumulation_steps: PositiveInt
     """Micro-batches of one optimizer step."""
 
-    def to_json(self) -> str:
-        """The complete config, defaults included. Loading and resolving it for the same world size gives it back."""
-        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+    def to_json(self, *, secrets: bool = True) -> str:
+        """The complete config, defaults included. Loading and resolving it for the same world size gives it back,
+        unless `secrets` is false: then the keys of accounts are hidden."""
+        tree = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(tree if secrets else _without_secrets(tree), indent=2) + "\n"
 
     def public_tree(self) -> dict[str, Any]:
         """The complete config as a tree of JSON, for others to read: without the options of plugins, which may be keys
         to a place."""
-        tree = self.model_dump(mode="json", by_alias=True)
+        tree = _without_secrets(self.model_dump(mode="json", by_alias=True))
         tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
         tree["monitors"] = sorted(self.monitors)
         return tree
+
+
+def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the keys of accounts hidden."""
+    if tree["comet"]["api_key"] is not None:
+        tree["comet"]["api_key"] = "(hidden)"
+    return tree
 
 
 def json_schema() -> dict[str, Any]:

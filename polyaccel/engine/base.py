@@ -19,7 +19,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import Monitor, StepMetrics
+from polyaccel.engine.metrics import MetricSink, StepMetrics
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
@@ -53,8 +53,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The parts of an engine that follow from its config alone. `monitors` are open. `config` is for users to read; no
-    part reads it."""
+    """The parts of an engine that follow from its config alone. `config` is for users to read; no part reads it."""
 
     config: ResolvedConfig
     settings: EngineSettings
@@ -62,7 +61,7 @@ class EngineParts:
     communicator: Communicator
     mesh: Mesh
     loss_scaler: LossScaler
-    monitors: Sequence[Monitor]
+    monitor: MetricSink
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
 
@@ -100,6 +99,9 @@ class Engine(ABC):
     communicator: Communicator
     mesh: Mesh
     """The axes along which the ranks stand."""
+    monitor: MetricSink
+    """Takes figures of the script's own beside those of each step: `engine.monitor.write_events([(tag, value, step)])`.
+    """
     counters: StepCounters
     loss_scaler: LossScaler
     zero: TrainedState
@@ -149,6 +151,7 @@ class Engine(ABC):
         self.accelerator = parts.accelerator
         self.communicator = parts.communicator
         self.mesh = parts.mesh
+        self.monitor = parts.monitor
         self._saver = Saver(parts.communicator, parts.settings.saving, parts.about)
         replica = parts.settings.saving.replica
         self._replicas = None if replica is None else Replicas(parts.communicator, replica, parts.about)
@@ -163,7 +166,7 @@ class Engine(ABC):
             parts.communicator,
             print_every=parts.settings.print_every,
             print_phases=parts.settings.print_phases,
-            monitors=parts.monitors,
+            monitor=parts.monitor,
         )
         self.timer = self._recorder.timer
 

@@ -1,21 +1,24 @@
 """The figures of a step: `StepMetrics`, and the monitors that write them down.
 
-A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the built-in one. The caller
-decides which rank writes: the engine opens monitors on rank 0 only.
+A monitor is a plugin of the entry-point group `polyaccel.monitors`; `JsonlMonitor` is the one that needs nothing. It is
+opened on rank 0 alone, in the main thread, and written to and closed by a thread that is its own.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, Protocol, TextIO
 
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.types import Probe
+
+Event = tuple[str, float, int]
+"""A figure of the user's own: tag, value, step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,20 @@ class StepMetrics:
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
 
+    def scalars(self) -> Iterator[Event]:
+        """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
+        fields; `lr_1` is the second group's, `phase_s/backward` a phase's."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("step", "skipped") or value is None:
+                continue
+            if each.name == "lr":
+                yield from (("lr" if not at else f"lr_{at}", float(lr), self.step) for at, lr in enumerate(value))
+            elif isinstance(value, Mapping):
+                yield from ((f"{each.name}/{name}", float(one), self.step) for name, one in value.items())
+            else:
+                yield each.name, float(value), self.step
+
     def as_record(self) -> dict[str, Any]:
         """The figures under their names, ready for strict JSON; see `json_safe` for those that are not finite."""
         return json_safe(asdict(self))
@@ -77,10 +94,27 @@ def json_safe(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**cleaned, "nonfinite": nonfinite} if nonfinite else cleaned
 
 
+class MetricSink(Protocol):
+    """Where an engine hands over figures: on rank 0 to monitors, on the others to nobody."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody writes down what is handed over."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Hand over the figures of a step. Does not wait for anybody."""
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        """Hand over figures of the user's own, as (tag, value, step). Does not wait for anybody."""
+
+    def close(self) -> None:
+        """Let all be written that was handed over. May be called twice."""
+
+
 class Monitor(ABC):
     """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 2)
     name: ClassVar[str]
     """The entry point's name."""
 
@@ -93,12 +127,12 @@ class Monitor(ABC):
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
         """Begin, or go on with, the run whose files are in `directory`. Raises ConfigError for unusable `options`."""
 
-    @abstractmethod
     def write(self, metrics: StepMetrics) -> None:
-        """Write down one step."""
+        """Write down one step. A monitor without a method of its own writes the figures as events."""
+        self.write_events(metrics.scalars())
 
     @abstractmethod
-    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+    def write_events(self, events: Iterable[Event]) -> None:
         """Write down figures of the user's own, as (tag, value, step)."""
 
     @abstractmethod
@@ -136,7 +170,7 @@ class JsonlMonitor(Monitor):
         path = Path(directory) / self.FILE_NAME
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_unfinished_line(path)
+            cut_unfinished_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             problem = Problem("jsonl", str(path), f"cannot be written: {error}", "choose another output directory")
@@ -167,7 +201,7 @@ class JsonlMonitor(Monitor):
         self._file.flush()
 
 
-def _cut_unfinished_line(path: Path) -> None:
+def cut_unfinished_line(path: Path) -> None:
     """Cut `path` off after its last line end, if it exists."""
     if not path.exists():
         return

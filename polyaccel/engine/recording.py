@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.metrics import Monitor, StepMetrics
+from polyaccel.engine.metrics import MetricSink, StepMetrics
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.zero.update.walk import StepResult
 
@@ -18,11 +17,8 @@ log = getLogger(__name__)
 
 
 class StepRecorder:
-    """Makes the `StepMetrics` of each optimizer step, hands them to `monitors`, and prints every `print_every`-th on
-    rank 0 (None: none).
-
-    `print_phases` adds where the host's time went. A monitor that fails is closed and dropped with a warning.
-    """
+    """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints every `print_every`-th on
+    rank 0 (None: none). `print_phases` adds where the host's time went."""
 
     def __init__(
         self,
@@ -31,7 +27,7 @@ class StepRecorder:
         *,
         print_every: int | None,
         print_phases: bool,
-        monitors: Sequence[Monitor] = (),
+        monitor: MetricSink,
     ) -> None:
         self.timer = PhaseTimer()
         self.last: StepMetrics | None = None
@@ -39,7 +35,7 @@ class StepRecorder:
         self._communicator = communicator
         self._print_every = print_every if communicator.rank == 0 else None
         self._print_phases = print_phases
-        self._monitors = list(monitors)
+        self._monitor = monitor
         self.begin()
 
     def begin(self) -> None:
@@ -77,27 +73,14 @@ class StepRecorder:
             phase_s=phase_s,
         )
         self._sent_before = sent
-        for monitor in tuple(self._monitors):
-            try:
-                monitor.write(self.last)
-            except Exception as error:  # figures are worth less than training
-                log.warning("monitor %s failed and is dropped: %s", monitor.name, error)
-                self._drop(monitor)
+        self._monitor.write(self.last)
         if self._print_every is not None and self.last.step % self._print_every == 0:
             self._print(self.last)
         return self.last
 
     def close(self) -> None:
-        """Close the monitors."""
-        for monitor in tuple(self._monitors):
-            self._drop(monitor)
-
-    def _drop(self, monitor: Monitor) -> None:
-        self._monitors.remove(monitor)
-        try:
-            monitor.close()
-        except Exception as error:
-            log.warning("monitor %s could not be closed: %s", monitor.name, error)
+        """Let the monitors write what is left, and close them."""
+        self._monitor.close()
 
     def _print(self, metrics: StepMetrics) -> None:
         loss = "none" if metrics.loss is None else f"{metrics.loss:.4f}"

@@ -10,7 +10,7 @@ READERS = (
     "config",  # defines the keys
     "cli",  # shows them
     "planning",  # plans for them
-    "policies.py",  # makes values of them
+    "policies",  # makes values of them
     "runtime.py",
     "torch/initialize.py",
     "jax/initialize.py",

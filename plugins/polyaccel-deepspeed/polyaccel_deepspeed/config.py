@@ -22,6 +22,7 @@ from polyaccel.config.load import read_tree
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
+from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 
 log = getLogger("polyaccel.deepspeed")
 
@@ -31,10 +32,6 @@ _PARAMS = ("optimizer.params", "scheduler.params")
 _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
 """Sections in which DeepSpeed itself reads "auto" as the key's default."""
 WATCHERS = {
-    "tensorboard": "figures go to polyaccel's monitors",
-    "csv_monitor": "figures go to polyaccel's monitors",
-    "wandb": "figures go to polyaccel's monitors",
-    "comet": "figures go to polyaccel's monitors",
     "flops_profiler": "polyaccel has no operation profiler; use torch.utils.flop_counter",
     "memory_breakdown": "engine.metrics has the peak of each step",
 }
@@ -138,6 +135,14 @@ def _watching(tree: Tree) -> Iterator[Change]:
             yield Change(key, f"was dropped: {why}", is_warning=True)
 
 
+def _monitors(tree: Tree) -> Iterator[Change]:
+    for key in DEFAULTS:
+        section = tree.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            tree[key] = with_defaults(key, section)
+    yield from ()
+
+
 def _clipping(tree: Tree) -> Iterator[Change]:
     if "gradient_clipping" not in tree:
         norm = tree.get("zero_optimization", {})
@@ -167,6 +172,7 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _endless,
     _switched_off,
     _watching,
+    _monitors,
     _clipping,
     _parameters_at_rest,
 )

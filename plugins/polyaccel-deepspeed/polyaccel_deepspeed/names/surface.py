@@ -249,7 +249,7 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.monitor": Module("Figures of a run."),
     "deepspeed.monitor.monitor": Module(
-        "Figures of a run.", later('writers by DeepSpeed\'s names; "monitors" in the config', "MonitorMaster")
+        "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
     ),
     "deepspeed.ops": Module("Optimizers and kernels."),
     "deepspeed.ops.adagrad": Module("Adagrad.", _ADAGRAD),

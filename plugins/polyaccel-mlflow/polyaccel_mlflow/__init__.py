@@ -1,0 +1,1 @@
+"""A monitor of polyaccel that writes to MLflow."""

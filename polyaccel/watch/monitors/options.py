@@ -1,0 +1,62 @@
+"""What the built-in monitors share: their options, the libraries that they need, the folders that they write to."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.types import Probe
+
+
+def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """`options` of the monitor `name`, every one of `kinds` among them: None where it was left out.
+
+    Raises ConfigError for an option that `kinds` does not have, or a value of another kind.
+    """
+    problems = []
+    for option, value in options.items():
+        if option not in kinds:
+            cure = f"the options are {', '.join(kinds)}"
+            problems.append(Problem(f"{name}.{option}", value, "has no such option", cure))
+        elif value is not None and type(value) is not kinds[option]:
+            problems.append(Problem(f"{name}.{option}", value, f"should be of type {kinds[option].__name__}"))
+    if problems:
+        raise ConfigError(problems)
+    return {option: options.get(option) for option in kinds}
+
+
+def required(name: str, module: str, extra: str) -> Any:
+    """The library `module` of the monitor `name`. Raises ConfigError where it cannot be imported; `extra` of
+    polyaccel's brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        problem = Problem(name, module, f"cannot be imported: {error}", f"pip install 'polyaccel[{extra}]'")
+        raise ConfigError([problem]) from error
+
+
+def probe_of(package: str, extra: str) -> Probe:
+    """Whether `package` is there, without importing it."""
+    if find_spec(package) is None:
+        return Probe(usable=False, reason=f"the package {package} is not installed: pip install 'polyaccel[{extra}]'")
+    return Probe(usable=True, reason=f"the package {package} is installed")
+
+
+def made_folder(name: str, folder: Path) -> Path:
+    """`folder`, made where it is missing. Raises ConfigError for the monitor `name` where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(name, str(folder), f"cannot be made: {error}", "choose another output_path")
+        raise ConfigError([problem]) from error
+    return folder
+
+
+def output_folder(name: str, directory: Path, options: Mapping[str, Any]) -> Path:
+    """The folder that `output_path` and `job_name` say; without an `output_path`, one called `name` in `directory`."""
+    folder = Path(options["output_path"]) if options.get("output_path") else directory / name
+    return made_folder(name, folder / (options.get("job_name") or ""))
