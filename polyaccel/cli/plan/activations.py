@@ -10,7 +10,7 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.policies import module_rules_of, recompute_policy_of
+from polyaccel.policies import cut_rules_of, module_rules_of, recompute_policy_of
 
 
 def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[ActivationNeeds, ...]:
@@ -31,19 +31,33 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
             cure="leave --sequence-length out, or give the directory of a language model of transformers",
             value=args.model,
         )
-    shared = [axis.name for axis in mesh_of(config, args.world_size).axes if axis.name != "data" and axis.size > 1]
-    if shared:
+    mesh = mesh_of(config, args.world_size)
+    others = [axis.name for axis in mesh.axes if axis.name not in ("data", "tensor", "sequence") and axis.size > 1]
+    if others:
         raise PolyaccelError(
-            f"activations are not foretold where ranks stand along {' and '.join(shared)}",
-            cure="leave --sequence-length out, or plan for data ranks alone",
-            value=tuple(shared),
+            f"activations are not foretold where ranks stand along {' and '.join(others)}",
+            cure="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
+            value=tuple(others),
         )
+    from polyaccel.accelerators.detect import host_accelerator
+    from polyaccel.comm.parts.absent import AbsentRanks
+    from polyaccel.torch.parallel.choose import plan_by
+    from polyaccel.torch.parallel.cut import cut_model
     from polyaccel.torch.params.meta_shapes import model_of_directory
     from polyaccel.torch.recompute.foretelling import foretell_activations
+    from polyaccel.torch.sequence import use
+    from polyaccel.torch.sequence.settings import SequenceSettings
     from polyaccel.torch.settings import TileSettings
     from polyaccel.torch.tiles.models import TiledModel
 
-    def tile(model: Any) -> None:
+    def share(model: Any) -> None:
+        """Do to a model what `initialize` does on the first rank."""
+        accelerator = host_accelerator()
+        if (ranks := mesh.size_of(("tensor",))) > 1:
+            cut_model(model, AbsentRanks(ranks, accelerator), plan_by(model, ranks, cut_rules_of(config)))
+        section = config.sequence_parallel
+        if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
+            use(model, AbsentRanks(ranks, accelerator), SequenceSettings(section.method, section.core_attention))
         if config.tiled_compute.enabled:
             TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))
 
@@ -54,5 +68,5 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
         module_rules_of(config),
         recompute_policy_of(config),
         autocast=config.torch_autocast.dtype if config.torch_autocast.enabled else None,
-        prepare=tile,
+        prepare=share,
     )

@@ -53,9 +53,11 @@ class MappedFiles:
         return [mapping.name, offset, tensor.nbytes, tensor._version, _digest(tensor)]
 
     def _mapping_of(self, tensor: Tensor) -> _Mapping | None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        if tensor.layout is not torch.strided or not tensor.numel():
             return None
         storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # also that of a tensor without values, which says it is on the CPU
+            return None
         first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         at = bisect_right(self._starts, first) - 1
         return self._mappings[at] if at >= 0 and last <= self._mappings[at].end else None

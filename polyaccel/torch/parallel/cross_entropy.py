@@ -53,6 +53,14 @@ def vocabulary_cross_entropy(
     return losses.sum() / (words != ignore_index).sum()  # type: ignore[no-any-return]
 
 
+def over_ranks(ranks: TensorRanks, log_sums: Tensor, *facts: Tensor) -> tuple[Tensor, ...]:
+    """The logarithms of the sums of which each rank has a part, whose logarithms are `log_sums`, and the sums of
+    `facts`; all are (rows,). Two exchanges."""
+    largest = ranks.maximum(log_sums.clone())
+    parts, *added = ranks.sum(torch.stack([(log_sums - largest).exp_(), *facts]))
+    return largest + parts.log(), *added
+
+
 class VocabularyLoss:
     """The causal loss of transformers' models (`model.loss_function`), for logits of this rank's words."""
 
@@ -91,21 +99,18 @@ class _CrossEntropy(Function):
         smoothing: float,
     ) -> Tensor:  # fmt: skip
         numbers = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        largest = ranks.maximum(numbers.amax(-1))
-        numbers = numbers - largest.unsqueeze(-1)
         place = words - first
         is_here = (place >= 0) & (place < logits.shape[-1])
         place = place.masked_fill(~is_here, 0).unsqueeze(-1)
-        own = numbers.gather(-1, place).squeeze(-1).masked_fill_(~is_here, 0)
-        facts = [own, numbers.sum(-1)] if smoothing else [own]
-        facts.append(numbers.exp_().sum(-1))
-        added = ranks.sum(torch.stack(facts))
-        log_total = added[-1].log()
-        losses = log_total - added[0]
+        facts = [numbers.gather(-1, place).squeeze(-1).masked_fill_(~is_here, 0)]
         if smoothing:
-            losses = (1 - smoothing) * losses + smoothing * (log_total - added[1] / vocabulary)
+            facts.append(numbers.sum(-1))
+        log_sums, *added = over_ranks(ranks, torch.logsumexp(numbers, -1), *facts)
+        losses = log_sums - added[0]
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (log_sums - added[1] / vocabulary)
         counts = words != ignored
-        ctx.save_for_backward(logits, largest + log_total, place, is_here & counts, counts)
+        ctx.save_for_backward(logits, log_sums, place, is_here & counts, counts)
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return losses.masked_fill_(~counts, 0)
 

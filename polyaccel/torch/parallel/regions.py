@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.torch_device import torch_device_of
+from polyaccel.torch.host_values import host_values
 from polyaccel.torch.parallel.ranks import TensorRanks
 
 
@@ -32,6 +33,7 @@ class Regions:
     def __deepcopy__(self, memo: dict[int, Any]) -> Regions:
         return Regions(self._ranks)
 
+    @host_values()
     def enter(self, tensor: Tensor) -> None:
         """From here on tensors on the device of `tensor` are this rank's own. Nothing happens inside of a region."""
         if self._device is not None or self._ranks.size == 1:
@@ -43,6 +45,7 @@ class Regions:
         random.manual_seed(int.from_bytes(digest, "little") >> 1)
         self._begun = random.get_rng_state()
 
+    @host_values()
     def leave(self) -> None:
         """What follows is alike on all ranks. Nothing happens outside of regions."""
         device, self._device = self._device, None
@@ -58,6 +61,7 @@ class Regions:
         self._outside = self._begun = None
 
 
+@host_values()
 def draw_alike(ranks: TensorRanks) -> None:
     """Give the default generators of the host and of the ranks' device the state that the first rank's have, as what is
     whole on every rank has to be drawn alike. Collective."""

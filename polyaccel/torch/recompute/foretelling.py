@@ -83,7 +83,7 @@ def foretell_activations(
     ways.setdefault(chosen, own)
     found = []
     for way, policy in ways.items():
-        with FakeTensorMode(), _one_sequence_a_row():
+        with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence_a_row():
             model = build().train()
             _convert(model, rules)
             prepare(model)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.host_values import host_values
 from polyaccel.torch.sequence.shares import Span
 
 TILE = 512
@@ -91,6 +92,7 @@ class TokenMarks:
     is False at padding; None where there is none. `rows` is 1 where all rows are alike.
     """
 
+    @host_values()
     def __init__(self, length: int, segments: Tensor | None = None, is_key: Tensor | None = None) -> None:
         self.length = length
         plain = torch.zeros(1, length, dtype=torch.int64), torch.ones(1, length, dtype=torch.bool)
@@ -134,6 +136,7 @@ def segments_of_positions(positions: Tensor) -> Tensor | None:
     return torch.nn.functional.pad(began.to(torch.int64).cumsum(-1), (1, 0))
 
 
+@host_values()
 def pieces(
     row: RowMarks, rule: AttentionRule, queries: Sequence[Span], keys: Sequence[Span], longest: int | None = None
 ) -> list[AttentionPiece]:

@@ -6,12 +6,15 @@ tiles have in common. So the forward pass computes the gradients of the sum of a
 logits outlive their tile; the backward pass multiplies by the factor. Nothing is computed twice, and the weight is not
 needed for the backward pass. Three products a token are computed, as many as without tiles. The gradients are kept as
 those of the *sum*, so that numbers of tokens in the denominator do not make fp16 vanish.
+
+Ranks that have some of the words each exchange a few numbers a token (`polyaccel.torch.parallel.cross_entropy`), and
+add up what each finds to be the gradient of the hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +23,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.parallel.ranks import MatrixProducts
+from polyaccel.torch.parallel.cross_entropy import over_ranks
+from polyaccel.torch.parallel.ranks import MatrixProducts, TensorRanks
 
 IGNORED = -100
 TILE_NUMEL = 1 << 22
 """Logits of a tile where nobody says how many tokens one has: 16 MB in float32, of which a few are alive at a time."""
 _LEAST_TOKENS = 16
+
+
+class OwnWords(NamedTuple):
+    """The words of a vocabulary that this rank of `ranks` has: as many as its weight has rows, from `first` on."""
+
+    ranks: TensorRanks
+    first: int
 
 
 def tiled_cross_entropy(
@@ -39,6 +50,7 @@ def tiled_cross_entropy(
     tile_tokens: int | None = None,
     transform: Callable[[Tensor], Tensor] | None = None,
     products: MatrixProducts | None = None,
+    words: OwnWords | None = None,
 ) -> Tensor:
     """`cross_entropy(transform(linear(hidden, weight, bias)), targets)` without ever having the logits of more than
     `tile_tokens` tokens (None: about 4 million logits).
@@ -46,7 +58,9 @@ def tiled_cross_entropy(
     `hidden` is (..., features), `weight` (classes, features), `targets` (...), of which those that are `ignore_index`
     do not count. "mean" is over those that count. The loss is in float32, or float64 where `hidden` is; the gradient of
     a 16-bit weight is added up in float32. `transform` works on each logit alone, and has no parameters. `products`
-    compute the matrix products in place of torch's. Raises PolyaccelError for shapes that do not fit.
+    compute the matrix products in place of torch's. With `words` the classes are shared by ranks, and `weight` and
+    `bias` are of this rank's; `hidden` and `targets` are alike on all, and so is the loss. Raises PolyaccelError for
+    shapes that do not fit.
     """
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         shapes = tuple(hidden.shape), tuple(weight.shape), tuple(targets.shape)
@@ -59,7 +73,7 @@ def tiled_cross_entropy(
     tokens = tile_tokens or max(_LEAST_TOKENS, TILE_NUMEL // max(1, weight.shape[0]))
     wants = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias))
     total: Tensor = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, labels, ignore_index, tokens, transform, products, wants
+        rows, weight, bias, labels, ignore_index, tokens, transform, products, words, wants
     )
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
@@ -70,7 +84,8 @@ class _TiledLoss(Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int, tokens: int,
-        transform: Callable[[Tensor], Tensor] | None, products: MatrixProducts | None, wants: bool,
+        transform: Callable[[Tensor], Tensor] | None, products: MatrixProducts | None, own: OwnWords | None,
+        wants: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = rows.new_zeros((), dtype=wide)
@@ -78,14 +93,14 @@ class _TiledLoss(Function):
         computed = _computed_in(rows, weight, bias)
         matrix, offset = computed(weight), None if bias is None else computed(bias)
         product = _Product(products, computed(rows[:1]), matrix, offset)
-        gradients: list[Tensor | None] = [torch.empty_like(rows) if of_rows else None]
+        gradients: list[Tensor | None] = [rows.new_empty(rows.shape) if of_rows else None]
         gradients += [torch.zeros_like(weight, dtype=_sum_type(weight)) if of_weight else None]
         gradients += [torch.zeros_like(bias, dtype=_sum_type(bias)) if of_bias and bias is not None else None]
         for start in range(0, len(rows), tokens):
             end = min(start + tokens, len(rows))
             tile, words = computed(rows[start:end]), labels[start:end]
             logits = product.output(tile, matrix, offset)
-            loss, of_logits = _loss_and_gradient(logits, words, ignored, wide, transform, wants)
+            loss, of_logits = _loss_and_gradient(logits, words, ignored, wide, transform, own, wants)
             del logits
             total += loss
             if of_logits is None:
@@ -97,6 +112,8 @@ class _TiledLoss(Function):
                 product.add_weight_grad(gradients[1], of_logits, tile)
             if gradients[2] is not None:
                 gradients[2] += of_logits.sum(0, dtype=gradients[2].dtype)
+        if own is not None and gradients[0] is not None:
+            own.ranks.sum(gradients[0])
         ctx.save_for_backward(*gradients)
         ctx.types = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
@@ -108,12 +125,12 @@ class _TiledLoss(Function):
             None if each is None else (each * grad.to(each.dtype)).to(dtype)
             for each, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         ]
-        return (*found, *(None,) * 6)
+        return (*found, *(None,) * 7)
 
 
 def _loss_and_gradient(
     logits: Tensor, words: Tensor, ignored: int, wide: torch.dtype, transform: Callable[[Tensor], Tensor] | None,
-    wants: bool,
+    own: OwnWords | None, wants: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The sum of the losses of a tile, and its gradient in `logits`, which are overwritten."""
     leaf = final = logits
@@ -122,15 +139,19 @@ def _loss_and_gradient(
         with torch.set_grad_enabled(wants):
             final = transform(leaf)
     numbers = final.detach().to(wide, copy=transform is not None)
-    counts = words != ignored
-    place = words.masked_fill(~counts, 0).unsqueeze(-1)
-    log_total = torch.logsumexp(numbers, -1, keepdim=True)
-    losses = (log_total - numbers.gather(-1, place)).squeeze(-1).masked_fill_(~counts, 0)
-    loss = losses.sum()
+    counts = is_here = words != ignored
+    if own is not None:
+        words = words - own.first
+        is_here = counts & (words >= 0) & (words < numbers.shape[-1])
+    place = words.masked_fill(~is_here, 0).unsqueeze(-1)
+    log_sums, chosen = torch.logsumexp(numbers, -1), numbers.gather(-1, place).squeeze(-1)
+    if own is not None:
+        log_sums, chosen = over_ranks(own.ranks, log_sums, chosen.masked_fill_(~is_here, 0))
+    loss = (log_sums - chosen).masked_fill_(~counts, 0).sum()
     if not wants:
         return loss, None
-    found = numbers.sub_(log_total).exp_()
-    found.scatter_add_(-1, place, found.new_full((), -1.0).expand(place.shape))
+    found = numbers.sub_(log_sums.unsqueeze(-1)).exp_()
+    found.scatter_add_(-1, place, is_here.to(found.dtype).neg_().unsqueeze(-1))
     found.masked_fill_(~counts.unsqueeze(-1), 0)
     if transform is None:
         return loss, found

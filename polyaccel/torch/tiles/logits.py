@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.parallel.layers import ColumnLayer, Share
 from polyaccel.torch.parallel.ranks import MatrixProducts
-from polyaccel.torch.tiles.cross_entropy import IGNORED, tiled_cross_entropy
+from polyaccel.torch.params.cuts import Cut
+from polyaccel.torch.tiles.cross_entropy import IGNORED, OwnWords, tiled_cross_entropy
 
 _CONVERSIONS = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::detach"}
 
@@ -122,14 +124,23 @@ class TiledHead:
         if isinstance(input, LossWanted):
             return self._loss(input)
         if self.is_deferring:
-            return LogitsToCome(self, input, (*input.shape[:-1], layer.out_features), input.dtype)
+            return LogitsToCome(self, input, (*input.shape[:-1], self._outputs), input.dtype)
         if self.products is not None:
             Tensor.detach(layer.weight)  # has its values brought here, should they be elsewhere
             return self.products.apply(input, layer.weight, layer.bias)
         return self._before(input)
 
+    @property
+    def _outputs(self) -> int:
+        """How many logits of a token the layer gives: all, where it gathers those of all ranks."""
+        share = _share_of(self.layer)
+        return self.layer.out_features if share is None or share.sizes is None else sum(share.sizes)
+
     def _loss(self, wanted: LossWanted) -> Tensor:
         layer, logits = self.layer, wanted.logits
+        products, words = self.products, None
+        if (share := _share_of(layer)) is not None:
+            products, words = share.ranks.products, OwnWords(share.ranks, _first_word(layer))
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:
                 Tensor.detach(parameter)  # has its values brought here, should they be elsewhere
@@ -142,7 +153,8 @@ class TiledHead:
             reduction="sum",
             tile_tokens=self._tile_tokens,
             transform=logits.transformed if logits.operations else None,
-            products=self.products,
+            products=products,
+            words=words,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -184,6 +196,16 @@ class TiledLoss:
         total = logits.total_loss(shift_labels.reshape(logits.hidden.shape[:-1]), ignore_index)
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def _share_of(head: nn.Module) -> Share | None:
+    """What a head knows that tensor ranks share, each with some of the words."""
+    return head.share if isinstance(head, ColumnLayer) else None
+
+
+def _first_word(head: nn.Module) -> int:
+    cuts: Mapping[str, Cut] = head.parallel_cuts  # type: ignore[assignment]
+    return cuts["weight"].block.runs[0][0][0]
 
 
 def _refusal(name: str) -> PolyaccelError:

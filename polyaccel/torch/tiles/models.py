@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.torch.parallel.cross_entropy import VocabularyLoss
+from polyaccel.torch.parallel.layers import ColumnLayer
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.tiles.functions import tiled_map
@@ -172,19 +174,21 @@ def _with_causal_loss(model: nn.Module) -> Any:
     if found is None:
         raise ConfigError([_no_loss(model, "no model of transformers is in it")])
     forward = inspect.unwrap(type(found).forward)
-    if "loss_function" not in forward.__code__.co_names or found.loss_function is not ForCausalLMLoss:
+    is_causal = found.loss_function is ForCausalLMLoss or isinstance(found.loss_function, VocabularyLoss)
+    if "loss_function" not in forward.__code__.co_names or not is_causal:
         raise ConfigError([_no_loss(found, "its loss is not transformers' causal one, by its table of losses")])
     return found
 
 
 def _head_of(model: Any) -> nn.Linear:
-    head = model.get_output_embeddings()
-    kind = type(head).__name__
-    if type(head) is not nn.Linear:
-        raise ConfigError([_no_loss(model, f"its head is a {kind}, no plain linear layer")])
+    head: Any = model.get_output_embeddings()
+    kind = type(head)
+    if kind is not nn.Linear and kind.__bases__ != (ColumnLayer, nn.Linear):
+        raise ConfigError([_no_loss(model, f"its head is a {kind.__name__}, no plain linear layer")])
     if "forward" in head.__dict__:
         raise ConfigError([_no_loss(model, "its head has another forward already")])
-    return head
+    found: nn.Linear = head
+    return found
 
 
 def _no_loss(model: nn.Module, reason: str) -> Problem:

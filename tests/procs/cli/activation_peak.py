@@ -1,9 +1,11 @@
 """A process that trains a model of a directory with a config.json by one config after another, and prints the bytes
-that a step needs beside what is there between steps: `activation_peak.py DIRECTORY ROWS TOKENS CONFIGS`."""
+that a step needs beside what is there between steps: `activation_peak.py DIRECTORY ROWS TOKENS CONFIGS`. Of ranks, as
+`polyaccel run` starts them, the first prints."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ def status_nbytes(key: str) -> int:
 def main(directory: str, rows: str, tokens: str, configs: str) -> None:
     torch.set_num_threads(1)
     words = torch.ones(int(rows), int(tokens), dtype=torch.long)
-    print(json.dumps([peak_nbytes(directory, config, words) for config in json.loads(configs)]))
+    peaks = [peak_nbytes(directory, config, words) for config in json.loads(configs)]
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(peaks))
 
 
 def peak_nbytes(directory: str, config: dict[str, Any], words: torch.Tensor) -> int:

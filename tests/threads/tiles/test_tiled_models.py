@@ -16,6 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import polyaccel
 from polyaccel.comm.join.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
+from polyaccel.torch.params.cuts import cuts_of, taken
 from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.tiles.models import TiledModel, find_mlps
 
@@ -43,10 +44,11 @@ def gradients_of(model: nn.Module, data: int) -> tuple[float, dict[str, Tensor]]
     stage=[0, 1, 2, 3],
     data=[1, 2],
     sequence=[1, 2],
+    tensor=["whole", "logits gathered", "logits cut"],
     model=["llama", "tied llama", "gpt2"],
     recomputes=[False, True],
 )
-def test_training_in_tiles_is_training_without(stage, data, sequence, model, recomputes):
+def test_training_in_tiles_is_training_without(stage, data, sequence, tensor, model, recomputes):
     start = tiny(model.split()[-1], dtype=torch.float32, tie_word_embeddings=model != "llama").train()
     plain = deepcopy(start)
     loss, gradients = gradients_of(plain, data)
@@ -54,29 +56,35 @@ def test_training_in_tiles_is_training_without(stage, data, sequence, model, rec
     config: dict[str, Any] = {**make_config(stage, zero=zero), "train_micro_batch_size_per_gpu": 2}
     config |= {"tiled_compute": TILED, "activation_checkpointing": {"enabled": recomputes}}
     config |= {"sequence_parallel_size": sequence}
+    share, cuts_logits = sequence, tensor == "logits cut" and model != "gpt2"  # whose head is not cut
+    if tensor != "whole":
+        share *= 2
+        config |= {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": cuts_logits}}
 
     def run(communicator):
         own = deepcopy(start)
         engine, *_ = polyaccel.initialize(model=own, model_parameters=own.parameters(), config=config)
-        outputs = engine(**batch_of(communicator.rank // sequence))
+        outputs = engine(**batch_of(communicator.rank // share))
         assert outputs.logits is None
         engine.backward(outputs.loss)
         found = {name: polyaccel.utils.safe_get_full_grad(parameter) for name, parameter in own.named_parameters()}
         engine.step()
         with torch.no_grad():
-            evaluated = engine.eval()(**batch_of(communicator.rank // sequence))
+            evaluated = engine.eval()(**batch_of(communicator.rank // share))
         engine.destroy()
-        assert evaluated.logits.shape[-1] == VOCABULARY
+        words = cuts_of(own)[own.lm_head.weight].block.local_shape[0] if cuts_logits else VOCABULARY
+        assert evaluated.logits.shape[-1] == words
         return outputs.loss.item(), found, own
 
-    ranks = run_threads(data * sequence, run)
+    ranks = run_threads(data * share, run)
     assert sum(one for one, _, _ in ranks) / len(ranks) == pytest.approx(loss, abs=1e-6)
     for _, found, own in ranks:
         assert found.keys() == gradients.keys()
+        cuts, parameters = cuts_of(own), dict(own.named_parameters())
         for name, gradient in found.items():
-            torch.testing.assert_close(
-                gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            cut = cuts.get(parameters[name])
+            wanted = gradients[name] if cut is None else taken(gradients[name], cut.block)
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
         assert not any("forward" in module.__dict__ for module in own.modules())
 
 
