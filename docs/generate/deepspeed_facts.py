@@ -41,7 +41,9 @@ HOMES = (
     "deepspeed.checkpoint.utils",
     "deepspeed.comm.comm",
     "deepspeed.launcher.runner",
+    "deepspeed.moe.experts",
     "deepspeed.moe.layer",
+    "deepspeed.moe.sharded_moe",
     "deepspeed.moe.utils",
     "deepspeed.monitor.monitor",
     "deepspeed.ops.adagrad.cpu_adagrad",
@@ -95,7 +97,14 @@ ALSO = {
         "_get_data_parallel_group",
         "_get_data_parallel_rank",
         "_get_data_parallel_world_size",
-        "_get_expert_parallel_group",
+        *(
+            f"_get_expert_{kind}parallel_{what}"
+            for kind in ("", "data_")
+            for what in ("group", "group_dict", "group_ranks", "rank", "world_size")
+        ),
+        "_get_max_expert_parallel_group",
+        "_get_max_expert_size",
+        "_get_max_expert_size_name",
         "_get_model_parallel_world_size",
         "_get_sequence_parallel_group",
         "_get_sequence_parallel_rank",

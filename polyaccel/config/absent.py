@@ -244,7 +244,6 @@ ABSENT: tuple[Absent, ...] = (
         | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None),
         'shard the parameters: "zero_optimization": {"stage": 3}',
     ),
-    _alone("use_data_before_expert_parallelism", False, "expert parallelism"),
     Absent(
         "expert parallelism",
         _under(

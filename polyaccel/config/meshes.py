@@ -19,6 +19,8 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     batches = [MeshAxis("data", data)]
     if experts > 1:
         batches = [MeshAxis("expert_data", data // experts), MeshAxis("expert", experts)]
+        if config.use_data_before_expert_parallelism:
+            batches.reverse()
     return Mesh((*outermost, *batches, *others.values()))
 
 

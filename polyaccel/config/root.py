@@ -166,6 +166,8 @@ class Config(Section):
     """How attention is computed over them."""
     expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     """The experts of a mixture over ranks."""
+    use_data_before_expert_parallelism: bool = False
+    """Let neighbours have the same experts, and ranks that share experts stand further apart."""
     tiled_compute: TiledComputeConfig = TiledComputeConfig()
     """polyaccel's own: losses and feed-forward layers in tiles of tokens."""
     data_parallel_size: PositiveInt | None = None

@@ -107,6 +107,8 @@ class Engine(ABC):
     zero: TrainedState
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
+    after_update: list[Callable[[bool], None]]
+    """What is called after each update, on all ranks, with whether parameters changed."""
     timer: PhaseTimer
     _recorder: StepRecorder
     _result: StepResult | None = None
@@ -156,6 +158,7 @@ class Engine(ABC):
         replica = parts.settings.saving.replica
         self._replicas = None if replica is None else Replicas(parts.communicator, replica, parts.about)
         self.client_state = {}
+        self.after_update = []
         self.loss_scaler = parts.loss_scaler
         self.counters = StepCounters(
             gradient_accumulation_steps=parts.settings.accumulation_steps,
@@ -333,6 +336,8 @@ class Engine(ABC):
         self.loss_scaler.update(not result.applied, result.culprit)
         if result.culprit is not None and self.communicator.rank == 0:
             self._tell_not_finite(result)
+        for follow in self.after_update:
+            follow(result.applied)
 
     def _tell_not_finite(self, result: StepResult) -> None:
         """Say which gradient was not finite: once in a while under a loss scale that is still being found, that is

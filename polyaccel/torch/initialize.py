@@ -25,6 +25,7 @@ from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.experts.balance import following_loads
 from polyaccel.torch.experts.models import spread_experts
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
@@ -96,6 +97,8 @@ def initialize(
     _tile(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
+    if (follow := following_loads(model, lambda: runtime.along(("data", "sequence")))) is not None:
+        engine.after_update.append(follow)
     if isinstance(engine, PipelineEngine):
         section = runtime.config.pipeline
         engine.compose_pipeline(section.schedule, section.chunks)

@@ -19,6 +19,7 @@ from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
+from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 
 
@@ -48,7 +49,7 @@ def initialize(
     written = _the_config(args, config, config_params)
     tree, changes = normalise(written)
     tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
-    tree = with_tensor_ranks(tree, model)
+    tree = with_expert_ranks(with_tensor_ranks(tree, model), model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups

@@ -16,6 +16,7 @@ from polyaccel.errors import PolyaccelError
 if TYPE_CHECKING:
     from polyaccel.cli.plan.tables import Plan
     from polyaccel.config import ResolvedConfig
+    from polyaccel.mesh import Mesh
     from polyaccel.planning.forecast import Forecast
     from polyaccel.planning.model import ModelShape
 
@@ -175,13 +176,7 @@ def run(args: argparse.Namespace) -> int:
             cure='leave "pipeline" out; polyaccel plan --pipeline says what stages do and how long',
             value=stages,
         )
-    if (sharing := mesh_of(config, args.world_size).size_of(("expert",))) > 1:
-        raise PolyaccelError(
-            f"what each of {sharing} ranks that share experts needs is not planned yet",
-            cure='leave "expert_parallel" out to see what it would be with all experts on every rank',
-            value=sharing,
-        )
-    model = _model_shape(args.model, config, mesh_of(config, args.world_size).size_of(("tensor",)))
+    model = _model_shape(args.model, config, mesh_of(config, args.world_size))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)
     activations = foretold(args, config)
@@ -211,20 +206,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _model_shape(text: str, config: ResolvedConfig, tensor_ranks: int) -> ModelShape:
-    """The model that the argument `MODEL` names, as a rank holds it where `tensor_ranks` share layers. Only a module or
-    a directory needs torch. Raises PolyaccelError."""
+def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
+    """The model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers. Only a
+    module or a directory needs torch. Raises PolyaccelError."""
     from polyaccel.planning.model import parse_count, shape_of_count
     from polyaccel.policies import cut_rules_of, module_rules_of
     from polyaccel.types import DType
 
     rules = module_rules_of(config)
+    tensor_ranks, expert_ranks = mesh.size_of(("tensor",)), mesh.size_of(("expert",))
     if Path(text).is_dir():
         from polyaccel.torch.parallel.shapes import shared_by
         from polyaccel.torch.params.meta_shapes import shape_of_directory
 
-        return shape_of_directory(Path(text), rules, shared_by(tensor_ranks, cut_rules_of(config)))
+        return shape_of_directory(Path(text), rules, shared_by(tensor_ranks, cut_rules_of(config), expert_ranks))
     count = parse_count(text)
+    if count is not None and expert_ranks > 1:
+        raise PolyaccelError(
+            f"nothing says how many of {text} parameters are those of experts, which {expert_ranks} ranks share",
+            cure="write my_package.model:build or a directory with a config.json",
+            value=text,
+        )
     if count is not None:
         return shape_of_count(count, rules.param_dtype or DType.FLOAT32, tensor_ranks)
     if ":" not in text:
@@ -236,7 +238,7 @@ def _model_shape(text: str, config: ResolvedConfig, tensor_ranks: int) -> ModelS
     from polyaccel.torch.parallel.shapes import shared_by
     from polyaccel.torch.params.meta_shapes import shape_of_function
 
-    return shape_of_function(text, rules, shared_by(tensor_ranks, cut_rules_of(config)))
+    return shape_of_function(text, rules, shared_by(tensor_ranks, cut_rules_of(config), expert_ranks))
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:

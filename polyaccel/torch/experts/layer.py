@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyaccel.comm.base import Communicator
-from polyaccel.comm.groups import get_sequence_data_parallel_group
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.gates import Choice
 from polyaccel.torch.experts.routing import capacity_of, chosen_by_experts, kept_choices, route
-from polyaccel.types import ReduceOp
 
 Gate = Literal["softmax", "sigmoid", "expert choice"]
 Noise = Literal["learned", "sample", "jitter"]
@@ -38,8 +35,8 @@ class MixtureOutput(NamedTuple):
 
 class StackedExperts(nn.Module):
     """Experts of one kind, made by `make` one after the other: each parameter a stack (experts, ...), under its own
-    name with `_` for `.`. An expert takes (rows, features) and gives as many rows. Called as experts of transformers
-    are, so `expert_parallel` spreads them over ranks."""
+    name with `_` for `.`. An expert takes (rows, features) and gives as many rows, or a tuple that has them first.
+    Called as experts of transformers are, so `expert_parallel` spreads them over ranks."""
 
     def __init__(self, make: Callable[[], nn.Module], num_experts: int) -> None:
         super().__init__()
@@ -67,19 +64,24 @@ class StackedExperts(nn.Module):
         expert.train(self.training)
         stacks = {name: getattr(self, own).unbind() for name, own in self._names.items()}
         made = [
-            functional_call(expert, {name: stack[number] for name, stack in stacks.items()}, (each,))
+            _first(functional_call(expert, {name: stack[number] for name, stack in stacks.items()}, (each,)))
             for number, each in enumerate(rows)
             if len(each)
         ]
         return routing.combined(torch.cat(made), hidden_states) if made else torch.zeros_like(hidden_states)
 
 
+def _first(made: Any) -> Tensor:
+    out: Tensor = made[0] if isinstance(made, tuple) else made
+    return out
+
+
 class Mixture(nn.Module):
     """Experts, and a router that chooses some of them for each token.
 
     `gate`: `softmax` chooses the `k` experts with the highest probabilities, `sigmoid` those with the highest sigmoids
-    plus a bias, which follows the load by `bias_rate` a step, instead of a loss, where `balance_experts` is called;
-    with `expert choice` each expert chooses the tokens that it has room for.
+    plus a bias, which follows the load by `bias_rate` an update of the engine's, instead of a loss, unless the router
+    is frozen; with `expert choice` each expert chooses the tokens that it has room for.
 
     Without `capacity_factor` nothing is dropped; with it an expert has room for that times its even share
     (`eval_capacity_factor` in evaluation), at least `min_capacity`, for this rank's tokens in their order or, with
@@ -128,7 +130,7 @@ class Mixture(nn.Module):
         if bias_rate:
             self.register_buffer("raised", torch.zeros(num_experts, dtype=torch.int64))
         self.load: Tensor | None = None
-        """(experts,), int64: the tokens of this rank since the last `balance_experts`."""
+        """(experts,), int64: the tokens of this rank that biases have not followed yet."""
         self.num_experts, self.k, self.gate, self.noise = num_experts, k, gate, noise
         self.normalize, self.scale, self.min_capacity = normalize, scale, min_capacity
         self.factors = {True: capacity_factor, False: eval_capacity_factor or capacity_factor}
@@ -159,7 +161,7 @@ class Mixture(nn.Module):
             dropped = kept.numel() - kept.sum()
         index = choice.experts.masked_fill(~kept, self.num_experts)
         out = self.experts(tokens, index, choice.weights).view_as(x)
-        if self.training and self.bias_rate and torch.is_grad_enabled():
+        if self.bias_rate and self.training and torch.is_grad_enabled() and self.router.weight.requires_grad:
             self.load = counts if self.load is None else self.load + counts
         loss = self.balance_weight * gates.balance_loss(choice) + self.z_weight * gates.z_loss(logits)
         return MixtureOutput(out, loss, counts, dropped)
@@ -179,19 +181,3 @@ class Mixture(nn.Module):
             tiny = torch.finfo(logits.dtype).tiny
             by = logits + gates.gumbel_noise(torch.rand_like(logits).clamp_(min=tiny))
         return gates.softmax_choice(logits, self.k, normalize=self.normalize, by=by)
-
-
-def balance_experts(model: nn.Module, group: Communicator | None = None) -> None:
-    """Let the biases of every `Mixture` in `model` follow the tokens that experts got since the last call, on all ranks
-    of `group` (None: all with batches, or parts of sequences, of their own) together. Every rank calls it, after each
-    step."""
-    layers = [module for module in model.modules() if isinstance(module, Mixture) and module.bias_rate]
-    if not layers:
-        return
-    ranks = get_sequence_data_parallel_group() if group is None else group
-    loads = [layer.raised.new_zeros(layer.num_experts) if layer.load is None else layer.load for layer in layers]
-    together = torch.cat(loads).contiguous()
-    ranks.all_reduce(ranks.accelerator.wrap(together), ReduceOp.SUM, label="tokens of experts")
-    for layer, load in zip(layers, together.split_with_sizes([len(one) for one in loads]), strict=True):
-        layer.raised += gates.load_direction(load)
-        layer.load = None

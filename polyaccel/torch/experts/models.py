@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -110,30 +111,17 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
 
     Raises ShardingError for a model without such layers, one with fewer experts than ranks, and where ranks differ.
     """
-    found = {name: module for name, module in model.named_modules() if _are_experts(module)}
+    found = {name: module for name, module in model.named_modules() if are_experts(module)}
     facts = [(name, type(module).__name__, module.num_experts) for name, module in found.items()]
     if len({str(each) for each in communicator.all_gather_object(facts)}) > 1:
         raise ShardingError("the ranks that share experts have other layers", cure="build the same model on every rank")
-    if not found:
-        raise ShardingError(
-            f"{type(model).__name__} has no experts that could be spread over {communicator.world_size} ranks",
-            cure="they are modules with stacks of weights (experts, ...), called with tokens, the numbers of their "
-            "experts and weights, as those of transformers 5; or leave expert_parallel out",
-            value=type(model).__name__,
-        )
+    counts = _counts(model, found, communicator.world_size)
     ranks = TensorRanks(communicator)
     values = WholeValues(
         {fqn: one for name, module in found.items() for fqn, one in module.named_parameters(name)}, ranks
     )
     for name, module in found.items():
-        counts = even_parts(module.num_experts, ranks.size)
-        if not all(counts):
-            raise ShardingError(
-                f"{name} has {module.num_experts} experts for {ranks.size} ranks",
-                cure="use fewer ranks in expert_parallel.autoep_size",
-                value=module.num_experts,
-            )
-        _spread(module, name, ranks, counts, values)
+        _spread(module, name, ranks, counts[name], values)
     if communicator.ranks[communicator.rank] == 0:
         shown = ", ".join(f"{name} {even_parts(count, ranks.size)}" for name, _, count in facts)
         _log.info("experts on each of %d ranks: %s", ranks.size, shown)
@@ -141,21 +129,62 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
             _log.info("%s", said)
 
 
+def cut_expert_shapes(model: nn.Module, ranks: int) -> None:
+    """Give the experts of `model` the shapes that they have on the first of `ranks` ranks, which has the most. Only for
+    a model that nobody runs. Raises ShardingError as `spread_experts`."""
+    found = {name: module for name, module in model.named_modules() if are_experts(module)}
+    for name, counts in _counts(model, found, ranks).items():
+        module = found[name]
+        module.parallel_cuts = _cuts(module, (0, counts[0]))
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data[: counts[0]]
+
+
+def _counts(model: nn.Module, found: Mapping[str, nn.Module], ranks: int) -> dict[str, tuple[int, ...]]:
+    """How many experts of each layer each rank has. Raises ShardingError where there are none, or too few."""
+    if not found:
+        raise ShardingError(
+            f"{type(model).__name__} has no experts that could be spread over {ranks} ranks",
+            cure="they are modules with stacks of weights (experts, ...), called with tokens, the numbers of their "
+            "experts and weights, as those of transformers 5; or leave expert_parallel out",
+            value=type(model).__name__,
+        )
+    counts = {name: even_parts(module.__dict__["num_experts"], ranks) for name, module in found.items()}
+    for name, each in counts.items():
+        if not all(each):
+            raise ShardingError(
+                f"{name} has {sum(each)} experts for {ranks} ranks",
+                cure="use fewer ranks in expert_parallel.autoep_size",
+                value=sum(each),
+            )
+    return counts
+
+
 def _spread(module: nn.Module, path: str, ranks: TensorRanks, counts: tuple[int, ...], values: WholeValues) -> None:
     own = (ranks.first(counts), counts[ranks.rank])
-    known: dict[str, Cut] = dict(getattr(module, "parallel_cuts", None) or {})
-    cuts = {}
+    cuts = _cuts(module, own)
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        here = Block(tuple(parameter.shape), ((own,), *(((0, size),) for size in parameter.shape[1:])))
-        before = known.get(name, Cut(here, ()))
-        cuts[name] = Cut(Block(before.block.shape, ((own,), *before.block.runs[1:])), ("expert", *before.axes))
-        keep_part(parameter, taken(values.of(f"{path}.{name}", parameter), here))
+        if parameter is not None:
+            keep_part(parameter, taken(values.of(f"{path}.{name}", parameter), _part(parameter, own)))
     setattr(module, "parallel_cuts", cuts)  # noqa: B010 - modules take any attribute
     module.__dict__["num_experts"] = counts[ranks.rank]
     module.__class__ = _spread_class(type(module))
     module.__dict__["spread"] = Spread(ranks.communicator, counts)
+
+
+def _cuts(module: nn.Module, own: tuple[int, int]) -> dict[str, Cut]:
+    """The cut of each stack to the experts `own` (first, how many), and of what tensor ranks have cut already."""
+    known: dict[str, Cut] = dict(getattr(module, "parallel_cuts", None) or {})
+    cuts = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            before = known.get(name, Cut(_part(parameter, own), ()))
+            cuts[name] = Cut(Block(before.block.shape, ((own,), *before.block.runs[1:])), ("expert", *before.axes))
+    return cuts
+
+
+def _part(stack: Tensor, own: tuple[int, int]) -> Block:
+    return Block(tuple(stack.shape), ((own,), *(((0, size),) for size in stack.shape[1:])))
 
 
 _CLASSES: dict[type, type] = {}
@@ -167,7 +196,7 @@ def _spread_class(own: type) -> type:
     return _CLASSES[own]
 
 
-def _are_experts(module: nn.Module) -> bool:
+def are_experts(module: nn.Module) -> bool:
     """Whether a module is the experts of a layer: stacks of weights and nothing else, and called as such."""
     count = getattr(module, "num_experts", None)
     stacks = [parameter for parameter in module._parameters.values() if parameter is not None]

@@ -1,4 +1,5 @@
 """A real DeepSpeed loads the universal checkpoints that polyaccel exports, at every stage; its next losses are ours.
+Its layers of experts choose, drop and train what those of the drop-in do.
 
 `make test-deepspeed` makes an environment with DeepSpeed 0.19.8 and names its interpreter in DEEPSPEED_PYTHON; without
 one these tests are skipped, and `tests/unit/dropin/test_deepspeed_export.py` holds the layout.
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deepspeed_runs import GOLDEN, TOLD, exported, next_losses
 
+ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("DEEPSPEED_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DEEPSPEED_PYTHON names no interpreter: make test-deepspeed")
 RELATIVE = {"bf16": 3e-3, "fp16": 3e-4}
@@ -72,3 +75,27 @@ def test_deepspeed_takes_weights_alone(tmp_path: Path) -> None:
     found = deepspeed_goes_on(tmp_path, place, 2, **told)
     losses, _ = next_losses("zero1", tmp_path, 2)
     assert found["losses"][0] == pytest.approx(losses[0], rel=2e-6)
+
+
+def test_mixtures_train_as_ours_do(tmp_path: Path) -> None:
+    """Two ranks, every gate, with experts shared and not: tokens an expert alike, those that are drawn too."""
+    found = []
+    for python, path in ((PYTHON, ""), (sys.executable, str(ROOT / "plugins" / "polyaccel-deepspeed"))):
+        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environ.pop("MASTER_PORT", None)
+        out = tmp_path / f"{len(found)}.json"
+        launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = str(ROOT / "tests" / "support" / "jobs" / "dropin_mixtures.py")
+        done = subprocess.run(
+            [*launch, script, str(out)], capture_output=True, text=True, timeout=290, env=environ, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(out.read_text()))
+    theirs, ours = found
+    assert theirs.keys() == ours.keys()
+    for case, ranks in theirs.items():
+        for their, our in zip(ranks, ours[case], strict=True):
+            assert their["counts"] == our["counts"], case
+            assert their["losses"] == pytest.approx(our["losses"], rel=1e-6), case
+            if "stage 0" not in case:
+                assert their["norms"] == pytest.approx(our["norms"], rel=1e-6), case

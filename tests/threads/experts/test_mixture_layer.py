@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -102,7 +103,6 @@ def test_ranks_that_share_experts_train_what_plain_torch_trains(name: str, exper
             loss = engine(batch(step, communicator.rank))
             engine.backward(loss)
             engine.step()
-            balance_experts(engine)
             found.append(loss.item())
         state = {name: value.clone() for name, value in engine.module_state_dict().items()}
         engine.destroy()
@@ -150,3 +150,67 @@ def test_what_is_dropped_is_told() -> None:
 def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(PolyaccelError, match=said):
         made(**settings)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"gate": "sigmoid", "bias_rate": 0.01, "balance_weight": 0.0}
+        self.mixtures = nn.ModuleList(Mixture(WIDTH, expert, 4, **settings) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.half()
+        for mixture in self.mixtures:
+            x = x + mixture(x).output
+        return x.float().square().mean()
+
+
+def test_biases_follow_updates_alone_and_all_layers_by_one_exchange() -> None:
+    """Not frozen layers, nor evaluation, nor a step that is skipped because gradients overflowed."""
+    torch.manual_seed(0)
+    model = TwoLayers()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 24, "hysteresis": 1}
+
+    def train(communicator: Communicator) -> Any:
+        mine = copies[communicator.rank]
+        engine, *_ = polyaccel.initialize(model=mine, config=make_config(1, gradient_accumulation_steps=2, fp16=fp16))
+        raised = [[mixture.raised.clone() for mixture in mine.mixtures]]
+        exchanges, applied = [], []
+        real = communicator.all_reduce
+
+        def counted(*args: Any, **named: Any) -> Any:
+            exchanges.append(named.get("label"))
+            return real(*args, **named)
+
+        communicator.all_reduce = counted  # type: ignore[method-assign]
+        for turn in range(30):
+            if turn == 26:
+                mine.mixtures[0].requires_grad_(False)
+            if turn == 28:
+                engine.eval()
+                engine(batch(turn, communicator.rank))
+                with torch.no_grad():
+                    engine.train()
+                    engine(batch(turn, communicator.rank))
+            engine.backward(engine(batch(turn, communicator.rank)))
+            engine.step()
+            if turn % 2:
+                applied.append(engine.was_step_applied())
+                raised.append([mixture.raised.clone() for mixture in mine.mixtures])
+                assert exchanges.count("tokens of experts") == sum(applied)
+                assert all(mixture.load is None for mixture in mine.mixtures)
+        balance_experts(mine, communicator)
+        assert all(map(torch.equal, raised[-1], [mixture.raised for mixture in mine.mixtures]))
+        engine.destroy()
+        return raised, applied
+
+    (raised, applied), (others, _) = run_threads(2, train)
+    assert [one.tolist() for each in raised for one in each] == [one.tolist() for each in others for one in each]
+    assert set(applied) == {True, False}
+    steps = [[after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(raised)]
+    moved = [[bool(step.any()) for step in each] for each in steps]
+    assert all(not any(each) for each, went in zip(moved, applied, strict=True) if not went)
+    assert any(each[0] for each in moved[:13])
+    assert not any(each[0] for each in moved[13:])
+    assert {int(step.abs().max()) for each in steps for step in each} == {0, 1}

@@ -23,7 +23,7 @@ def stand_along(mesh: Mesh) -> None:
     if len(mesh.axes) == 1 or not dist.is_initialized():
         return
     rank = default_communicator().rank
-    for axes in (("data",), *((axis.name,) for axis in mesh.axes[1:])):
+    for axes in dict.fromkeys((("data",), *((axis.name,) for axis in mesh.axes))):
         for ranks in mesh.groups(axes):
             group = dist.new_group(list(ranks))
             if rank in ranks:
@@ -92,3 +92,78 @@ def get_sequence_parallel_world_size() -> int:
 
 def get_sequence_parallel_rank() -> int:
     return _rank("sequence")
+
+
+def _get_max_expert_size() -> int:
+    """How many ranks share the experts of a layer."""
+    return _size("expert")
+
+
+def _get_max_expert_size_name() -> str:
+    """The name of their groups, such as `ep_size_2`."""
+    return f"ep_size_{_size('expert')}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """torch's group of the ranks that share experts with this one."""
+    return _group("expert")
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """`_get_expert_parallel_group` by name; empty where no ranks share experts."""
+    return {_get_max_expert_size_name(): _group("expert")} if _size("expert") > 1 else {}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """`_get_expert_data_parallel_group` by name; empty where no ranks share experts."""
+    return {_get_max_expert_size_name(): _group("expert_data")} if _size("expert") > 1 else {}
+
+
+def _get_expert_parallel_group(group_name: str) -> Any:
+    """torch's group of the ranks that share experts with this one. Raises PolyaccelError for a name that is not that of
+    `_get_max_expert_size_name`, as all functions below."""
+    return _group(_known("expert", group_name))
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> tuple[int, ...]:
+    """Their numbers."""
+    return _members(_known("expert", group_name))
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _rank(_known("expert", group_name))
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _size(_known("expert", group_name))
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    """torch's group of the ranks with the same experts as this one and other batches."""
+    return _group(_known("expert_data", group_name))
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> tuple[int, ...]:
+    """Their numbers."""
+    return _members(_known("expert_data", group_name))
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _rank(_known("expert_data", group_name))
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _size(_known("expert_data", group_name))
+
+
+def _members(axis: str) -> tuple[int, ...]:
+    assert _mesh is not None  # the name is known
+    return _mesh.group((axis,), dist.get_rank())
+
+
+def _known(axis: str, group_name: str) -> str:
+    """`axis`, where groups of experts have the name."""
+    if _size("expert") == 1 or group_name != _get_max_expert_size_name():
+        there = f"use {_get_max_expert_size_name()}" if _size("expert") > 1 else "give MoE an ep_size above 1"
+        raise PolyaccelError(f"no ranks share experts by the name {group_name!r}", cure=there, value=group_name)
+    return axis

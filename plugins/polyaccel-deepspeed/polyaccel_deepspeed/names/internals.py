@@ -21,14 +21,6 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.LATER,
-        "expert parallelism; stage 3 shards experts",
-        {
-            "deepspeed.moe.utils": "configure_moe_param_groups has_moe_layers is_moe_param_group "
-            "split_params_grads_into_shared_and_expert_params split_params_into_shared_and_expert_params",
-        },
-    ),
-    (
-        Status.LATER,
         "sequence parallelism",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
@@ -284,7 +276,7 @@ _MEMBERS: dict[str, dict[str, str]] = {
         "get_deepspeed_compile_backend register_compile_pass": _COMPILE,
         "sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain": _SPARSE,
         "get_wall_clock_timers print_forward_breakdown": "timers of DeepSpeed's own; engine.metrics has the phases",
-        "load_moe_state_dict": "expert parallelism",
+        "load_moe_state_dict": "files of DeepSpeed's experts; checkpoints here have whole stacks of experts",
         "torch_autocast_lower_precision_safe_modules": "communication_data_type chooses the type for all",
     },
     "deepspeed.accelerator.DeepSpeedAccelerator": {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, later, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
+from polyaccel_deepspeed.names.mixtures import MIXTURES
 
 BUILDERS = (
     "AsyncIOBuilder",
@@ -35,7 +36,6 @@ _TOPOLOGY = "polyaccel_deepspeed.engine.topology"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 
-_EXPERTS = "expert parallelism; stage 3 shards experts"
 _INFERENCE = "polyaccel trains; serve models with an engine for inference"
 _KERNELS = (
     "kernels of DeepSpeed's own for transformers; torch.nn.functional.scaled_dot_product_attention is what is used"
@@ -119,6 +119,19 @@ _PARALLEL_PRIVATE = {
     **{f"_get_sequence_parallel_{what}": f"get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")},
     "_get_model_parallel_world_size": "get_tensor_model_parallel_world_size",
 }
+_EXPERT_GROUPS = (
+    *(
+        f"_get_expert_{kind}parallel_{what}"
+        for kind in ("", "data_")
+        for what in ("group", "group_dict", "group_ranks", "rank", "world_size")
+    ),
+    "_get_max_expert_parallel_group",
+    "_get_max_expert_size",
+    "_get_max_expert_size_name",
+)
+_GROUPS_BY_HAND = never(
+    "deprecated in DeepSpeed itself; MoE(ep_size=N) says how many ranks share experts", "initialize"
+)
 _COLLECTIVES = yes(
     _COMM,
     "P2POp",
@@ -241,12 +254,7 @@ _PUBLIC: dict[str, Module] = {
         "Linear layers with adapters.",
         never("PEFT's layers, which polyaccel shards", "LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
     ),
-    "deepspeed.moe": Module("Mixtures of experts."),
-    "deepspeed.moe.layer": Module("Mixtures of experts.", later(_EXPERTS, "MoE")),
-    "deepspeed.moe.utils": Module(
-        "Mixtures of experts.",
-        later(_EXPERTS, "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"),
-    ),
+    **MIXTURES,
     "deepspeed.monitor": Module("Figures of a run."),
     "deepspeed.monitor.monitor": Module(
         "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
@@ -357,11 +365,11 @@ _PUBLIC: dict[str, Module] = {
         | yes(_UTILS, "OnDevice")
         | yes(_GROUPS, **_PARALLEL)
         | yes(_ACCELERATOR, "get_accelerator")
-        | later(_EXPERTS, "initialize"),
+        | _GROUPS_BY_HAND,
     ),
     "deepspeed.utils.groups": Module(
         "Groups of ranks along the axes of the mesh.",
-        yes(_GROUPS, **_PARALLEL, **_PARALLEL_PRIVATE) | later(_EXPERTS, "_get_expert_parallel_group", "initialize"),
+        yes(_GROUPS, *_EXPERT_GROUPS, **_PARALLEL, **_PARALLEL_PRIVATE) | _GROUPS_BY_HAND,
     ),
     "deepspeed.utils.init_on_device": Module("Modules on a device.", yes(_UTILS, "OnDevice")),
     "deepspeed.utils.nvtx": Module("Ranges of a profiler.", yes(_UTILS, "instrument_w_nvtx")),
