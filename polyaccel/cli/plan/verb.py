@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,16 +211,15 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     """The model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers. Only a
     module or a directory needs torch. Raises PolyaccelError."""
     from polyaccel.planning.model import parse_count, shape_of_count
-    from polyaccel.policies import cut_rules_of, module_rules_of
+    from polyaccel.policies import module_rules_of
     from polyaccel.types import DType
 
     rules = module_rules_of(config)
     tensor_ranks, expert_ranks = mesh.size_of(("tensor",)), mesh.size_of(("expert",))
     if Path(text).is_dir():
-        from polyaccel.torch.parallel.shapes import shared_by
         from polyaccel.torch.params.meta_shapes import shape_of_directory
 
-        return shape_of_directory(Path(text), rules, shared_by(tensor_ranks, cut_rules_of(config), expert_ranks))
+        return shape_of_directory(Path(text), rules, _sharing(config, mesh))
     count = parse_count(text)
     if count is not None and expert_ranks > 1:
         raise PolyaccelError(
@@ -235,10 +235,25 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
             cure="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )
-    from polyaccel.torch.parallel.shapes import shared_by
     from polyaccel.torch.params.meta_shapes import shape_of_function
 
-    return shape_of_function(text, rules, shared_by(tensor_ranks, cut_rules_of(config), expert_ranks))
+    return shape_of_function(text, rules, _sharing(config, mesh))
+
+
+def _sharing(config: ResolvedConfig, mesh: Mesh) -> Callable[[Any], None]:
+    """What makes of a torch model what a rank of `mesh` has of it."""
+    from polyaccel.policies import cut_rules_of
+    from polyaccel.torch.experts.models import cut_expert_shapes
+    from polyaccel.torch.parallel.shapes import shared_by
+
+    share_layers, expert_ranks = shared_by(mesh.size_of(("tensor",)), cut_rules_of(config)), mesh.size_of(("expert",))
+
+    def change(model: Any) -> None:
+        share_layers(model)
+        if expert_ranks > 1:
+            cut_expert_shapes(model, expert_ranks)
+
+    return change
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:

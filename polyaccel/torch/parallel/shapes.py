@@ -1,5 +1,4 @@
-"""What a rank holds of a model on the meta device whose layers or experts ranks would share: for planning, without
-ranks."""
+"""What a rank holds of a model on the meta device that tensor ranks would share: for planning, without ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +8,14 @@ from torch import nn
 
 from polyaccel.mesh.block import Block
 from polyaccel.policies import CutRules
-from polyaccel.torch.experts.models import cut_expert_shapes
 from polyaccel.torch.parallel.choose import plan_by
 from polyaccel.torch.parallel.plan import CutPlan
 from polyaccel.torch.params.cuts import Cut, taken
 
 
-def shared_by(ranks: int, rules: CutRules, expert_ranks: int = 1) -> Callable[[nn.Module], None]:
-    """What makes of a model what the first of `ranks` tensor ranks and of `expert_ranks` has of it."""
-
-    def change(model: nn.Module) -> None:
-        if ranks > 1:
-            cut_shapes(model, plan_by(model, ranks, rules))
-        if expert_ranks > 1:
-            cut_expert_shapes(model, expert_ranks)
-
-    return change
+def shared_by(ranks: int, rules: CutRules) -> Callable[[nn.Module], None]:
+    """What makes of a model what the first of `ranks` ranks has of it (`cut_shapes`)."""
+    return lambda model: cut_shapes(model, plan_by(model, ranks, rules)) if ranks > 1 else None
 
 
 def cut_shapes(model: nn.Module, plan: CutPlan) -> None:
