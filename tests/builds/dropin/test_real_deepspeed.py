@@ -85,7 +85,7 @@ def test_mixtures_train_as_ours_do(tmp_path: Path) -> None:
         environ.pop("MASTER_PORT", None)
         out = tmp_path / f"{len(found)}.json"
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = str(ROOT / "tests" / "support" / "jobs" / "dropin_mixtures.py")
+        script = str(ROOT / "tests" / "support" / "dropin_mixtures.py")
         done = subprocess.run(
             [*launch, script, str(out)], capture_output=True, text=True, timeout=290, env=environ, cwd=tmp_path
         )
