@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.util import find_spec
+import os
+import subprocess
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.steps.launch import figures_of
+from bench.steps.launch import figures_of, rank_environment
 from bench.table import make_console, make_table
 from polyaccel.pipeline.schedules import make_table as make_pipeline
 from polyaccel.pipeline.table import PipelineOp
 from polyaccel.pipeline.timing import OpTimes, simulate
 
-VARIANTS = ("1f1b", "gpipe", "zb-h1", "zb-v", "torch", "data")
-NAMES = {"torch": "torch.distributed.pipelining, 1F1B", "data": "DistributedDataParallel, no pipeline"}
-PEERS = {"deepspeed": "DeepSpeed's PipelineEngine", "torch.distributed.pipelining": NAMES["torch"]}
+VARIANTS = ("1f1b", "gpipe", "zb-h1", "zb-h1+onednn", "zb-v", "torch", "data", "deepspeed")
+NAMES = {
+    "torch": "torch.distributed.pipelining, 1F1B",
+    "data": "DistributedDataParallel, no pipeline",
+    "deepspeed": "DeepSpeed's PipelineEngine",
+}
+_ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 900.0
 _RANKS = 2
 
@@ -30,13 +35,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--rounds", type=int, default=3, help="of all variants (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="of each variant in a round (default 6)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="(default all)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="(default: %(default)s)")
+    parser.add_argument("--deepspeed", type=Path, metavar="PYTHON", help="an environment with DeepSpeed")
     options = parser.parse_args(argv)
     variants = options.variants.split(",")
+    if options.deepspeed is None and "deepspeed" in variants:
+        variants.remove("deepspeed")
     found: dict[str, list[Any]] = {variant: [] for variant in variants}
     for _ in range(options.rounds):
         for variant in variants:
-            found[variant].append(measured(variant, options.size, options.micro_batches, options.steps))
+            numbers = (options.micro_batches, options.steps)
+            found[variant].append(measured(variant, options.size, *numbers, options.deepspeed))
     title = f"{options.size}, {options.micro_batches} micro-batches, two stages"
     columns = (
         "variant",
@@ -55,7 +64,8 @@ def main(argv: list[str]) -> int:
     for variant, rounds in found.items():
         seconds = [second for each in rounds for second in each["seconds"]]
         cpu = [second for each in rounds for second in each["cpu"]]
-        promised = [promise(variant, options.micro_batches, each) for each in rounds if "tasks" in each]
+        schedule = variant.partition("+")[0]
+        promised = [promise(schedule, options.micro_batches, each) for each in rounds if "tasks" in each]
         told = ["-", "-", "-"]
         if promised:
             makespan, bubble = (median(each) for each in zip(*promised, strict=True))
@@ -71,9 +81,8 @@ def main(argv: list[str]) -> int:
             *(f"{base / median(seconds):.2f}", f"{off:.1e}"),
         )
     make_console().print(shown)
-    for module, name in PEERS.items():
-        if find_spec(module) is None:
-            make_console().print(f"{name}: not installed, left out")
+    if "deepspeed" not in variants:
+        make_console().print(f"{NAMES['deepspeed']}: left out (--deepspeed PYTHON names its environment)")
     return 0
 
 
@@ -94,11 +103,33 @@ def promise(schedule: str, micro_batches: int, figures: Any) -> tuple[float, flo
     return timing.makespan + figures["update"], timing.bubble_share
 
 
-def measured(variant: str, size: str, micro_batches: int, steps: int) -> Any:
+def measured(variant: str, size: str, micro_batches: int, steps: int, deepspeed: Path | None = None) -> Any:
     """What the last rank of a variant's job has measured."""
     with TemporaryDirectory(prefix="polyaccel-bench-") as folder:
         result = Path(folder, "figures.json")
-        arguments = [variant, size, str(micro_batches), str(steps), str(result)]
-        figures = figures_of("bench.pipeline.worker", arguments, result, ["--nproc", str(_RANKS)], _LIMIT_S)
+        numbers = [size, str(micro_batches), str(steps), str(result)]
+        if variant == "deepspeed":
+            figures = _of_deepspeed(str(deepspeed), numbers, result)
+        else:
+            ranks = ["--nproc", str(_RANKS)]
+            figures = figures_of("bench.pipeline.worker", [variant, *numbers], result, ranks, _LIMIT_S)
         each = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(_RANKS)]
         return {**figures, "cpu": [sum(step) for step in zip(*each, strict=True)]}
+
+
+def _of_deepspeed(python: str, arguments: list[str], result: Path) -> Any:
+    """What the ranks of DeepSpeed's engine, in its own environment, have written. They end by force, so only what they
+    wrote counts."""
+    start = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
+    job = subprocess.run(
+        [*start, "-m", "bench.pipeline.deepspeed_worker", *arguments],
+        cwd=_ROOT,
+        env={**rank_environment(), "PYTHONPATH": str(_ROOT), "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    if not result.exists():
+        raise SystemExit(f"DeepSpeed gave no figures:\n{job.stdout[-2000:]}{job.stderr[-2000:]}")
+    return json.loads(result.read_text())

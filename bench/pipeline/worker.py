@@ -1,9 +1,10 @@
 """What every rank does: `bench.pipeline.worker VARIANT SIZE MICRO_BATCHES STEPS RESULT` under `polyaccel run`.
 
-The benchmarks' GPT over two stages, AdamW, float32, one sample a micro-batch. A variant is a schedule of polyaccel's,
-`torch` (torch.distributed.pipelining, 1F1B) or `data` (DistributedDataParallel, each rank with half of the
-micro-batches and no pipeline). The last rank writes seconds of steps and losses as JSON, and of ours how long each task
-took; each rank beside it the seconds of processor of its steps.
+The benchmarks' GPT over two stages, AdamW, float32, one sample a micro-batch. A variant is a schedule of polyaccel's
+(`+onednn` behind its name: with oneDNN's products of matrices), `torch` (torch.distributed.pipelining, 1F1B) or `data`
+(DistributedDataParallel, each rank with half of the micro-batches and no pipeline). The last rank writes seconds of
+steps and losses as JSON, and of ours how long each task took; each rank beside it the seconds of processor of its
+steps.
 """
 
 from __future__ import annotations
@@ -19,53 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 import polyaccel
-from bench.steps.cases import SHAPES
-from bench.steps.model import VOCABULARY, Corpus, Gpt, draw_batch, load_corpus
+from bench.pipeline.layers import DECAY, LR, RANKS, WARMUP, layers_of, loss_of, micro_batch
+from bench.steps.model import Corpus, load_corpus
 from polyaccel import comm
 from polyaccel.comm.default import default_communicator
 from polyaccel.torch.pipeline import PipelineModule
-
-WARMUP = 2
-RANKS = 2
-LR = 1e-4
-
-
-class Begin(nn.Module):
-    """Words and their places."""
-
-    def __init__(self, gpt: Gpt) -> None:
-        super().__init__()
-        self.tokens, self.positions = gpt.tokens, gpt.positions
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return hidden
-
-
-class End(nn.Module):
-    """Logits."""
-
-    def __init__(self, gpt: Gpt) -> None:
-        super().__init__()
-        self.norm, self.head = gpt.norm, gpt.head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
 
 
 def main(argv: list[str]) -> None:
     variant, size, micro_batches, steps, result = argv[0], argv[1], int(argv[2]), int(argv[3]), Path(argv[4])
     torch.set_num_threads(1)
-    gpt = Gpt(SHAPES[size])
-    layers = [Begin(gpt), *gpt.blocks, End(gpt)]
+    layers = layers_of(size)
     corpus = load_corpus()
     run = {"torch": by_torch, "data": by_data}.get(variant, by_polyaccel)
     figures = run(variant, layers, corpus, micro_batches, WARMUP + steps)
@@ -80,21 +47,19 @@ def main(argv: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def micro_batch(corpus: Corpus, step: int, number: int) -> tuple[Tensor, Tensor]:
-    return draw_batch(corpus, step, number, 1)
-
-
 def by_polyaccel(
     variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches: int, steps: int
 ) -> dict[str, Any]:
+    schedule, _, products = variant.partition("+")
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-        "pipeline": {"schedule": variant},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+        "pipeline": {"schedule": schedule},
+        "matrix_kernels": "on" if products == "onednn" else "auto",
     }
     comm.init_distributed(config=config)
-    model = PipelineModule(layers, RANKS, loss_fn=loss_of, schedule=variant, partition_method="type:block")
+    model = PipelineModule(layers, RANKS, loss_fn=loss_of, schedule=schedule, partition_method="type:block")
     engine: Any
     engine, *_ = polyaccel.initialize(model=model, config=config)
     seconds, cpu, losses, updates = [], [], [], []

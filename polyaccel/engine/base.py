@@ -77,6 +77,11 @@ class ModelAdapter(ParamOwner):
     def unit_names(self) -> Mapping[str, str]:
         """The unit of each parameter: those of a unit are gathered at once."""
 
+    def part_names(self) -> Mapping[str, str]:
+        """The part of each parameter, "" where nothing is said: those of different parts get their gradients in
+        different backward passes."""
+        return {}
+
     @abstractmethod
     def on_bound(self, fqn: str, view: Buffer) -> None:
         """From now on the model's parameter lives in `view`, which holds its value already."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +41,7 @@ from polyaccel.zero.plan.policy import (
 log = getLogger(__name__)
 
 PLACES: dict[OffloadDevice, Place] = {"none": Place.DEVICE, "cpu": Place.HOST, "nvme": Place.NVME}
-"""Where the built-in tiers hold their buffers, by the names that configs have for them."""
+"""Where the built-in tiers hold their buffers, by their names in configs."""
 _LEAST_BUCKET_NUMEL = 4 * 1024 * 1024
 _BUCKETS_AT_LEAST = 16
 
@@ -57,9 +58,11 @@ def plan_for(
     units: Callable[[], Mapping[str, str]],
     mesh: Mesh,
     rooms: Mapping[str, int] = MappingProxyType({}),
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardLayout:
     """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded. `rooms` has
-    the most elements that any rank holds of a parameter that is cut (`plan_layout`).
+    the most elements that any rank holds of a parameter that is cut (`plan_layout`); parameters of different `parts`
+    share no bucket where every pass reduces its gradients.
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
@@ -69,15 +72,17 @@ def plan_for(
     total = sum(numels.values())
     wanted = max(_LEAST_BUCKET_NUMEL, total // _BUCKETS_AT_LEAST)
     cap = min(zero.reduce_bucket_size, wanted)
-    if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return plan_layout(specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms)
-    persistent = set[str]()
-    left = zero.model_persistence_threshold
+    policy = ZeroPolicy.of_stage(zero.stage)
+    parts = parts if policy.grads is Placement.SHARDED else {}
+    plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
+    if policy.params is not Placement.SHARDED:
+        return plan()
+    persistent, left = set[str](), zero.model_persistence_threshold
     for fqn, numel in sorted(numels.items(), key=lambda item: item[1]):
         if numel <= zero.param_persistence_threshold and numel <= left:
             persistent.add(fqn)
             left -= numel
-    return plan_layout(specs, mesh=mesh, max_bucket_numel=cap, units=units(), persistent=persistent, rooms=rooms)
+    return plan(units=units(), persistent=persistent)
 
 
 def gather_policy_for(config: ResolvedConfig, layout: ShardLayout) -> GatherPolicy:

@@ -28,7 +28,7 @@ from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
 from polyaccel.torch.params.ownership import OwnedParameters, bind
 from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
-from polyaccel.torch.params.units import external_parameters, find_units, units_of_parameters
+from polyaccel.torch.params.units import external_parameters, find_units, parts_of_parameters, units_of_parameters
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
@@ -95,6 +95,9 @@ class TorchAdapter(ModelAdapter):
     def unit_names(self) -> dict[str, str]:
         """The unit of each parameter, "" for the root unit."""
         return units_of_parameters(self.module, self.units)
+
+    def part_names(self) -> dict[str, str]:
+        return parts_of_parameters(self.module)
 
     @cached_property
     def units(self) -> dict[str, nn.Module]:

@@ -6,30 +6,82 @@ gradients are made of, its input and the gradient of its output, stays with a ro
 product when that pass comes to it. So nothing is computed twice, also where activations are recomputed, and gradients
 of parameters reach buckets one by one as in any pass. Layers of other kinds compute theirs at once, and leave them for
 the later pass as they are (`BackwardPasses.leaving`): that is little work next to the products.
+
+[Note: Products that add up in place]
+Where nobody but the engine sees the gradient of a weight, its product is added to the bucket by the product itself
+(`LeftProduct.write`), and no gradient is made that would then be added: of a micro-batch of few tokens that is a part
+of the work that shows. Sums of several micro-batches then round a little otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polyaccel.buffer import Buffer
 from polyaccel.torch.linears import DIFFERENTIABLE, LinearForward, Products, is_ordinary, matrix
+from polyaccel.torch.passes import LaterProduct
 
-Left = list[tuple[Tensor, Tensor]]
-"""Roots of a later backward pass, with their gradients."""
+
+@dataclass(frozen=True)
+class LeftProduct:
+    """What the gradients of a linear layer's parameters are made of: its input and the gradient of its output, as
+    matrices of as many rows. `bias` is None where that has no gradient."""
+
+    products: Products
+    x: Tensor
+    grad: Tensor
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    adds_in_place: bool = True
+    """Whether the weight's gradient may be added up by torch's product, and is not left to `products`."""
+
+    def root(self) -> tuple[Tensor, Tensor]:
+        """A root of a backward pass, with its gradient, that gives the parameters theirs."""
+        with torch.enable_grad():
+            root = _Later.apply(self.products, self.x, self.grad, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return root, torch.ones_like(root)
+
+    def write(self, place: Buffer, adds: bool) -> None:
+        """Write the weight's gradient to `place`, in the bucket. See [Note: Products that add up in place]."""
+        target, grad = place.raw.view(self.weight.shape), self.grad
+        if self.adds_in_place and target.dtype is grad.dtype is self.x.dtype:
+            if adds:
+                torch.addmm(target, grad.t(), self.x, out=target)
+            else:
+                torch.mm(grad.t(), self.x, out=target)
+        else:
+            _put(target, self.products.weight_grad(grad, self.x).to(self.weight.dtype), adds)
+        place.mark_written()
+
+    def write_bias(self, place: Buffer, adds: bool) -> None:
+        """Write the bias's gradient to `place`, in the bucket."""
+        assert self.bias is not None  # as the caller has seen
+        _put(place.raw, self.grad.sum(0).to(self.bias.dtype), adds)
+        place.mark_written()
+
+
+def _put(target: Tensor, value: Tensor, adds: bool) -> None:
+    if adds:
+        target.add_(value)
+    else:
+        target.copy_(value)
 
 
 class DelayedLinears:
     """The linear layers of `module`. Inside `leaving` their parameters' gradients wait; outside of it they are as
-    ever. `release` gives the layers back as they were."""
+    ever. `release` gives the layers back as they were. `adds_in_place`: gradients of weights are added up by torch's
+    product also where layers have another one; by their own otherwise."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.left: Left | None = None
+    def __init__(self, module: nn.Module, *, adds_in_place: bool = True) -> None:
+        self.adds_in_place = adds_in_place
+        self.left: list[LaterProduct] | None = None
         """Where backward passes leave products now."""
         self._before: list[tuple[nn.Linear, LinearForward | None]] = []
         for layer in module.modules():
@@ -43,7 +95,7 @@ class DelayedLinears:
         return len(self._before)
 
     @contextmanager
-    def leaving(self, left: Left) -> Iterator[None]:
+    def leaving(self, left: list[LaterProduct]) -> Iterator[None]:
         """Backward passes inside add to `left` what gives the parameters their gradients."""
         self.left = left
         try:
@@ -103,9 +155,9 @@ class _Delayed(torch.autograd.Function):
         left = ctx.owner.left
         if left is not None and not torch.is_grad_enabled():
             parameter, bias = ctx.parameters
-            with torch.enable_grad():
-                root = _Later.apply(products, x.detach(), grad, parameter, bias if wants_bias else None)  # type: ignore[no-untyped-call]
-            left.append((root, torch.ones_like(root)))
+            in_place = products is DIFFERENTIABLE or ctx.owner.adds_in_place
+            own_bias = bias if wants_bias else None
+            left.append(LeftProduct(products, matrix(x.detach()), grad, parameter, own_bias, in_place))
         else:
             if wants_weight:
                 of_weight = products.weight_grad(grad, matrix(x))
@@ -127,6 +179,6 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, one: Tensor) -> tuple[Any, ...]:
         products, x, grad = ctx.products, ctx.x, ctx.grad
         ctx.x = ctx.grad = None
-        of_weight = products.weight_grad(grad, matrix(x)).to(ctx.types[0])
+        of_weight = products.weight_grad(grad, x).to(ctx.types[0])
         of_bias = None if ctx.types[1] is None else grad.sum(0).to(ctx.types[1])
         return None, None, None, of_weight, of_bias

@@ -201,6 +201,10 @@ class Linears:
                 head.products = products
                 self._heads.append(head)
 
+    def __len__(self) -> int:
+        """How many layers have other products."""
+        return len(self._layers)
+
     def release(self) -> None:
         """Take it all back."""
         for layer in self._layers:

@@ -16,9 +16,9 @@ reduction (`ReductionPolicy.scaling`), the loss scale in the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -26,12 +26,35 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polyaccel.accelerators.base import Accelerator
+from polyaccel.buffer import Buffer
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.torch.params.gradients import AUTOGRAD_S
 from polyaccel.zero.step import ZeroStep
+
+
+class LaterProduct(Protocol):
+    """What the gradients of a linear layer's parameters are made of; `bias` is None where that has none."""
+
+    @property
+    def weight(self) -> nn.Parameter: ...
+
+    @property
+    def bias(self) -> nn.Parameter | None: ...
+
+    def root(self) -> tuple[Tensor, Tensor]:
+        """A root of a backward pass, with its gradient, that gives the parameters theirs."""
+        ...
+
+    def write(self, place: Buffer, adds: bool) -> None:
+        """Write the weight's gradient to its place, as `GradientWriter` says."""
+        ...
+
+    def write_bias(self, place: Buffer, adds: bool) -> None:
+        """Write the bias's gradient to its place."""
+        ...
 
 
 class BackwardPasses:
@@ -48,6 +71,8 @@ class BackwardPasses:
         """Whether passes reduce their gradients; False inside `no_sync`."""
         self.is_last: bool | None = None
         """Whether passes of the engine's own end the accumulation; None where that is for the micro-batches to say."""
+        self.concerned: Collection[str] | None = None
+        """The parameters that may get a gradient in passes of the engine's own, by name; None: any."""
         self._accelerator = accelerator
         self._counters = counters
         self._loss_scaler = loss_scaler
@@ -55,6 +80,7 @@ class BackwardPasses:
         self._step: ZeroStep | None = None
         self._on_end: Callable[[bool], None] = _nothing
         self._handles: list[Any] = []
+        self._names: dict[nn.Parameter, str] = {}
         self._held_scale = 1.0
         """The loss scale of the gradients that the step holds."""
         self._factor = 1.0
@@ -69,6 +95,7 @@ class BackwardPasses:
         """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
         before its last reductions are launched, and told whether it came to its end."""
         self._step, self._on_end = step, on_end
+        self._names = {parameter: fqn for fqn, parameter in trained.items()}
         for fqn, parameter in trained.items():
             hook = self._make_hook(fqn)
             is_frozen = not parameter.requires_grad
@@ -81,6 +108,7 @@ class BackwardPasses:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._names.clear()
         self._step, self._on_end = None, _nothing
 
     # The engine's own passes.
@@ -115,6 +143,38 @@ class BackwardPasses:
                 self._abandon()
                 raise
             self._end()
+
+    def run_products(self, products: list[LaterProduct], roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compute the gradients that linear layers have left, which `products` loses, and what follows from `roots`,
+        tensors with their gradients, as one pass. See [Note: Products that add up in place] of `delayed_linears`."""
+        step, roots = self._attached, list(roots)
+        with self._timer("backward"):
+            self._begin(1.0)
+            try:
+                while products:
+                    product = products.pop(0)  # and what it is made of, when it has been
+                    weight, bias = self._names.get(product.weight), self._names.get(product.bias)  # type: ignore[arg-type]
+                    is_ours = self._is_unseen(product.weight) and self._is_unseen(product.bias)
+                    if not is_ours or weight is None:
+                        roots.append(product.root())
+                        continue
+                    step.add_gradient(weight, product.write)
+                    if bias is not None:
+                        step.add_gradient(bias, product.write_bias)
+                if roots:
+                    torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
+            except BaseException:
+                self._abandon()
+                raise
+            self._end()
+
+    def _is_unseen(self, parameter: nn.Parameter | None) -> bool:
+        """Whether the gradient of a parameter is for the engine alone, and whole here; of None too."""
+        if parameter is None:
+            return True
+        hooks = parameter._post_accumulate_grad_hooks
+        is_hooked = parameter._backward_hooks or hooks is None or len(hooks) != 1
+        return parameter in self._names and not is_hooked and not self._attached.params.is_any_sharded
 
     @contextmanager
     def leaving(self, left: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -210,7 +270,8 @@ class BackwardPasses:
             return
         self._factor = factor
         is_last = self._counters.is_boundary if self.is_last is None else self.is_last
-        step.begin_pass(reduce=self.reduce and step.policy.reduces_pass(is_last=is_last))
+        reduces = self.reduce and step.policy.reduces_pass(is_last=is_last)
+        step.begin_pass(reduce=reduces, names=self.concerned)
 
     def require_one_scale(self) -> None:
         """Raise PolyaccelError where the loss scale has changed since a backward pass whose gradients are held: it is

@@ -14,7 +14,8 @@ from torch import Tensor
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.engine.same_training import require_same_training
 from polyaccel.engine.timing import OUTSIDE
-from polyaccel.errors import CommError, CommTimeout, PolyaccelError
+from polyaccel.errors import CommError, PolyaccelError
+from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
@@ -23,10 +24,20 @@ from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, P
 from polyaccel.torch.api.data import call_with, loss_of, to_device
 from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.params.units import parts_of_parameters
 from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.pipeline.passing import Passing, ProgramStep, Results, TaskTime, mean_of, program_of
+from polyaccel.torch.pipeline.passing import (
+    Passing,
+    ProgramStep,
+    Results,
+    TaskTime,
+    mean_of,
+    pair_of,
+    program_of,
+    with_stages,
+)
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
 from polyaccel.torch.states.whole_model import own_blocks, require_fitting, write_whole_model
@@ -68,12 +79,27 @@ class PipelineEngine(TorchEngine):
         self._ties.agree_on_types()
         self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
         splits = any(task.op is _INPUT for task in tasks)
-        self._delayed = DelayedLinears(self._own_module if splits else torch.nn.Identity())
+        faster = set(self.accelerator.matrix_kernels("auto")) if splits and len(self._linears) else ()
+        delays = self._own_module if splits else torch.nn.Identity()
+        self._delayed = DelayedLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
+        self._names_of = self._names_by_chunk()
+        owned = self._ties.owned_parameters()
+        self._tied_names = {name for parameter, name in self.adapter.names.items() if parameter in owned}
         self.task_times: list[TaskTime] = []
         """When this stage did the tasks of the last batch, in order."""
         self._iterator: Any = None
         self._in_batch = False
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
+
+    def _names_by_chunk(self) -> dict[int, set[str]] | None:
+        """The parameters that each chunk of this stage may give gradients to; None where there is but one chunk. A
+        parameter of which the model says nothing is every chunk's."""
+        chunks = [chunk for chunk, stage in enumerate(self._placement) if stage == self._stage]
+        told, everyone = parts_of_parameters(self._own_module), " ".join(map(str, chunks))
+        of_names = {name: (told.get(name) or everyone).split() for name in self.adapter.names.values()}
+        if len(chunks) == 1:
+            return None
+        return {chunk: {name for name, users in of_names.items() if str(chunk) in users} for chunk in chunks}
 
     def _table(self, module: PipelineModule | CutModel, schedule: str, chunks: int) -> PipelineTable:
         """The table that the config asks for, or the model where the config has its default."""
@@ -204,27 +230,19 @@ class PipelineEngine(TorchEngine):
             if trains:
                 self._ties.return_gradients()  # behind the last message of activations
                 if self._ties_come_last:
-                    self._passes.is_last = True
+                    self._passes.is_last, self._passes.concerned = True, self._tied_names
                     self._run_from(self._ties.take_gradients())
             self._exchange.settle()
             self._ties.settle()
         except CommError as error:
-            raise self._with_stages(error, at) from error
+            raise with_stages(error, at, self._stage, self._line.ranks) from error
         finally:
             self._in_batch = False
-            self._passes.is_last = None
+            self._passes.is_last = self._passes.concerned = None
             self._passing.clear()
         if trains:
             for _ in batches[1:]:
                 self.counters.advance()
-
-    def _with_stages(self, error: CommError, at: str) -> CommError:
-        """`error` with what this stage was at, and the stages that did not take part."""
-        missing = {self._line.ranks.index(rank): rank for rank in error.missing_ranks if rank in self._line.ranks}
-        named = ", ".join(f"stage {stage} (rank {rank}) did not take part" for stage, rank in sorted(missing.items()))
-        message = f"stage {self._stage} of {self._stages} was at {at}{named and f'; {named}'}: {error.message}"
-        kind = CommTimeout if isinstance(error, CommTimeout) else CommError
-        return kind(message, missing_ranks=error.missing_ranks, cure=error.cure)
 
     def _begin(self, message: StageMessage, label: str) -> None:
         """Begin a receive."""
@@ -277,7 +295,7 @@ class PipelineEngine(TorchEngine):
     def _taken(self, batch: Any) -> tuple[Any, Any]:
         """The inputs and the labels of a micro-batch, on the device. A model with a loss of its own is given both."""
         batch = to_device(batch, self.device)
-        return (batch, None) if self._cut is not None and self._loss_fn is None else _pair(batch)
+        return (batch, None) if self._cut is not None and self._loss_fn is None else pair_of(batch)
 
     def _outputs_of(self, chunk: int, inputs: Any, received: Sequence[Tensor | None]) -> Any:
         """What a chunk makes of what it has `received`; the first one of the micro-batch's `inputs`, of which a model
@@ -298,14 +316,17 @@ class PipelineEngine(TorchEngine):
         """`is_last`: of the step. The update counts that one."""
         here = self._passing[task.micro_batch, task.chunk]
         self._passes.is_last = is_last
+        if self._names_of is not None:
+            self._passes.concerned = self._names_of[task.chunk] | (self._tied_names if is_last else set())
         if task.op is _INPUT:
-            with self._passes.leaving(here.left), self._delayed.leaving(here.left):
+            with self._passes.leaving(here.left), self._delayed.leaving(here.products):
                 self._run_chunk(task, here, [])
             return
         ties = self._ties.take_gradients() if is_last else []
         if task.op is _WEIGHT:
             left, here.left = here.left, []
-            self._run_from([*left, *ties])
+            products, here.products = here.products, []
+            self._passes.run_products(products, [*left, *ties])
         else:
             self._run_chunk(task, here, ties)
 
@@ -371,10 +392,3 @@ class PipelineEngine(TorchEngine):
             }
             write_whole_model(on_host, self.communicator, save_dir, save_filename)
         return True
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise PolyaccelError(f"a micro-batch of a pipeline is a {kind}", cure="give pairs (inputs, labels)", value=kind)
-    return batch[0], batch[1]

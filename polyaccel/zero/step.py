@@ -14,7 +14,7 @@ bucket has had its time on this rank (`release`), and it is launched where the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -22,12 +22,13 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.zero.buckets.changes import take_over_changes
-from polyaccel.zero.buckets.gradients import GradientBucket
+from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter
 from polyaccel.zero.buckets.params import ParamOwner, ParamStore
 from polyaccel.zero.buckets.uses import Uses
 from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
+from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.update.by_hand import ByHand
 from polyaccel.zero.update.gradient_facts import Arrivals, Flags, GradientFacts
@@ -145,8 +146,10 @@ class ZeroStep:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
         return self._in_pass or any(gradients.has_content for gradients in self._gradients)
 
-    def begin_pass(self, *, reduce: bool) -> None:
-        """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced.
+    def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None) -> None:
+        """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the
+        parameters that may get one in it (None: any); where every pass reduces, buckets without them are left alone,
+        on all ranks alike.
 
         `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
         failed half-way (`require_whole`).
@@ -157,12 +160,14 @@ class ZeroStep:
         self._has_unreduced = not reduce
         self.passes += 1
         self.by_hand.shown.clear()
-        for gradients in self._gradients:
-            gradients.begin_pass()
+        is_partial = names is not None and reduce and self.policy.grads is Placement.SHARDED
+        concerned = {self._by_fqn[fqn][0] for fqn in names or () if fqn in self._by_fqn} if is_partial else None
+        for position, gradients in enumerate(self._gradients):
+            gradients.begin_pass(is_concerned=concerned is None or position in concerned)
 
-    def add_gradient(self, fqn: str, gradient: Buffer) -> None:
-        """Take over a parameter's gradient, flat; the caller may free it at once. Launches the buckets that it
-        completes."""
+    def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter) -> None:
+        """Take over a parameter's gradient, flat, or let it be written into its bucket; the caller may free it at once.
+        Launches the buckets that it completes."""
         position, index = self._by_fqn[fqn]
         bucket = self._gradients[position]
         if self._reducing and bucket.needs_staging():
@@ -202,7 +207,8 @@ class ZeroStep:
 
     def _launch_ready(self) -> None:
         while self._next_launch < len(self._gradients) and self._gradients[self._next_launch].is_ready:
-            self._launch(self._gradients[self._next_launch])
+            if not self._gradients[self._next_launch].is_launched:
+                self._launch(self._gradients[self._next_launch])
             self._next_launch += 1
 
     def _launch(self, gradients: GradientBucket) -> None:

@@ -13,7 +13,7 @@ may have in their models already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -24,6 +24,7 @@ from polyaccel.torch.params.ownership import home_of
 
 _UNIT = "_polyaccel_unit"
 _EXTERNAL = "_polyaccel_external"
+_PARTS = "_polyaccel_parts"
 _LEAST_BLOCKS = 2
 
 
@@ -100,6 +101,17 @@ def units_of_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[s
         fqn: min(owners[parameter]) if len(owners[parameter]) == 1 else ""
         for fqn, parameter in model.named_parameters()
     }
+
+
+def set_parts(model: nn.Module, parts: Mapping[str, str]) -> None:
+    """Say of parameters of `model`, by full name, to which part they belong: those of different parts get their
+    gradients in different backward passes."""
+    model.__dict__[_PARTS] = dict(parts)
+
+
+def parts_of_parameters(model: nn.Module) -> dict[str, str]:
+    """What `set_parts` has said."""
+    return dict(model.__dict__.get(_PARTS, {}))
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
-from polyaccel.torch.params.units import has_units, set_units
+from polyaccel.torch.params.units import has_units, set_parts, set_units
 from polyaccel.torch.pipeline.blocks import find_block_list
 from polyaccel.torch.pipeline.module import TiedModule
 from polyaccel.torch.pipeline.trial import Trial, try_model
@@ -202,6 +202,18 @@ class CutModel:
                     holder.register_parameter("shared", parameter)
                 lent = () if is_owner else (first,)
                 self.ties[found[0][0]] = TiedModule(holder, users, lent, () if is_owner else tuple(also))
+        own = {found[0][0]: trial.users[parameter] for parameter, found in places.items()}
+        set_parts(self.model, {name: self._chunks_among(own[name]) for name, _ in self.model.named_parameters()})
+
+    def _chunks_among(self, users: Sequence[int]) -> str:
+        """The chunks of this stage among the parts of the forward pass that use a parameter."""
+        blocks = {min(part, len(self.names) - 1) for part in users}
+        chunks = [
+            str(chunk)
+            for chunk, (stage, part) in enumerate(zip(self.placement, self.parts, strict=True))
+            if stage == self.stage and not blocks.isdisjoint(part)
+        ]
+        return " ".join(chunks)
 
     def _let_go_of_buffers(self) -> None:
         """Let only the stage save a buffer that has it: that of its block; what comes before the blocks in the order in

@@ -23,6 +23,7 @@ from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.params.units import set_parts
 from polyaccel.torch.pipeline.chunk import Chunk, Layer, LayerPlace, Recomputing, class_name
 from polyaccel.torch.pipeline.measured import measured_weights
 
@@ -145,6 +146,7 @@ class PipelineModule(nn.Module):
         self._chunks: dict[int, Chunk] = {}
         seed = torch.manual_seed if seed_fn is None else seed_fn
         tied: dict[str, nn.Module] = {}
+        users: dict[nn.Parameter, list[str]] = {}
         for chunk, part in enumerate(self.parts):
             if self.placement[chunk] != self.stage:
                 continue
@@ -155,6 +157,11 @@ class PipelineModule(nn.Module):
                 built.append(self._built(index, specs, tied))
             first, before = (LayerPlace(at, names[at], self.stage_of(at)) for at in (part[0], max(part[0] - 1, 0)))
             self._chunks[chunk] = Chunk(built, recomputing, first, before if chunk else None)
+            for name in dict.fromkeys(self._name_of(index, specs) for index in part):
+                module = self._modules.get(name)
+                for parameter in () if module is None else module.parameters():
+                    users.setdefault(parameter, []).append(str(chunk))
+        set_parts(self, {name: " ".join(users[parameter]) for name, parameter in self.named_parameters()})
 
     def stage_of(self, layer: int) -> int:
         """The stage that has layer `layer` of the whole model."""
@@ -170,6 +177,13 @@ class PipelineModule(nn.Module):
             )
         return self._chunks[number]
 
+    def _name_of(self, index: int, specs: Sequence[Any]) -> str:
+        """The name of the module of layer `index`: that of the first layer it is tied with."""
+        spec = specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            index = next(at for at, one in enumerate(specs) if isinstance(one, TiedLayerSpec) and one.key == spec.key)
+        return str(index)
+
     def _built(self, index: int, specs: Sequence[Any], tied: dict[str, nn.Module]) -> Layer:
         """Layer `index`, which becomes a part of this module."""
         spec = specs[index]
@@ -182,7 +196,7 @@ class PipelineModule(nn.Module):
             alike = [at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key]
             holders = tuple(sorted({self.stage_of(at) for at in alike}))
             module = tied[spec.key] = spec.build()
-            self.add_module(str(alike[0]), module)
+            self.add_module(self._name_of(index, specs), module)
             if len(holders) > 1:
                 lent = _lend(module) if holders[0] != self.stage else ()
                 self.ties[spec.key] = TiedModule(module, holders, lent)

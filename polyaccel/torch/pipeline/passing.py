@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import CommError, CommTimeout, PolyaccelError
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageStep
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
+from polyaccel.torch.passes import LaterProduct
 
 
 class TaskTime(NamedTuple):
@@ -26,13 +27,14 @@ class TaskTime(NamedTuple):
 @dataclass
 class Passing:
     """A micro-batch in a chunk: what came in, what went out, what came back, and the gradients that are left for later,
-    as roots of a backward pass with their gradients."""
+    as roots of a backward pass with their gradients, and as products of linear layers."""
 
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[Tensor | None] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    products: list[LaterProduct] = field(default_factory=list)
 
 
 @dataclass
@@ -108,3 +110,20 @@ def mean_of(outputs: Sequence[Any]) -> Any:
 
 
 _NO_MEAN = "use reduce_output=None, which gives them one by one"
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is no pair."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise PolyaccelError(f"a micro-batch of a pipeline is a {kind}", cure="give pairs (inputs, labels)", value=kind)
+    return batch[0], batch[1]
+
+
+def with_stages(error: CommError, at: str, stage: int, ranks: Sequence[int]) -> CommError:
+    """`error` with what `stage` was `at`, and the stages that did not take part. `ranks` has the rank of each stage."""
+    missing = {ranks.index(rank): rank for rank in error.missing_ranks if rank in ranks}
+    named = ", ".join(f"stage {other} (rank {rank}) did not take part" for other, rank in sorted(missing.items()))
+    message = f"stage {stage} of {len(ranks)} was at {at}{named and f'; {named}'}: {error.message}"
+    kind = CommTimeout if isinstance(error, CommTimeout) else CommError
+    return kind(message, missing_ranks=error.missing_ranks, cure=error.cure)

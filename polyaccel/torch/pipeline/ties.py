@@ -80,6 +80,10 @@ class TiedWeights:
                     found.append((parameter.view_as(parameter), total))
         return found
 
+    def owned_parameters(self) -> set[Tensor]:
+        """The parameters of this stage that others have too."""
+        return {parameter for tie, _ in self._owned() for parameter in tie.module.parameters()}
+
     def settle(self) -> None:
         """Wait until everything is sent."""
         for work, _ in self._sending:

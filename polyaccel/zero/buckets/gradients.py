@@ -34,6 +34,9 @@ from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Placement, ReductionPolicy
 from polyaccel.zero.plan.pool import BufferPool
 
+GradientWriter = Callable[[Buffer, bool], None]
+"""Puts a gradient into its place in a bucket: adds it to what is there, or where that is False writes over it."""
+
 
 class GradientBucket:
     """The gradients of one bucket on one rank, from the first arrival to the update."""
@@ -94,11 +97,12 @@ class GradientBucket:
 
     # The backward pass.
 
-    def begin_pass(self) -> None:
-        """A backward pass starts: count arrivals anew."""
+    def begin_pass(self, *, is_concerned: bool = True) -> None:
+        """A backward pass starts: count arrivals anew. Unless it `is_concerned`, no rank has a gradient for this bucket
+        in the pass; one that comes all the same is late."""
         self._arrivals = [0] * len(self._arrivals)
-        self._missing = sum(self._expected)
-        self._launched = False
+        self._missing = sum(self._expected) if is_concerned else 0
+        self._launched = not is_concerned
 
     def end_pass(self) -> None:
         """A backward pass is over: from now on expect what has ever arrived, as often as it did."""
@@ -126,8 +130,9 @@ class GradientBucket:
         """Whether the launch must borrow a buffer, for gradients that travel in another type than they rest in."""
         return self._full is not None and not self._closed and self._full.dtype is not self._plan.travelling.dtype
 
-    def add(self, slot_index: int, gradient: Buffer, *, reducing: bool) -> None:
-        """Take a gradient (flat, any floating type) into the bucket. `reducing`: this pass ends in a reduction."""
+    def add(self, slot_index: int, gradient: Buffer | GradientWriter, *, reducing: bool) -> None:
+        """Take a gradient (flat, any floating type) into the bucket, or let it be written there. `reducing`: this pass
+        ends in a reduction."""
         self.touched[slot_index] = True
         if self._arrivals[slot_index] < self._expected[slot_index]:
             self._missing -= 1
@@ -151,17 +156,19 @@ class GradientBucket:
     def _fill_into(self, full: Buffer) -> None:
         self._full, self._full_slots = full, self._slots.of(full)
 
-    def _add_late(self, slot_index: int, gradient: Buffer) -> None:
+    def _add_late(self, slot_index: int, gradient: Buffer | GradientWriter) -> None:
         if self._late is None:
             self._late = self._allocate_full()
         self._put(self._slots.of(self._late)[slot_index], self._late_slots, slot_index, gradient)
 
-    def _put(self, place: Buffer, filled: set[int], slot_index: int, gradient: Buffer) -> None:
-        if slot_index in filled:
+    def _put(self, place: Buffer, filled: set[int], slot_index: int, gradient: Buffer | GradientWriter) -> None:
+        if not isinstance(gradient, Buffer):
+            gradient(place, slot_index in filled)
+        elif slot_index in filled:
             self._kernels[COMBINE](place, gradient, ReduceOp.SUM)
         else:
             place.copy_from(gradient)
-            filled.add(slot_index)
+        filled.add(slot_index)
 
     # The reduction.
 

@@ -154,6 +154,7 @@ def plan_layout(
     units: Mapping[str, str] | None = None,
     persistent: Set[str] = frozenset(),
     rooms: Mapping[str, int] = MappingProxyType({}),
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardLayout:
     """Fill buckets with `params` in the given order, which should be that in which gradients appear or units run.
 
@@ -161,13 +162,14 @@ def plan_layout(
     larger parameter has a bucket to itself. `units` maps a parameter's name to its unit; buckets do not cross units,
     and the parameters of a unit that another one interrupts do not share a bucket. `persistent` parameters belong to no
     unit and come last. `rooms` has the most elements that any rank holds of a parameter whose blocks are uneven.
+    Parameters of different `parts` share no bucket: their gradients come in different passes.
     Raises ShardingError for a repeated name.
     """
     if max_bucket_numel < 1:
         raise ShardingError(f"{max_bucket_numel=} must be at least 1", value=max_bucket_numel)
 
     runs: list[tuple[BucketKind, list[Slot]]] = []
-    open_runs: dict[BucketKind, list[Slot]] = {}
+    open_runs: dict[tuple[BucketKind, str], list[Slot]] = {}
     seen: set[str] = set()
     last_unit = ""
     for param in sorted(params, key=lambda param: param.fqn in persistent):
@@ -186,12 +188,12 @@ def plan_layout(
             last_unit = unit
         cut = tuple(axis for axis in param.cut if mesh.has_several(axis))
         kind = BucketKind(param.dtype, param.group, param.trainable, unit, stays, cut)
-        run = open_runs.get(kind)
+        run = open_runs.get((kind, part := parts.get(param.fqn, "")))
         offset = _round_up(_end(run[-1], rooms), _alignment(param.dtype)) if run else 0
         if run is None or offset + rooms.get(param.fqn, param.numel) > max_bucket_numel:
             run, offset = [], 0
             runs.append((kind, run))
-            open_runs[kind] = run
+            open_runs[kind, part] = run
         run.append(Slot(param, offset))
 
     buckets = []

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyaccel.torch.delayed_linears import DelayedLinears, Left
+from polyaccel.accelerators.memory.torch import wrap_torch
+from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.linears import LinearForward, Products
+from polyaccel.torch.passes import LaterProduct
 
 
 def model_of(*, bias: bool = True) -> nn.Sequential:
@@ -25,6 +27,10 @@ def run_forward(model: nn.Module, inputs: Tensor, *, recomputes: bool, autocast:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         outputs = checkpoint(model, inputs, use_reentrant=False) if recomputes else model(inputs)
     return outputs.float().square().sum()
+
+
+def run_later(left: list[LaterProduct]) -> None:
+    torch.autograd.backward(*zip(*(product.root() for product in left), strict=True))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -43,14 +49,14 @@ def test_gradients_of_inputs_come_first_and_those_of_parameters_later(shape: tup
     settings = {"recomputes": way == "recomputes", "autocast": way == "autocast"}
     run_forward(plain, inputs, **settings).backward()
     loss = run_forward(split, same, **settings)
-    left: Left = []
+    left: list[LaterProduct] = []
     with delayed.leaving(left):
         loss.backward()
     linears = (split[0], split[3])
     assert all(parameter.grad is None for layer in linears for parameter in layer.parameters())
     assert split[1].weight.grad is not None  # of other layers at once
     torch.testing.assert_close(same.grad, inputs.grad)
-    torch.autograd.backward(*zip(*left, strict=True))
+    run_later(left)
     for name, expected in gradients(plain).items():
         torch.testing.assert_close(gradients(split)[name], expected, msg=name)
 
@@ -71,10 +77,10 @@ def test_nothing_is_computed_twice(recomputes: bool) -> None:
     expected = counted(whole.backward)
     delayed = DelayedLinears(model)
     loss = run_forward(model, inputs, recomputes=recomputes, autocast=False)
-    left: Left = []
+    left: list[LaterProduct] = []
     with delayed.leaving(left):
         of_inputs = counted(loss.backward)
-    of_parameters = counted(lambda: torch.autograd.backward(*zip(*left, strict=True)))
+    of_parameters = counted(lambda: run_later(left))
     one_product = 2 * 8 * 16 * 16
     assert of_inputs + of_parameters == expected + recomputes * one_product
     assert of_parameters == 4 * one_product
@@ -91,11 +97,11 @@ def test_a_layer_that_is_used_twice_gets_one_gradient() -> None:
 
     layer.weight.register_post_accumulate_grad_hook(note)
     inputs = torch.randn(2, 4, requires_grad=True)
-    left: Left = []
+    left: list[LaterProduct] = []
     with delayed.leaving(left):
         layer(layer(inputs)).sum().backward()
     assert not arrivals
-    torch.autograd.backward(*zip(*left, strict=True))
+    run_later(left)
     (found,) = arrivals
     plain = deepcopy(layer)
     plain.zero_grad()
@@ -108,7 +114,7 @@ def test_frozen_parameters_and_those_that_are_computed_go_the_ordinary_way() -> 
     frozen.weight.requires_grad_(False)
     model = nn.Sequential(frozen, computed)
     delayed = DelayedLinears(model)
-    left: Left = []
+    left: list[LaterProduct] = []
     with delayed.leaving(left):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
     assert not left
@@ -146,11 +152,34 @@ def test_products_of_the_accelerator_are_used() -> None:
     )
     layer.__dict__["forward"] = own = LinearForward(layer, products)
     delayed = DelayedLinears(layer)
-    left: Left = []
+    left: list[LaterProduct] = []
     with delayed.leaving(left):
         layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert calls == ["forward", "input"]
-    torch.autograd.backward(*zip(*left, strict=True))
+    run_later(left)
     assert calls == ["forward", "input", "weight"]
     delayed.release()
     assert layer.__dict__["forward"] is own
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "by-its-own-product"])
+@pytest.mark.parametrize("held_as", [torch.float32, torch.float64], ids=str)
+def test_products_are_written_to_their_place_and_added_up_there(in_place: bool, held_as: torch.dtype) -> None:
+    """Where a bucket holds another type, too."""
+    layer = nn.Linear(6, 4)
+    delayed = DelayedLinears(layer, adds_in_place=in_place)
+    left: list[LaterProduct] = []
+    for _ in range(3):
+        with delayed.leaving(left):
+            layer(torch.randn(5, 6, requires_grad=True)).square().sum().backward()
+    weight, bias = (wrap_torch(torch.full((numel,), 7.0, dtype=held_as)) for numel in (24, 4))
+    before = weight.generation
+    for adds, product in zip((False, True, True), left, strict=True):
+        product.write(weight, adds)
+        product.write_bias(bias, adds)
+    assert weight.generation > before
+    run_later(left)
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    torch.testing.assert_close(weight.raw.view(4, 6), layer.weight.grad, check_dtype=False)
+    torch.testing.assert_close(bias.raw, layer.bias.grad, check_dtype=False)
