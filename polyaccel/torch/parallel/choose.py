@@ -52,6 +52,10 @@ def make_plan(
     wished: dict[str, Wish] | None = dict(named)
     if use_defaults:
         own = wishes_of_hugging_face(model, structure.modules)
+        output = output_layer(model)
+        found = [structure.modules.get(name) for name in own]
+        if all(each is output or isinstance(each, nn.Embedding) for each in found):
+            own = {}  # a plan for words alone says nothing of the layers
         source = "the model's own tp_plan" if own else "by structure"
         wished = {**own, **named} if own else None
     chosen = _Chosen(model, structure, ranks)

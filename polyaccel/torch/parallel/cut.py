@@ -20,6 +20,7 @@ from polyaccel.torch.parallel.cross_entropy import VocabularyLoss
 from polyaccel.torch.parallel.layers import (
     ColumnLayer,
     FeatureEmbedding,
+    HeadBiases,
     RowLayer,
     Share,
     SharedExperts,
@@ -46,6 +47,7 @@ _KINDS: dict[str, type] = {
     "experts": SharedExperts,
     "shared weights": SharedWeights,
     "shared tail": SharedTail,
+    "head biases": HeadBiases,
 }
 
 

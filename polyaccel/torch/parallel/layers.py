@@ -9,8 +9,10 @@ others stand above it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from polyaccel.torch.parallel.ranks import TensorRanks
 from polyaccel.torch.parallel.regions import Regions
 from polyaccel.torch.parallel.tokens.stream import TokenStream
 
+_BY_HEAD = 4
 _ABSENT = (ShardedParameter, ArrivingParameter)
 
 
@@ -175,31 +178,63 @@ class SharedWeights(SharedModule):
         """What the module's own gives, with weights whose gradients are added up over the ranks."""
         if self.share.tokens is not None and self.share.tokens.sizes is None:
             return super().forward(*args, **kwargs)
+        with self.shared_weights():
+            return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def shared_weights(self, factor: float = 1.0) -> Iterator[None]:
+        """Inside, the module's own forward sees the weights `share.names` times `factor`."""
         for name in self.share.names:
             weight = present(self._parameters[name])
             if weight is not None:
+                weight = shared_weight(weight, self.share.ranks)
                 # Hides the parameter of this name: modules look among their attributes first.
-                self.__dict__[name] = shared_weight(weight, self.share.ranks)
+                self.__dict__[name] = weight if factor == 1.0 else weight * factor
         try:
-            return super().forward(*args, **kwargs)
+            yield
         finally:
             for name in self.share.names:
                 self.__dict__.pop(name, None)
 
 
-class SharedExperts(SharedModule):
-    """Experts of which each rank computes some of the inner features: what enters is shared, what
-    leaves is added up."""
+class HeadBiases(SharedModule):
+    """Attention that gets biases of all heads in some of its arguments `share.names`, and takes those of its own heads.
+    They are (batch, heads, queries, keys), or with batch and heads as one dimension."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own gives."""
+        given = signature(super().forward).bind(*args, **kwargs)
+        for name in self.share.names:
+            if isinstance(biases := given.arguments.get(name), Tensor):
+                given.arguments[name] = self._own(biases)
+        return super().forward(*given.args, **given.kwargs)
+
+    def _own(self, biases: Tensor) -> Tensor:
+        ranks, sizes = self.share.ranks, self.share.sizes
+        assert sizes is not None
+        if biases.dim() == _BY_HEAD:
+            return ranks.part(biases, 1, sizes) if biases.shape[1] == sum(sizes) else biases
+        by_head = biases.reshape(-1, sum(sizes), *biases.shape[1:])
+        return ranks.part(by_head, 1, sizes).reshape(-1, *biases.shape[1:])
+
+
+class SharedExperts(SharedWeights):
+    """Experts of which each rank computes some of the inner features: what enters is shared, what leaves is added up,
+    and so are biases `share.names` of what leaves, a part of which each rank adds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' whole output."""
+        with self.shared_weights(1.0 / self.share.ranks.size):
+            return self._summed(*args, **kwargs)
+
+    def _summed(self, *args: Any, **kwargs: Any) -> Tensor:
         ranks = self.share.ranks
         args = tuple(_shared(each, ranks) for each in args)
         kwargs = {name: _shared(each, ranks) for name, each in kwargs.items()}
         if self.training:
             self.share.regions.enter(args[0])
         try:
-            out: Tensor = super().forward(*args, **kwargs)
+            out: Tensor = super(SharedWeights, self).forward(*args, **kwargs)
         finally:
             self.share.regions.leave()
         return summed_(out.contiguous(), ranks)

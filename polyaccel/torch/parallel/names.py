@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LINEARS = ("FalconLinear",)
+"""Classes below `nn.Linear` whose own forward computes the same."""
 QUERY = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_attn")
 KEY = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj")
 VALUE = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj")
@@ -12,9 +14,11 @@ INTERLEAVED = ("query_key_value",)
 ATTENTION_OUT = ("o_proj", "out_proj", "o", "out_lin", "wo", "dense", "c_proj")
 UP = (
     *("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
-    *("w1", "w3", "lin1", "linear_1", "ff1"),
+    *("w1", "w3", "lin1", "linear_1", "ff1", "ffn"),
 )
-DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "wo", "dense_4h_to_h", "w2", "lin2", "linear_2", "ff2")
+DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "wo", "dense_4h_to_h", "w2", "lin2", "linear_2", "ff2", "ffn_output")
+AFTER_ATTENTION = ("LayerNorm",)
+"""A norm in a module of attention that comes after its output."""
 ATTENTION_OUTSIDE = ("output", "dense")
 """Where BERT and its family have the output of attention, beside the module of its queries."""
 UP_APART = ("intermediate", "dense")

@@ -12,7 +12,7 @@ from typing import Literal
 from polyaccel.mesh.block import Block, Run
 from polyaccel.torch.parallel.ranks import even_parts
 
-How = Literal["column", "row", "vocabulary", "features", "experts", "shared weights", "shared tail"]
+How = Literal["column", "row", "vocabulary", "features", "experts", "shared weights", "shared tail", "head biases"]
 """Which class of `polyaccel.torch.parallel.layers` a module gets."""
 
 RunsOfRanks = tuple[tuple[Run, ...], ...]
@@ -29,11 +29,11 @@ class CutModule:
     """By the module's own parameters: the dimension along which one is cut, and what each rank has."""
     sizes: tuple[int, ...] | None = None
     """Each rank's part of the outputs of a column layer that are gathered, of the inputs of a row layer that are cut,
-    of the features of an embedding that are gathered."""
+    of the features of an embedding that are gathered, of the heads of which arguments have biases."""
     rows: RunsOfRanks | None = None
     """The outputs of a whole weight that each rank computes or uses; of a vocabulary each rank's words."""
     names: tuple[str, ...] = ()
-    """Whole weights whose gradients have parts."""
+    """Whole weights whose gradients have parts; of head biases, the arguments that have those of all heads."""
     is_transposed: bool = False
     attributes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Numbers of the module's own that each rank has others of."""
@@ -105,7 +105,7 @@ class CutPlan:
     def _lines(self, module: CutModule) -> Iterable[tuple[str, str, str, str, str]]:
         pattern = ".".join("*" if part.isdigit() else part for part in module.name.split("."))
         how = module.how
-        if module.sizes is not None:
+        if module.sizes is not None and how != "head biases":
             how += ", cut inputs" if module.how == "row" else ", gathered"  # type: ignore[assignment]
         if not module.cuts:
             yield pattern, how, ", ".join(module.names) or "weight", "", module.why or "whole"
@@ -144,6 +144,11 @@ def beside(*fused: RunsOfRanks) -> RunsOfRanks:
 def shifted(runs: RunsOfRanks, by: int) -> RunsOfRanks:
     """The same indices, counted from another place."""
     return tuple(tuple((start + by, length) for start, length in one_rank) for one_rank in runs)
+
+
+def scaled(runs: RunsOfRanks, by: int) -> RunsOfRanks:
+    """The indices of which each of these is `by` neighbours."""
+    return tuple(tuple((start * by, length * by) for start, length in one_rank) for one_rank in runs)
 
 
 def lengths(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from polyaccel.errors import ShardingError
 from polyaccel.torch.parallel import names
 from polyaccel.torch.parallel.heads import HeadParts, cut_heads
-from polyaccel.torch.parallel.plan import CutHeads, CutModule, RunsOfRanks, beside, feature_runs, lengths, shifted
+from polyaccel.torch.parallel.plan import (
+    CutHeads,
+    CutModule,
+    RunsOfRanks,
+    beside,
+    feature_runs,
+    lengths,
+    scaled,
+    shifted,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class CutRegion:
 def is_linear(module: nn.Module | None) -> bool:
     """Whether the module is a linear layer that can be cut: torch's, or Hugging Face's Conv1D."""
     if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
+        return type(module).forward is nn.Linear.forward or type(module).__name__ in names.LINEARS
     return is_conv1d(module)
 
 
@@ -99,6 +108,8 @@ class Structure:
     def _attention(self, name: str, module: nn.Module) -> CutRegion | None:
         fused = self._child(name, names.FUSED)
         interleaved = self._child(name, names.INTERLEAVED)
+        if getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False):
+            fused, interleaved = fused or interleaved, None  # Falcon's one key and one value come after all queries
         query, key, value = (self._child(name, each) for each in (names.QUERY, names.KEY, names.VALUE))
         if fused is None and interleaved is None and (query is None or key is None or value is None):
             return None
@@ -116,7 +127,6 @@ class Structure:
         keys = self._key_heads(module, fused or interleaved, query, key, value, queries, size)
         if keys is None or keys < 1:
             return None
-        self._require_no_biases(name, module)
         parts = cut_heads(queries, keys, self.ranks, name)
         found = list(self._projections(parts, size, queries, keys, fused, interleaved, query, key, value))
         found.append(row(out, self.modules[out], parts.query_runs(size)))
@@ -127,16 +137,6 @@ class Structure:
             name, self._numbers(module, parts, queries, keys, size), _config_numbers(self.config_of(module), parts)
         )
         return CutRegion(name, (*found, *extra), (heads,), tuple(each.name for each in found))
-
-    def _require_no_biases(self, name: str, module: nn.Module) -> None:
-        """Raise ShardingError for attention with ALiBi, whose biases of all heads its model makes outside of it."""
-        if "alibi" in signature(module.forward).parameters and getattr(self.config_of(module), "alibi", True):
-            raise ShardingError(
-                f"{name} cannot be cut: it is given the ALiBi biases of all heads",
-                cure="shard the parameters (ZeRO stage 3), or let it be cut by nobody: "
-                "tensor_parallel.partition_config with use_default_specs false",
-                value=name,
-            )
 
     def _key_heads(
         self, module: nn.Module, fused: str | None, query: str | None, key: str | None, value: str | None,
@@ -151,8 +151,6 @@ class Structure:
             return wide[1] // size if wide[0] == queries * size and wide[1] == wide[2] else None
         others = outputs_of(self.modules[fused]) - (0 if query is not None else queries * size)
         if query is not None and outputs_of(self.modules[query]) != queries * size:
-            return None
-        if fused.rpartition(".")[2] in names.INTERLEAVED and getattr(module, "multi_query", False):
             return None
         return None if others % (2 * size) else others // (2 * size)
 
@@ -195,6 +193,8 @@ class Structure:
         """What else of an attention module works on heads; None where something does of which nobody knows how."""
         runs = parts.query_runs(1)
         found = []
+        if biases := self._biases(module):
+            found.append(CutModule(name, "head biases", sizes=lengths(runs), names=biases, why="of all heads"))
         own = {each: (0, runs) for each, p in module.named_parameters(recurse=False) if p.shape[0] == queries}
         if len(own) < len(list(module.parameters(recurse=False))):
             return None
@@ -212,9 +212,19 @@ class Structure:
                 found.append(CutModule(path, "shared weights", names=tuple(parameters)))
             elif any(path == _parent(layer) for layer in layers):
                 continue  # a module around the layer that is cut already
+            elif child_name in names.AFTER_ATTENTION:
+                continue
             else:
                 return None
         return found
+
+    def _biases(self, module: nn.Module) -> tuple[str, ...]:
+        """The arguments by which attention gets biases of all heads that its model makes outside of it (ALiBi)."""
+        arguments = signature(module.forward).parameters
+        if "alibi" in arguments:
+            return ("alibi", "attention_mask") if getattr(self.config_of(module), "alibi", True) else ()
+        is_made_here = hasattr(module, "has_relative_attention_bias")
+        return ("position_bias",) if "position_bias" in arguments and not is_made_here else ()
 
     def _feed_forward(self, name: str, module: nn.Module) -> CutRegion | None:
         ups = [_join(name, each) for each in names.UP if self.linear(name, each) is not None]
@@ -247,8 +257,8 @@ class Structure:
         up, down = (module._parameters.get(each) for each in ("gate_up_proj", "down_proj"))
         if up is None or down is None or up.dim() != 3 or down.dim() != 3:
             return None
-        others = [each for each, _ in module.named_parameters() if each not in ("gate_up_proj", "down_proj")]
-        if others or not getattr(module, "is_concatenated", True):
+        biases = [each for each in ("gate_up_proj_bias", "down_proj_bias") if each in module._parameters]
+        if {each for each, _ in module.named_parameters()} != {"gate_up_proj", "down_proj", *biases}:
             return None
         turned = bool(getattr(module, "is_transposed", False))
         of_up, of_down = (2, 1) if turned else (1, 2)
@@ -256,9 +266,13 @@ class Structure:
         runs = feature_runs(width, self.ranks)
         if up.shape[of_up] != 2 * width:
             return None
-        cuts = {"gate_up_proj": (of_up, beside(runs, shifted(runs, width))), "down_proj": (of_down, runs)}
+        is_fused = getattr(module, "is_concatenated", True)
+        of_both = beside(runs, shifted(runs, width)) if is_fused else scaled(runs, 2)
+        cuts = {"gate_up_proj": (of_up, of_both), "down_proj": (of_down, runs)}
+        if "gate_up_proj_bias" in biases:
+            cuts["gate_up_proj_bias"] = (1, of_both)
         own = {each: lengths(runs) for each in names.EXPERT_WIDTHS if getattr(module, each, None) == width}
-        cut = CutModule(name, "experts", cuts, attributes=own)
+        cut = CutModule(name, "experts", cuts, attributes=own, names=tuple(biases[1:]))
         return CutRegion(name, (cut,), (), (_join(name, "gate_up_proj"), _join(name, "down_proj"), name))
 
     def _numbers(

@@ -152,4 +152,24 @@ KINDS: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
         "GPTNeoXForCausalLM",
         ("GPTNeoX", _DECODER | {"intermediate_size": 37, "num_attention_heads": 4, "hidden_dropout": 0.0}),
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        ("Bloom", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
+                   "attention_dropout": 0.0}),
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        ("Mpt", {"vocab_size": VOCABULARY, "d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "max_seq_len": 32,
+                 "expansion_ratio": 2, "resid_pdrop": 0.0, "emb_pdrop": 0.0}),
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        ("Falcon", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "multi_query": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    ),
+    "albert": (
+        "AlbertForMaskedLM",
+        ("Albert", _DECODER | {"embedding_size": 16, "intermediate_size": 37, "num_attention_heads": 4,
+                               "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    ),
 }  # fmt: skip

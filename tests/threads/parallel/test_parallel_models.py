@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from pairwise import combinations
 from torch import Tensor, nn
@@ -68,7 +69,23 @@ def assert_close(name: str, found: Tensor, wanted: Tensor) -> None:
 
 @combinations(ranks=[2, 3, 4], kind=list(KINDS))
 def test_a_cut_model_is_the_whole_one(kind: str, ranks: int) -> None:
-    model = transformer_model(kind)
+    check(transformer_model(kind), kind, ranks)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alibi": True},
+        {"alibi": True, "multi_query": False},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 6},
+    ],
+    ids=["alibi", "alibi-all-keys", "grouped"],
+)
+def test_the_forms_of_one_architecture_are_told_apart(changes: dict[str, Any]) -> None:
+    check(transformer_model("falcon", **changes), "falcon", 2)
+
+
+def check(model: nn.Module, kind: str, ranks: int) -> None:
     wanted = run(copy.deepcopy(model), kind)
 
     def body(mine: nn.Module, communicator: Communicator) -> Any:

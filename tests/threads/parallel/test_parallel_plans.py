@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from transformer_models import transformer_model
-from transformers import BloomConfig, BloomForCausalLM
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.parallel.choose import make_plan
@@ -177,7 +176,9 @@ def test_latent_attention_is_cut_by_heads_and_shares_its_rotary_keys() -> None:
     assert torch.Size([7, 8]) == model.attn.kv_a_proj_with_mqa.weight.shape
 
 
-def test_attention_with_alibi_is_refused_by_its_name() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=4))
-    with pytest.raises(ShardingError, match=r"self_attention cannot be cut: .* ALiBi biases of all heads"):
-        make_plan(model, 2)
+def test_a_plan_of_its_own_for_words_alone_leaves_the_layers_to_structure() -> None:
+    model = transformer_model("gpt_oss")
+    assert set(model._tp_plan) == {"lm_head"}
+    plan = make_plan(model, 2)
+    assert plan.source == "by structure"
+    assert {each.how for each in plan.modules} >= {"column", "row", "experts", "shared weights"}
