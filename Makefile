@@ -131,6 +131,7 @@ lint: $(STAMP) ## check style, types and the imports between rooms
 	$(BIN)/mypy examples/cifar10/*.py
 	$(BIN)/mypy examples/long_context/*.py
 	$(BIN)/mypy examples/pipeline/*.py
+	MYPYPATH=examples/gpt $(BIN)/mypy examples/mixture/*.py
 	MYPYPATH=plugins/polyaccel-deepspeed $(BIN)/mypy examples/deepspeed/*.py
 	MYPYPATH=examples/gpt $(BIN)/mypy examples/gpt_jax/*.py
 	$(BIN)/mypy bench

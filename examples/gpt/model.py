@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +53,19 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        added: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
-        return hidden + added
+        return hidden + self.feed_forward(self.mlp_norm(hidden))
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The feed-forward net alone."""
+        added: Tensor = self.mlp_out(functional.gelu(self.mlp_in(hidden), approximate="tanh"))
+        return added
 
 
 class Gpt(nn.Module):
     """The whole model. Its initial values are a function of torch's random state."""
+
+    into_residual: ClassVar[tuple[str, ...]] = ("attention_out.weight", "mlp_out.weight")
+    """How the names of weights end that add to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -68,13 +76,17 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Draw the initial values."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
-                into_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:
+                # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
+                starts_smaller = name.endswith(self.into_residual)
+                nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if starts_smaller else 0.02)
 
     @property
     def numel(self) -> int:

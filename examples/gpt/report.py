@@ -20,7 +20,7 @@ from run_folder import RunFolder
 Points = Sequence[tuple[int, float]]
 
 _WIDTH, _HEIGHT, _MARGIN = 760, 320, 44
-_STYLE = """
+STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}
 td,th{padding:.15rem 1rem .15rem 0;text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}
@@ -66,18 +66,18 @@ def page(folder: RunFolder, history: History) -> str:
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     title = f"{folder.path.name}: {summary['parameters'] / 1e6:.1f} M parameters, ZeRO-{summary['zero_stage']}"
     parts = {
-        "Result": _table(_results(history, summary)),
+        "Result": table(_results(history, summary)),
         "Loss": loss_svg(history.losses, history.validation),
-        "Memory": _table(
+        "Memory": table(
             [(f"rank {rank}, peak", _mib(nbytes)) for rank, nbytes in enumerate(summary["peak_memory_nbytes"])]
         ),
-        "Traffic of a step": _table(_traffic(summary)),
+        "Traffic of a step": table(_traffic(summary)),
         "Where the time went": _phases(history),
         "Sample": f"<pre>{escape(folder.sample.read_text(encoding='utf-8'))}</pre>",
         "Config": f"<pre>{escape(folder.settings.read_text(encoding='utf-8'))}</pre>",
     }
     sections = "".join(f"<h2>{name}</h2>\n{body}\n" for name, body in parts.items())
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     body = f"<h1>{escape(title)}</h1>\n{sections}"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}</body></html>\n'
 
@@ -172,10 +172,10 @@ def _phases(history: History) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    return (
-        f"<table>{''.join(f'<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in rows)}</table>"
-    )
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A row for each, a cell for each of its strings."""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _mib(nbytes: int) -> str:

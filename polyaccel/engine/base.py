@@ -19,7 +19,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.metrics import MetricSink, StepMetrics
+from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
@@ -114,6 +114,8 @@ class Engine(ABC):
     """The schedule that moves the learning rates after each applied step."""
     after_update: list[Callable[[bool], None]]
     """What is called after each update, on all ranks, with whether parameters changed."""
+    expert_figures: Callable[[], Mapping[str, ExpertFigures]] | None = None
+    """What gives the figures of a step's experts, on all ranks; None where nobody watches."""
     timer: PhaseTimer
     _recorder: StepRecorder
     _result: StepResult | None = None
@@ -367,7 +369,9 @@ class Engine(ABC):
         lr = learning_rates(groups)
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=self.loss_scaler.loss_scale)
+        experts = {} if self.expert_figures is None else self.expert_figures()
+        scale = self.loss_scaler.loss_scale
+        self._recorder.record(result, self.counters, loss=loss, lr=lr, loss_scale=scale, experts=experts)
         self._saver.poll()
         self._replicate()
 

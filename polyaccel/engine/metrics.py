@@ -22,6 +22,22 @@ Event = tuple[str, float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFigures:
+    """How the tokens of a step went to the experts of a layer; but for exchanges, those of all ranks together."""
+
+    tokens: tuple[int, ...]
+    """How many each expert computed."""
+    dropped_share: float
+    """Of all choices, those that came to nothing because an expert was full."""
+    balance: float
+    """The most tokens of an expert divided by the mean; 1 is even."""
+    exchanged_nbytes: int
+    """What this rank sent to experts on others, and of what it computed back, in forward and backward passes."""
+    exchange_s: float
+    """How long this rank's exchanges took, with waiting for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step as one rank saw it. None where a figure was not taken.
 
@@ -52,6 +68,8 @@ class StepMetrics:
     """Elements that this rank sent to others in this step."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
+    experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
+    """By layer, where the config asks (`expert_parallel.watch`)."""
 
     def scalars(self) -> Iterator[Event]:
         """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the

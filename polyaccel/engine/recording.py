@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.metrics import MetricSink, StepMetrics
+from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.zero.update.walk import StepResult
 
@@ -51,6 +52,7 @@ class StepRecorder:
         loss: float | None,
         lr: tuple[float, ...],
         loss_scale: float,
+        experts: Mapping[str, ExpertFigures],
     ) -> StepMetrics:
         """The figures of the step that has just ended; time and traffic count from the last call."""
         tell_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
@@ -71,6 +73,7 @@ class StepRecorder:
             peak_memory_nbytes=self._accelerator.memory_stats().peak_nbytes,
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,
+            experts=experts,
         )
         self._sent_before = sent
         self._monitor.write(self.last)
@@ -90,5 +93,10 @@ class StepRecorder:
             "step %d: loss %s, lr %s, grad norm %s, loss scale %g, %.1f samples/s",
             metrics.step, loss, rates, norm, metrics.loss_scale, metrics.samples_per_s,
         )  # fmt: skip
+        for name, layer in metrics.experts.items():
+            log.info(
+                "  %s: balance %.2f, dropped %.1f %%, exchanges %.1f ms, %.1f MB",
+                name, layer.balance, 100 * layer.dropped_share, 1e3 * layer.exchange_s, layer.exchanged_nbytes / 1e6,
+            )  # fmt: skip
         if self._print_phases:
             log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))

@@ -27,6 +27,7 @@ from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.experts.balance import following_loads
 from polyaccel.torch.experts.models import spread_experts
+from polyaccel.torch.experts.watching import WatchedExperts
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
 from polyaccel.torch.parallel.choose import plan_by
@@ -97,8 +98,7 @@ def initialize(
     _tile(runtime, model)
     slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
-    if (follow := following_loads(model, lambda: runtime.along(("data", "sequence")))) is not None:
-        engine.after_update.append(follow)
+    _attend_experts(runtime, model, engine)
     if isinstance(engine, PipelineEngine):
         section = runtime.config.pipeline
         engine.compose_pipeline(section.schedule, section.chunks)
@@ -201,6 +201,16 @@ def _cut(runtime: Runtime, model: nn.Module) -> None:
         return
     ranks = runtime.along(("tensor",))
     cut_model(model, ranks, plan_by(model, ranks.world_size, rules))
+
+
+def _attend_experts(runtime: Runtime, model: nn.Module, engine: TorchEngine) -> None:
+    """Let biases follow loads, and figures be taken where the config asks."""
+    if (follow := following_loads(model, lambda: runtime.along(("data", "sequence")))) is not None:
+        engine.after_update.append(follow)
+    if runtime.config.expert_parallel.watch:
+        watched = WatchedExperts(model, runtime.along(("data", "sequence")))
+        engine.expert_figures = watched.take
+        runtime.before_leaving.append(watched.release)
 
 
 def _described(training_data: Any) -> str:

@@ -98,3 +98,6 @@ class ExpertParallelConfig(Section):
     autoep_size: PositiveInt = 1
     """Ranks that share the experts of each layer, a divisor of the ranks with batches of their own. Experts need not
     divide: the first ranks have one more."""
+    watch: bool = False
+    """polyaccel's own: `engine.metrics.experts` and monitors tell how each step's tokens went to the experts of each
+    layer, with shared experts or without, for one small exchange a step."""

@@ -149,7 +149,7 @@ class Mixture(nn.Module):
         capacity = None
         if factor is not None:
             capacity = capacity_of(len(tokens), self.num_experts, self.k, factor, self.min_capacity)
-        if self.gate == "expert choice":
+        if self.chooses_tokens:
             assert capacity is not None  # required by the constructor
             kept = chosen_by_experts(choice.scores, capacity)
             counts = kept.sum(0)
@@ -166,11 +166,16 @@ class Mixture(nn.Module):
         loss = self.balance_weight * gates.balance_loss(choice) + self.z_weight * gates.z_loss(logits)
         return MixtureOutput(out, loss, counts, dropped)
 
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether experts choose tokens: then a token without an expert was not dropped."""
+        return self.gate == "expert choice"
+
     def _choose(self, logits: Tensor, seen: Tensor) -> Choice:
         if self.gate == "sigmoid":
             bias = self.raised * self.bias_rate if self.bias_rate else None
             return gates.sigmoid_choice(logits, self.k, bias=bias, normalize=self.normalize, scale=self.scale)
-        if self.gate == "expert choice":
+        if self.chooses_tokens:
             scores = torch.softmax(logits, dim=-1)
             numbers = torch.arange(self.num_experts, device=logits.device).expand(len(logits), -1)
             return Choice(numbers, scores, scores)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.engine.metrics import JsonlMonitor, Monitor, StepMetrics, json_safe
+from polyaccel.engine.metrics import ExpertFigures, JsonlMonitor, Monitor, StepMetrics, json_safe
 from polyaccel.errors import ConfigError, InvariantError
 from polyaccel.testkit.monitor import MonitorContract
 
@@ -19,6 +19,9 @@ METRICS = StepMetrics(
     step=3, loss=2.5, lr=(0.1, 0.2), grad_norm=4.0, grad_norm_clipped=1.0, loss_scale=65536.0, samples=96,
     step_time_s=0.5, samples_per_s=64.0, tokens_per_s=4096.0, peak_memory_nbytes=1 << 30, traffic_numel=1000,
     phase_s={"forward": 0.2, "backward": 0.3},
+    experts={"mlp": ExpertFigures(
+        tokens=(5, 1), dropped_share=0.25, balance=1.5, exchanged_nbytes=64, exchange_s=0.125,
+    )},
 )  # fmt: skip
 
 
@@ -49,6 +52,9 @@ def test_a_step_is_one_line_that_can_be_read_at_once(tmp_path: Path) -> None:
         "step": 3, "loss": 2.5, "lr": [0.1, 0.2], "grad_norm": 4.0, "grad_norm_clipped": 1.0, "loss_scale": 65536.0,
         "skipped": False, "samples": 96, "step_time_s": 0.5, "samples_per_s": 64.0, "tokens_per_s": 4096.0,
         "peak_memory_nbytes": 1 << 30, "traffic_numel": 1000, "phase_s": {"forward": 0.2, "backward": 0.3},
+        "experts": {"mlp": {
+            "tokens": [5, 1], "dropped_share": 0.25, "balance": 1.5, "exchanged_nbytes": 64, "exchange_s": 0.125,
+        }},
     }  # fmt: skip
     monitor.close()
 
