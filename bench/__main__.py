@@ -1,5 +1,5 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `hosts`, `imports`, `jax`, `kernels`, `longest`,
-`memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
+"""`python -m bench`: step times; `python -m bench backends`, `comm`, `experts`, `hosts`, `imports`, `jax`, `kernels`,
+`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 from bench import imports, kernels
 from bench.collectives import backends, sizes
+from bench.experts import compare as experts
 from bench.hosts import start, tax
 from bench.jax import models
 from bench.pipeline import compare as pipeline
@@ -18,6 +19,7 @@ from bench.trainer import compare
 _COMMANDS = {
     "backends": backends.main,
     "comm": sizes.main,
+    "experts": experts.main,
     "hosts": tax.main,
     "imports": imports.main,
     "jax": models.main,

@@ -12,7 +12,8 @@ static bool runs_here(const isa_kernels* kernels) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("f16c");
-    if (kernels == &ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (kernels == &ISA_AVX2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     return kernels == &ISA_PORTABLE;
 }

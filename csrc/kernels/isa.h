@@ -23,6 +23,10 @@ typedef struct {
     void (*quantize_block)(int32_t bits, pa_array source, uint8_t* codes, float* scale, int64_t start, int64_t end);
     void (*dequantize_block)(int32_t bits, pa_array out, const uint8_t* codes, float scale, int64_t start,
                              int64_t end);
+    int64_t tile_columns;
+    void (*pack_rows)(const pa_product* product, float* to);
+    void (*product_columns)(const pa_product* product, const int64_t* segments, const float* rows, int64_t start,
+                            const float* next, float* scratch);
 } isa_kernels;
 
 extern const isa_kernels ISA_PORTABLE;

@@ -2,8 +2,10 @@
 // needs AVX-512 where a lesser processor calls it. For the same reason nothing here includes a C++ header.
 #include "blocks.h"
 #include "isa.h"
+#include "products.h"
 #include "sums.h"
 #include "sweep.h"
 
 extern const isa_kernels ISA_TABLE = {ISA_NAME,    shape,          sweep,           square_sum_block,
-                                     combine_any, quantize_block, dequantize_block};
+                                     combine_any, quantize_block, dequantize_block,
+                                     TILE_COLUMNS, pack_rows,      product_columns};

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PA_ABI_VERSION 5
+#define PA_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define PA_EXPORT __attribute__((visibility("default")))
@@ -86,6 +86,19 @@ PA_EXPORT int32_t pa_quantize(int32_t bits, int64_t numel, int64_t block_numel, 
                               float* scales, int32_t threads);
 PA_EXPORT int32_t pa_dequantize(int32_t bits, int64_t numel, int64_t block_numel, pa_array out, const uint8_t* codes,
                                 const float* scales, int32_t threads);
+
+// C = A @ B in float32: element (i, k) of A is at a[i * a_row + k * a_column], (k, j) of B at b[k * b_row + j * b_column],
+// (i, j) of C at c[i * c_row + j]. The inner dim is cut into so many segments. See [Note: Rows of a product] in products.h.
+typedef struct {
+    const float *a, *b;
+    float* c;
+    int64_t rows, inner, columns, a_row, a_column, b_row, b_column, c_row, segments;
+} pa_product;
+
+// The products, whose segments follow each other in `segments`, with scratch memory for pa_products_scratch elements.
+PA_EXPORT int64_t pa_products_scratch(int64_t count, const pa_product* products, int32_t threads);
+PA_EXPORT int32_t pa_products(int64_t count, const pa_product* products, const int64_t* segments, float* scratch,
+                              int32_t threads);
 
 #ifdef __cplusplus
 }

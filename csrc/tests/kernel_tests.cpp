@@ -152,6 +152,39 @@ void every_function_agrees(const std::string& isa) {
     }
 }
 
+// The products of two matrices by `isa`: the first with two segments, the second transposed.
+std::vector<float> after_products(int64_t rows, int64_t inner, int64_t columns, int32_t threads) {
+    seed = 5;
+    std::vector<float> a(rows * inner), b(inner * columns), c(2 * rows * columns);
+    for (float& value : a) value = static_cast<float>(draw() % 64);
+    for (float& value : b) value = static_cast<float>(draw() % 64);
+    const int64_t segments[] = {inner / 2, inner - inner / 2, inner};
+    const pa_product products[] = {
+        {a.data(), b.data(), c.data(), rows, inner, columns, inner, 1, columns, 1, columns, 2},
+        {a.data(), b.data(), c.data() + rows * columns, rows, inner, columns, inner, 1, 1, inner, columns, 1},
+    };
+    std::vector<float> scratch(pa_products_scratch(2, products, threads));
+    expect(pa_products(2, products, segments, scratch.data(), threads) == 0, "products");
+    return c;
+}
+
+// Whole numbers, so that every order of additions and every instruction set has the same sums.
+void products_agree(const std::string& isa) {
+    for (int64_t rows : {0, 1, 5, 14, 15, 61})
+        for (int64_t inner : {0, 1, 9, 40})
+            for (int64_t columns : {1, 8, 31, 32, 70}) {
+                expect(pa_choose_isa(isa.c_str()) == 0, isa);
+                const auto ours = after_products(rows, inner, columns, 3);
+                pa_choose_isa("portable");
+                pa_choose_isa("neon");
+                expect(ours == after_products(rows, inner, columns, 1), isa + ": products of " + std::to_string(rows));
+            }
+    expect(pa_choose_isa(isa.c_str()) == 0, isa);
+    const pa_product bad = {nullptr, nullptr, nullptr, 1, 2, 3, 2, 1, 3, 1, 3, 1};
+    const int64_t short_by_one = 1;
+    expect(pa_products(1, &bad, &short_by_one, nullptr, 1) == PA_BAD_COUNT, "segments that do not add up");
+}
+
 void wrong_arguments_are_refused() {
     Memory buffer(4, PA_FLOAT32), wide(4, PA_FLOAT64);
     pa_array arrays[] = {buffer.array(), wide.array()};
@@ -216,6 +249,7 @@ int main() {
     for (const char* isa : {"avx512", "avx2", "portable", "neon"})
         if (pa_choose_isa(isa) == 0) {
             every_function_agrees(isa);
+            products_agree(isa);
             std::printf("%s agrees\n", isa);
             isas++;
         }

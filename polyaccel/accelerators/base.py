@@ -206,7 +206,8 @@ class Accelerator(ABC):
         """Kernels of `MATRIX_OPS` to use for float32 in place of the framework's own matrix products; often none.
 
         "on": every such kernel. "auto": those that are at least `LEAST_SPEEDUP` times as fast on this machine, which
-        may be measured first, in less than half a second. "off": none.
+        may be measured first, in less than half a second. "off": none. But for "off" also those of `GROUPED_OPS`, all
+        or none, by which experts then compute.
         """
         return KernelTable(self.name, {})
 

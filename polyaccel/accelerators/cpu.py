@@ -90,12 +90,13 @@ class CpuAccelerator(Accelerator):
 
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
         """oneDNN's matrix products, which come with torch: torch itself calls MKL for float32, which is slow on some
-        processors."""
+        processors. Products of experts by csrc."""
         if choice == "off" or self.memory != "torch":
             return KernelTable(self.name, {})
+        from polyaccel.ops.torch.grouped import with_grouped_kernels
         from polyaccel.ops.torch.linear import faster_kernels, onednn_kernels
 
-        return onednn_kernels() if choice == "on" else faster_kernels()
+        return with_grouped_kernels(onednn_kernels() if choice == "on" else faster_kernels())
 
     def allocate(self, numel: int, dtype: DType, *, pinned: bool = False) -> Buffer:
         if self.memory == "torch":

@@ -280,6 +280,25 @@ class MatmulRightGradFn(Protocol):
         """A new array (inner, columns): `left.T @ grad` for left (rows, inner), grad (rows, columns)."""
 
 
+class GroupedLinearFn(Protocol):
+    def __call__(self, rows: Any, weights: Any, counts: Sequence[int]) -> Any:
+        """A new array (rows, outputs): of the next `counts[g]` of `rows` (rows, inputs) their product with group g's
+        `weights` (groups, outputs, inputs), transposed. What a row gives does not depend on others."""
+
+
+class GroupedInputGradFn(Protocol):
+    def __call__(self, grad: Any, weights: Any, counts: Sequence[int]) -> Any:
+        """A new array (rows, inputs): of the next `counts[g]` rows of `grad` (rows, outputs) their product with group
+        g's `weights` (groups, outputs, inputs). What a row gives does not depend on others."""
+
+
+class GroupedWeightGradFn(Protocol):
+    def __call__(self, grad: Any, rows: Any, counts: Sequence[Sequence[int]]) -> Any:
+        """A new array (groups, outputs, inputs): of the next rows of `grad` (rows, outputs) and `rows` (rows, inputs)
+        the sum of `grad.T @ rows` over the parts of group g, which have `counts[g][0]`, `counts[g][1]`, ... rows: each
+        part's product by itself, added in order."""
+
+
 COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 CAST: Op[CastFn] = Op("cast", "copy into another element type, rounded to nearest or stochastically")
@@ -298,11 +317,20 @@ MATMUL: Op[MatmulFn] = Op("matmul", "a product of two matrices")
 MATMUL_LEFT_GRAD: Op[MatmulLeftGradFn] = Op("matmul_left_grad", "gradient of the left matrix of a product")
 MATMUL_RIGHT_GRAD: Op[MatmulRightGradFn] = Op("matmul_right_grad", "gradient of the right matrix of a product")
 
+GROUPED_LINEAR: Op[GroupedLinearFn] = Op("grouped_linear", "outputs of many linear layers, each of rows of its own")
+GROUPED_INPUT_GRAD: Op[GroupedInputGradFn] = Op("grouped_input_grad", "gradient of their rows")
+GROUPED_WEIGHT_GRAD: Op[GroupedWeightGradFn] = Op("grouped_weight_grad", "gradient of their weights, part by part")
+
 MATRIX_OPS: tuple[Op[Any], ...] = (
     *(LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD),
     *(MATMUL, MATMUL_LEFT_GRAD, MATMUL_RIGHT_GRAD),
 )
-"""The ops that `Accelerator.matrix_kernels` may hold. See [Note: Matrix products]."""
+"""The ops of `Accelerator.matrix_kernels` that replace products of the framework where they are faster. See [Note:
+Matrix products]."""
+
+GROUPED_OPS: tuple[Op[Any], ...] = (GROUPED_LINEAR, GROUPED_INPUT_GRAD, GROUPED_WEIGHT_GRAD)
+"""The ops that `Accelerator.matrix_kernels` may hold too, all of them or none: experts compute by them, whatever the
+framework's speed, because their results do not depend on what lies beside a row."""
 
 
 class KernelTable:

@@ -121,3 +121,25 @@ def matmul_left_grad(grad: Float64s, right: Float64s) -> Float64s:
 def matmul_right_grad(left: Float64s, grad: Float64s) -> Float64s:
     result: Float64s = left.T @ grad
     return result
+
+
+def grouped_linear(rows: Float64s, weights: Float64s, counts: Sequence[int]) -> Float64s:
+    pairs = zip(_groups(rows, counts), weights, strict=True)
+    result: Float64s = np.concatenate([group @ weight.T for group, weight in pairs])
+    return result
+
+
+def grouped_input_grad(grad: Float64s, weights: Float64s, counts: Sequence[int]) -> Float64s:
+    pairs = zip(_groups(grad, counts), weights, strict=True)
+    result: Float64s = np.concatenate([group @ weight for group, weight in pairs])
+    return result
+
+
+def grouped_weight_grad(grad: Float64s, rows: Float64s, counts: Sequence[Sequence[int]]) -> Float64s:
+    sizes = [sum(parts) for parts in counts]
+    result: Float64s = np.stack([a.T @ b for a, b in zip(_groups(grad, sizes), _groups(rows, sizes), strict=True)])
+    return result
+
+
+def _groups(rows: Float64s, counts: Sequence[int]) -> list[Float64s]:
+    return np.split(rows, np.cumsum(counts)[:-1])

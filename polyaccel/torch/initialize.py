@@ -87,7 +87,7 @@ def initialize(
     if cut_of(model) is None:
         cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
         _cut(runtime, model)
-    if runtime.mesh.size_of(("expert",)) > 1:
+    if runtime.config.expert_parallel.enabled or runtime.mesh.size_of(("expert",)) > 1:
         spread_experts(model, runtime.along(("expert",)))
     _move(model, device)
     rules = module_rules_of(runtime.config)

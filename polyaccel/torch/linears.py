@@ -25,8 +25,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
-from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, MATRIX_OPS, KernelTable
+from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
+from polyaccel.torch.experts.models import SpreadExperts
+from polyaccel.torch.experts.products import GroupedProducts
 from polyaccel.torch.gathering.arriving import ArrivingParameter
 from polyaccel.torch.gathering.sharded import ShardedParameter
 from polyaccel.torch.parallel.layers import SharedModule
@@ -183,6 +185,7 @@ class Linears:
         self._layers: list[nn.Linear] = []
         self._shared: list[SharedModule] = []
         self._heads: list[TiledHead] = []
+        self._experts: list[SpreadExperts] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
         if not set(table):
@@ -190,6 +193,7 @@ class Linears:
         device_type = accelerator.torch_device_type
         assert device_type is not None  # what this frontend's accelerators have
         products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
+        grouped = GroupedProducts.of(table, device_type)
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and is_ordinary(layer):
                 layer.__dict__["forward"] = LinearForward(layer, products)
@@ -197,6 +201,9 @@ class Linears:
             elif isinstance(layer, SharedModule):
                 layer.share.ranks.products = products
                 self._shared.append(layer)
+            elif isinstance(layer, SpreadExperts):
+                layer.products = grouped
+                self._experts.append(layer)
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
                 head.products = products
                 self._heads.append(head)
@@ -214,6 +221,9 @@ class Linears:
         for shared in self._shared:
             shared.share.ranks.products = None
         self._shared.clear()
+        for experts in self._experts:
+            experts.products = None
+        self._experts.clear()
         for head in self._heads:
             head.products = None
         self._heads.clear()
@@ -226,7 +236,7 @@ def agreed_kernels(accelerator: Accelerator, communicator: Communicator, choice:
     every = communicator.all_gather_object((choice, [op.name for op in table]))
     if len({stated for stated, _ in every}) > 1:
         return table.only(())
-    return table.only([op for op in MATRIX_OPS if all(op.name in names for _, names in every)])
+    return table.only([op for op in table if all(op.name in names for _, names in every)])
 
 
 def is_ordinary(layer: nn.Linear) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 VARIABLE = "POLYACCEL_NATIVE"
 """Environment variable: "off", or the instruction set to use instead of this processor's best one."""
 
@@ -55,6 +55,8 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
     "pa_square_sums": (c_void_p, c_int64, POINTER(c_int64), POINTER(CArray), POINTER(c_int64), c_int32),
     "pa_quantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
     "pa_dequantize": (c_int32, c_int64, c_int64, CArray, c_void_p, c_void_p, c_int32),
+    "pa_products_scratch": (c_int64, c_void_p, c_int32),
+    "pa_products": (c_int64, c_void_p, c_void_p, c_void_p, c_int32),
 }
 
 
@@ -104,6 +106,7 @@ def native() -> Native:
     for name, arguments in _SIGNATURES.items():
         getattr(library, name).argtypes = arguments
     library.pa_isa.restype = c_char_p
+    library.pa_products_scratch.restype = c_int64
     library.pa_update_shape.restype = CUpdateShape
     if wanted and library.pa_choose_isa(wanted.encode()):
         expected = f"one of off, {', '.join(_ISAS)}, as far as this processor has it"

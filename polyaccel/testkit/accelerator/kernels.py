@@ -9,7 +9,7 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.ops.base import ALL_OPS, CAST, COMBINE, DEQUANTIZE, MATRIX_OPS, QUANTIZE, SCALE
+from polyaccel.ops.base import ALL_OPS, CAST, COMBINE, DEQUANTIZE, GROUPED_OPS, MATRIX_OPS, QUANTIZE, SCALE
 from polyaccel.testkit.accelerator.memory import BEYOND_A_CHUNK, SMALL_SIZES, contents
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.cases import kernel_cases
@@ -21,6 +21,7 @@ from polyaccel.testkit.kernels.contract import (
     check_square_sums,
     check_stochastic_rounding,
 )
+from polyaccel.testkit.kernels.grouped import check_grouped_products
 from polyaccel.types import DType, ReduceOp
 
 
@@ -134,8 +135,14 @@ class KernelsContract(ABC):
         accelerator = self.make()
         equal([op.name for op in accelerator.matrix_kernels("off")], [], 'kernels of matrix_kernels("off")')
         table = accelerator.matrix_kernels("on")
-        equal(sorted(op.name for op in set(table) - set(MATRIX_OPS)), [], "ops of matrix_kernels that are no products")
+        known = {*MATRIX_OPS, *GROUPED_OPS}
+        equal(sorted(op.name for op in set(table) - known), [], "ops of matrix_kernels that are no products")
+        grouped = [op.name for op in GROUPED_OPS if op in table]
+        equal(grouped, [op.name for op in GROUPED_OPS] if grouped else [], "grouped products, all or none")
         if not set(table):
             raise SkipTest("leaves matrix products to the framework")
         for rows, inputs, outputs in ((1, 1, 1), (3, 17, 5), (64, 33, 130), (257, 300, 65)):
             check_matrix_products(accelerator, table, rows, inputs, outputs)
+        if grouped:
+            for counts, inputs, outputs in (((1,), 1, 1), ((0, 3, 0, 17), 5, 33), ((64, 1, 130), 70, 65)):
+                check_grouped_products(accelerator, table, counts, inputs, outputs)

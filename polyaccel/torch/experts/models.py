@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
+from polyaccel.torch.experts.products import GroupedProducts, computed
 from polyaccel.torch.experts.ranks import plan_journey
 from polyaccel.torch.experts.routing import route
 from polyaccel.torch.parallel.cut import WholeValues, keep_part
@@ -54,6 +55,8 @@ class SpreadExperts(nn.Module):
     """Experts of which this rank has some."""
 
     spread: Spread
+    products: GroupedProducts | None
+    """What computes them; None for the module's own forward."""
 
     def forward(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """What the module's own forward makes of `hidden_states` (tokens, features), the numbers of each token's
@@ -63,9 +66,12 @@ class SpreadExperts(nn.Module):
         routing = route(experts.reshape(len(tokens), -1), weights.reshape(len(tokens), -1), sum(counts))
         journey = plan_journey(communicator, routing, counts)
         came = journey.there(tokens.index_select(0, routing.tokens))
-        numbers = torch.repeat_interleave(torch.tensor(journey.counts)).to(came.device).unsqueeze(1)
         rows: Tensor = _Rescaled.apply(came, float(communicator.world_size))  # type: ignore[no-untyped-call]
-        out: Tensor = super().forward(rows, numbers, torch.ones_like(numbers, dtype=came.dtype))
+        found = computed(self, rows, journey.parts, self.products)
+        if found is None:
+            numbers = torch.repeat_interleave(torch.tensor(journey.counts)).to(came.device).unsqueeze(1)
+            found = super().forward(rows, numbers, torch.ones_like(numbers, dtype=came.dtype))
+        out: Tensor = found
         out = _Rescaled.apply(out, 1.0 / communicator.world_size)  # type: ignore[no-untyped-call]
         without = [] if len(came) else [one for one in self.parameters() if one.requires_grad]
         out = _Joined.apply(out, came, *map(present, without))  # type: ignore[no-untyped-call]
@@ -107,7 +113,8 @@ class _Joined(torch.autograd.Function):
 
 def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     """Spread the experts of every layer of `model` over the ranks of `communicator`, in place: stacks of the first
-    rank's values, of which each rank keeps its experts'. Collective.
+    rank's values, of which each rank keeps its experts'. On one rank, nothing changes but how they are computed.
+    Collective.
 
     Raises ShardingError for a model without such layers, one with fewer experts than ranks, and where ranks differ.
     """
@@ -115,6 +122,8 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     facts = [(name, type(module).__name__, module.num_experts) for name, module in found.items()]
     if len({str(each) for each in communicator.all_gather_object(facts)}) > 1:
         raise ShardingError("the ranks that share experts have other layers", cure="build the same model on every rank")
+    if not found and communicator.world_size == 1:
+        return
     counts = _counts(model, found, communicator.world_size)
     ranks = TensorRanks(communicator)
     values = WholeValues(
@@ -170,6 +179,7 @@ def _spread(module: nn.Module, path: str, ranks: TensorRanks, counts: tuple[int,
     module.__dict__["num_experts"] = counts[ranks.rank]
     module.__class__ = _spread_class(type(module))
     module.__dict__["spread"] = Spread(ranks.communicator, counts)
+    module.__dict__["products"] = None
 
 
 def _cuts(module: nn.Module, own: tuple[int, int]) -> dict[str, Cut]:

@@ -24,8 +24,13 @@ class Journey(NamedTuple):
     """How many come from each."""
     order: Tensor
     """(rows,), int64: of the rows that came, ordered by rank, those of the first own expert, then of the second, ..."""
-    counts: tuple[int, ...]
-    """The rows of each own expert."""
+    parts: tuple[tuple[int, ...], ...]
+    """The rows of each own expert, by the rank that they come from."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The rows of each own expert."""
+        return tuple(map(sum, self.parts))
 
     def there(self, rows: Tensor) -> Tensor:
         """(rows of own experts, features), ordered by expert, then by the rank that they come from, for `rows` (pairs,
@@ -69,7 +74,7 @@ def plan_journey(communicator: Communicator, routing: Routing, experts: Sequence
         tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
         tuple(map(sum, lines)),
         order.to(counts.device),
-        tuple(sum(line[expert] for line in lines) for expert in range(own)),
+        tuple(tuple(line[expert] for line in lines) for expert in range(own)),
     )
 
 

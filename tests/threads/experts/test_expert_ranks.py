@@ -19,6 +19,7 @@ from transformers import MixtralForCausalLM
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
+from polyaccel.ops import matrix_choice
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.params.cuts import cuts_of, taken
 from polyaccel.utils import safe_get_full_optimizer_state
@@ -35,6 +36,12 @@ SAMPLE = [
 ]
 """Kind, ranks that share experts, ranks with the same ones, stage: `make test` runs these, `make test-parity` all."""
 ROWS = list(product(KINDS, (2, 3), (1, 2), range(4))) if os.environ.get(VARIABLE) == FULL else SAMPLE
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts by grouped products. Those of other tests are left to their modules."""
+    monkeypatch.setenv(matrix_choice.VARIABLE, "on")
 
 
 def config_of(stage: int, experts: int, **changes: Any) -> dict[str, Any]:

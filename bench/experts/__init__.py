@@ -1,0 +1,1 @@
+"""Steps of a mixture of experts, beside DeepSpeed's and plain torch."""
