@@ -2,7 +2,7 @@
 // needs AVX-512 where a lesser processor calls it. For the same reason nothing here includes a C++ header.
 #include "blocks.h"
 #include "isa.h"
-#include "products.h"
+#include "../products/tiles.h"
 #include "sums.h"
 #include "sweep.h"
 

@@ -2,8 +2,8 @@
 
 #include <atomic>
 
-#include "isa.h"
-#include "parallel.h"
+#include "../kernels/isa.h"
+#include "../kernels/parallel.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "isa.h"
+#include "../kernels/isa.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
