@@ -88,7 +88,8 @@ PA_EXPORT int32_t pa_dequantize(int32_t bits, int64_t numel, int64_t block_numel
                                 const float* scales, int32_t threads);
 
 // C = A @ B in float32: element (i, k) of A is at a[i * a_row + k * a_column], (k, j) of B at b[k * b_row + j * b_column],
-// (i, j) of C at c[i * c_row + j]. The inner dim is cut into so many segments. See [Note: Rows of a product] in csrc/products/tiles.h.
+// (i, j) of C at c[i * c_row + j]. The inner dim is cut into so many segments. See [Note: Rows of a product] in
+// csrc/products/tiles.h.
 typedef struct {
     const float *a, *b;
     float* c;

@@ -9,7 +9,7 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.ops import reference
-from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_WEIGHT_GRAD, KernelTable
+from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_WEIGHT_GRAD, KernelTable, Op
 from polyaccel.ops.reference import Float64s
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.contract import encode
@@ -32,12 +32,12 @@ def check_grouped_products(
     grad, exact_grad = _array(accelerator, draw.standard_normal((total, outputs)))
     weights, exact_weights = _array(accelerator, draw.standard_normal((groups, outputs, inputs)))
 
-    calls = (
+    calls: tuple[tuple[Op[Any], Any, Any, Float64s, int], ...] = (
         (GROUPED_LINEAR, reference.grouped_linear, rows, exact_rows, inputs),
         (GROUPED_INPUT_GRAD, reference.grouped_input_grad, grad, exact_grad, outputs),
     )
     for op, meaning, given, exact, summed in calls:
-        kernel: Any = table[op]
+        kernel = table[op]
         found = _numbers(accelerator, kernel(given, weights, counts))
         room = summed * _EPSILON * meaning(np.abs(exact), np.abs(exact_weights), counts)
         _close(found, meaning(exact, exact_weights, counts), room, f"{op.name}, {what}")
@@ -59,8 +59,8 @@ def check_grouped_products(
     for group, of_group in enumerate(parts):
         for count in of_group:
             at = slice(first, first + count)
-            alone = [(count if other == group else 0,) for other in range(groups)]
-            added += _numbers(accelerator, table[GROUPED_WEIGHT_GRAD](grad[at], rows[at], alone))
+            of_one = [[count] if other == group else [0] for other in range(groups)]
+            added += _numbers(accelerator, table[GROUPED_WEIGHT_GRAD](grad[at], rows[at], of_one))
             first += count
     equal(added.tobytes(), found.tobytes(), f"grouped_weight_grad, {what}: its parts one by one")
 
