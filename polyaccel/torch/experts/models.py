@@ -131,7 +131,7 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     )
     for name, module in found.items():
         _spread(module, name, ranks, counts[name], values)
-    if communicator.ranks[communicator.rank] == 0:
+    if communicator.world_size > 1 and communicator.ranks[communicator.rank] == 0:
         shown = ", ".join(f"{name} {even_parts(count, ranks.size)}" for name, _, count in facts)
         _log.info("experts on each of %d ranks: %s", ranks.size, shown)
         if (said := values.summary()) is not None:
