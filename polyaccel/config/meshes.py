@@ -115,8 +115,6 @@ def _pipe_problems(config: Config) -> list[Problem]:
     beside, problems = "does not exist yet beside the stages of a pipeline", []
     if config.tensor_parallel.sequence_sharded:
         problems.append(Problem("tensor_parallel.sequence_sharded", True, beside, "leave it out"))
-    if expert_ranks(config)[1] > 1:
-        problems.append(Problem(*expert_ranks(config), beside, "leave it out"))
     return problems
 
 

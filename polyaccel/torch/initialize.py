@@ -26,7 +26,7 @@ from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_cla
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.experts.balance import following_loads
-from polyaccel.torch.experts.models import spread_experts
+from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.experts.watching import WatchedExperts
 from polyaccel.torch.gathering.sharded import require_whole
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
@@ -87,8 +87,7 @@ def initialize(
     if cut_of(model) is None:
         cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
         _cut(runtime, model)
-    if runtime.config.expert_parallel.enabled or runtime.mesh.size_of(("expert",)) > 1:
-        spread_experts(model, runtime.along(("expert",)))
+        _spread(runtime, model)
     _move(model, device)
     rules = module_rules_of(runtime.config)
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
@@ -133,6 +132,7 @@ def _staged(
             prepare(model)
             cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
             _cut(runtime, model)  # while the model is whole
+            _spread(runtime, model)
             placement = chosen_placement(section.schedule, stages, section.chunks or None)
             CutModel(model, placement, runtime.mesh.coordinates(runtime.communicator.rank)["pipe"], method)
             return model, _engine_of_stages(engine_class)
@@ -201,6 +201,17 @@ def _cut(runtime: Runtime, model: nn.Module) -> None:
         return
     ranks = runtime.along(("tensor",))
     cut_model(model, ranks, plan_by(model, ranks.world_size, rules))
+
+
+def _spread(runtime: Runtime, model: nn.Module) -> None:
+    """Spread the experts of `model` over the ranks along `expert`, where the config asks. A stage may have no experts,
+    where another has. Collective. Raises ShardingError as `spread_experts`."""
+    if not runtime.config.expert_parallel.enabled and runtime.mesh.size_of(("expert",)) == 1:
+        return
+    has = has_experts(model)
+    if runtime.mesh.has_several("pipe") and any(runtime.along(("pipe",)).all_gather_object(has)) and not has:
+        return
+    spread_experts(model, runtime.along(("expert",)))
 
 
 def _attend_experts(runtime: Runtime, model: nn.Module, engine: TorchEngine) -> None:

@@ -138,6 +138,11 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
             _log.info("%s", said)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether `model` has layers whose experts can be spread."""
+    return any(map(are_experts, model.modules()))
+
+
 def cut_expert_shapes(model: nn.Module, ranks: int) -> None:
     """Give the experts of `model` the shapes that they have on the first of `ranks` ranks, which has the most. Only for
     a model that nobody runs. Raises ShardingError as `spread_experts`."""

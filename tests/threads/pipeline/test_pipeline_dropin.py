@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
-from pipeline_models import batches, pipeline_config, plain_layers, trained
+import torch
+from pipeline_models import MICRO_BATCHES, batches, pipeline_config, plain_layers, trained
 from torch import nn
 
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 
 deepspeed = pytest.importorskip("deepspeed")
+from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.topology import (  # noqa: E402
@@ -36,6 +40,36 @@ def test_a_script_trains_over_the_stages_of_a_topology():
 
     expected = trained(1, 2, pipeline_config(1)).losses
     assert run_threads(4, run) == [expected[0], expected[1]] * 2
+
+
+class Adding(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mixture = MoE(width, nn.Linear(width, width), 4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
+
+    def forward(self, x):
+        return x + self.mixture(x)[0]
+
+
+def test_experts_of_one_stage_are_shared_there():
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 6), nn.Tanh(), Adding(6), nn.Linear(6, 6)]
+
+    def run(stages):
+        def body(communicator):
+            specs = deepcopy(layers)
+            model = PipelineModule(specs, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+            engine, *_ = deepspeed.initialize(model=model, config=pipeline_config(1))
+            place = engine.mesh.group(("data",), communicator.rank).index(communicator.rank)
+            inputs = torch.randn(3, MICRO_BATCHES, 4, 6, generator=torch.Generator().manual_seed(place))
+            losses = [float(engine.train_batch(data_iter=iter([(x, x.flip(-1)) for x in step]))) for step in inputs]
+            engine.destroy()
+            return losses
+
+        return run_threads(2 * stages, body)
+
+    alone = run(1)
+    assert [pytest.approx(losses, rel=1e-6) for losses in run(2)] == alone * 2
 
 
 def test_specs_are_those_of_the_engine():

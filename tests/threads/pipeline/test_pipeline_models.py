@@ -18,8 +18,10 @@ from transformers import default_data_collator
 import polyaccel
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.deferred.values import is_deferred
+from polyaccel.torch.experts import Mixture
 
 LAYERS = 4
+SHARED = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 @cache
@@ -207,13 +209,76 @@ def test_states_of_stages_rest_in_host_memory(stage):
         ("gpt2", {"tensor_parallel": {"autotp_size": 2}}),
         ("llama", {"sequence_parallel_size": 2}),
         ("gpt2", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 64}}),
+        ("mixtral", {**SHARED, "zero_optimization": {"stage": 3, "reduce_bucket_size": 64}}),
     ],
-    ids=["tensor", "tensor-tied", "sequence", "stage3"],
+    ids=["tensor", "tensor-tied", "sequence", "stage3", "experts"],
 )
 def test_ranks_share_what_a_stage_has(kind, beside):
     shared = trained_over(2, original(kind), ranks=4, **beside)
     assert_close(shared, trained_over(1, original(kind), ranks=2, **beside))
     assert shared.losses[0] == pytest.approx(plainly(kind).losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
+def test_experts_are_shared_within_stages(schedule):
+    pipeline = {"stages": 2, "schedule": schedule}
+    shared = trained_over(2, original("mixtral"), ranks=4, **SHARED, pipeline=pipeline)
+    assert_close(shared, trained_over(1, original("mixtral"), ranks=2, **SHARED))
+
+
+class Adding(nn.Module):
+    """A layer of experts, whose output is added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture(6, lambda: nn.Linear(6, 6), 3, gate="sigmoid", bias_rate=0.01, balance_weight=0.0)
+
+    def forward(self, x):
+        return x + self.mixture(x).output
+
+
+def test_a_stage_may_have_no_experts(tmp_path):
+    """Written as layers, with other batches on each rank that shares experts; a checkpoint goes on to the bit."""
+
+    def batches(step, rank):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs = torch.randn(2 * MICRO_BATCHES, 3, 6, generator=generator)
+        return [(one, one.flip(-1)) for one in inputs.split(2)]
+
+    torch.manual_seed(4)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Adding(), nn.Linear(6, 6))
+
+    def run(steps, *, load=False, save=False):
+        def body(communicator):
+            model = deepcopy(layers)
+            model.loss_fn = nn.functional.mse_loss
+            changes = {
+                **SHARED,
+                "pipeline": {"stages": 2, "partition": "uniform"},
+                "train_micro_batch_size_per_gpu": 2,
+            }
+            engine, *_ = polyaccel.initialize(model=model, config=pipeline_config(1, **changes))
+            if load:
+                engine.load_checkpoint(str(tmp_path))
+            found = []
+            place = engine.mesh.group(("data",), communicator.rank).index(communicator.rank)
+            for step in steps:
+                found.append(float(engine.train_batch(iter(batches(step, place)))))
+            if save:
+                engine.save_checkpoint(str(tmp_path))
+            values = {name: value.clone() for name, value in engine.module_state_dict().items()}
+            engine.destroy()
+            return found, values
+
+        return run_threads(4, body)
+
+    whole = run(range(6))
+    run(range(3), save=True)
+    rest = run(range(3, 6), load=True)
+    for (found, values), (later, same) in zip(whole, rest, strict=True):
+        assert later == found[3:]
+        assert all(torch.equal(value, same[name]) for name, value in values.items())
+        assert values["3.mixture.raised"].any()
 
 
 def test_a_stage_computes_in_bfloat16():

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyaccel import comm
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
+from polyaccel.torch.pipeline import PipelineModule
 from polyaccel_deepspeed.experts.layer import MoE
 
 log = getLogger("polyaccel.deepspeed")
@@ -23,11 +25,15 @@ def with_expert_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     Where layers differ, the largest counts that no layer has fewer experts than: what a layer computes does not depend
     on it. Raises ConfigError where the config says another number.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    sizes = sorted({layer.ep_size for layer in layers})
+    layers = [(module.ep_size, module.num_experts) for module in model.modules() if isinstance(module, MoE)]
+    if isinstance(model, PipelineModule) and comm.is_initialized():  # the layers of this stage
+        of_ranks: list[Any] = [None] * comm.get_world_size()
+        comm.all_gather_object(of_ranks, layers)
+        layers = [tuple(layer) for of_rank in of_ranks for layer in of_rank]
+    sizes = sorted({size for size, _ in layers})
     if not sizes or sizes[-1] == 1:
         return tree
-    fewest = min(layer.num_experts for layer in layers)
+    fewest = min(experts for _, experts in layers)
     size = max(each for each in sizes if each <= fewest)
     if len(sizes) > 1:
         log.warning("layers of experts ask for ep_size %s: all are spread over %d ranks", sizes, size)
