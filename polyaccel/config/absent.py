@@ -117,13 +117,7 @@ ABSENT: tuple[Absent, ...] = (
         aio__overlap_events=True,
     ),
     _alone("aio.use_gds", False, "file access from the device"),
-    _tuning(
-        "figures are taken in each step without waiting for the device",
-        timers__throughput__enabled=True,
-        timers__throughput__synchronized=True,
-    ),
     # Watching.
-    _alone("memory_breakdown", False, "the memory breakdown", "read engine.metrics.peak_memory_nbytes"),
     Absent(
         "the operation profiler",
         _under(

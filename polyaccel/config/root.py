@@ -33,6 +33,7 @@ from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
+from polyaccel.config.sections.timers import TimersConfig
 from polyaccel.config.sections.zero import ZeroConfig
 
 
@@ -112,10 +113,16 @@ class Config(Section):
 
     steps_per_print: PositiveInt | None = None
     """Optimizer steps between two progress lines of rank 0: loss, learning rate, gradient norm, loss scale, samples a
-    second. Null prints none (but see `wall_clock_breakdown`)."""
+    second. Null prints none (but see `wall_clock_breakdown` and `memory_breakdown`)."""
     wall_clock_breakdown: bool = False
-    """Print with each progress line how many milliseconds of the step the host spent in each phase; `steps_per_print`
-    is then 10 instead of null. It costs a clock reading a phase."""
+    """Print with each progress line how many milliseconds of the step the host spent in each phase, and the device
+    where it has streams; each adds up to 100 %. `steps_per_print` is then 10 instead of null. It costs a clock reading
+    and an event a phase."""
+    memory_breakdown: bool = False
+    """Print with each progress line what device and host have in use, and what the plan of the step knows of it by
+    purpose. `steps_per_print` is then 10 instead of null."""
+    timers: TimersConfig = TimersConfig()
+    """What is timed beside phases."""
     dump_state: bool = False
     """Print the complete config with all defaults, once, when the engine is made (rank 0)."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None

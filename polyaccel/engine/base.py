@@ -19,8 +19,9 @@ from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.recording import StepRecorder
+from polyaccel.engine.recording import Reporting, StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -37,8 +38,8 @@ log = getLogger(__name__)
 class EngineSettings:
     """The settings that an engine counts with and answers to its users.
 
-    Batch sizes count samples: of an optimizer step over all ranks, and of one rank's micro-batch. `print_every` counts
-    optimizer steps between progress lines (None: none); `print_phases` adds the time of each phase.
+    Batch sizes count samples: of an optimizer step over all ranks, and of one rank's micro-batch. `counts_work`: tokens
+    and operations are counted.
     """
 
     train_batch_size: int
@@ -46,8 +47,8 @@ class EngineSettings:
     accumulation_steps: int
     zero_stage: int
     gradient_clipping: float
-    print_every: int | None
-    print_phases: bool
+    reporting: Reporting
+    counts_work: bool
     saving: SavePolicy
 
 
@@ -174,11 +175,18 @@ class Engine(ABC):
         self._recorder = StepRecorder(
             parts.accelerator,
             parts.communicator,
-            print_every=parts.settings.print_every,
-            print_phases=parts.settings.print_phases,
+            reporting=parts.settings.reporting,
+            work=self._work_counter(parts.settings),
             monitor=parts.monitor,
         )
+        self._recorder.planned_memory = lambda: self.zero.planned_memory()
         self.timer = self._recorder.timer
+
+    @staticmethod
+    def _work_counter(settings: EngineSettings) -> WorkCounter:
+        micro_batches = settings.micro_batch_size * settings.accumulation_steps
+        streams = settings.train_batch_size // micro_batches
+        return WorkCounter(enabled=settings.counts_work, streams_of_batches=streams)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last `save_checkpoint` is complete and durable. Every rank calls it. Raises CheckpointError on

@@ -62,6 +62,11 @@ class StepMetrics:
     samples_per_s: float | None = None
     """Of all ranks together, as `tokens_per_s`."""
     tokens_per_s: float | None = None
+    tflops: float | None = None
+    """Floating-point operations of the model that each rank did in a second, in 10^12. None unless
+    `timers.throughput` counts them."""
+    model_flops_utilisation: float | None = None
+    """The same as a share of what the device does in a large product."""
     peak_memory_nbytes: int | None = None
     """The most device memory that this rank had in use."""
     traffic_numel: int | None = None
@@ -70,16 +75,23 @@ class StepMetrics:
     """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
     """By layer, where the config asks (`expert_parallel.watch`)."""
+    device_phase_s: Mapping[str, float] = field(default_factory=dict)
+    """With `wall_clock_breakdown`, on a device with streams: its seconds by phase in the last step that it has ended,
+    which is the one before as a rule. What is no part of a step is `outside`."""
 
     def scalars(self) -> Iterator[Event]:
         """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
-        fields; `lr_1` is the second group's, `phase_s/backward` a phase's."""
+        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in ("step", "skipped") or value is None:
                 continue
             if each.name == "lr":
                 yield from (("lr" if not at else f"lr_{at}", float(lr), self.step) for at, lr in enumerate(value))
+            elif each.name == "experts":
+                for layer, told in value.items():
+                    numbers = {name: one for name, one in asdict(told).items() if isinstance(one, (int, float))}
+                    yield from ((f"experts/{layer}/{name}", float(one), self.step) for name, one in numbers.items())
             elif isinstance(value, Mapping):
                 yield from ((f"{each.name}/{name}", float(one), self.step) for name, one in value.items())
             else:

@@ -3,45 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from logging import getLogger
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.measures.device_laps import DeviceLaps
+from polyaccel.engine.measures.memory import by_purpose, memory_in_use
+from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.timing import PhaseTimer
+from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporting:
+    """What progress lines say, and how often: every so many optimizer steps (None: never).
+
+    `phases` adds the time of each phase, `memory` what is in use; `synchronizes` waits for the device at the end of
+    each step.
+    """
+
+    every: int | None = None
+    phases: bool = False
+    memory: bool = False
+    synchronizes: bool = False
+
+
 class StepRecorder:
-    """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints every `print_every`-th on
-    rank 0 (None: none). `print_phases` adds where the host's time went."""
+    """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints some on rank 0."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         communicator: Communicator,
         *,
-        print_every: int | None,
-        print_phases: bool,
+        reporting: Reporting,
+        work: WorkCounter,
         monitor: MetricSink,
     ) -> None:
-        self.timer = PhaseTimer()
+        """`accelerator` marks the device's time where phases are shown and it has streams."""
+        self.work = work
+        marks = reporting.phases and accelerator.capabilities().streams
+        self.timer = PhaseTimer(DeviceLaps(lambda: accelerator.current_stream().record()) if marks else None)
         self.last: StepMetrics | None = None
         self._accelerator = accelerator
         self._communicator = communicator
-        self._print_every = print_every if communicator.rank == 0 else None
-        self._print_phases = print_phases
+        self._reporting = reporting
+        self._print_every = reporting.every if communicator.rank == 0 else None
         self._monitor = monitor
+        self.planned_memory: Callable[[], Iterable[tuple[str, int]]] = tuple
+        """Bytes by purpose that the plan of a step knows of."""
         self.begin()
 
     def begin(self) -> None:
         """Time and traffic of the next step count from here: setting a run up is no part of its first step."""
         self.timer.take()
+        self.timer.take_device()
         self._sent_before = self._communicator.sent_numel
 
     def record(
@@ -57,6 +80,11 @@ class StepRecorder:
         """The figures of the step that has just ended; time and traffic count from the last call."""
         tell_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
         sent = self._communicator.sent_numel
+        if self.work.needs_peak():
+            with self.timer(OUTSIDE):
+                self.work.know_peak()
+        if self._reporting.synchronizes:
+            self._accelerator.synchronize()
         phase_s = self.timer.take()
         elapsed = sum(phase_s.values())
         self.last = StepMetrics(
@@ -74,6 +102,8 @@ class StepRecorder:
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,
             experts=experts,
+            device_phase_s=self.timer.take_device(),
+            **self.work.take(elapsed),
         )
         self._sent_before = sent
         self._monitor.write(self.last)
@@ -90,13 +120,43 @@ class StepRecorder:
         norm = "none" if metrics.grad_norm is None else f"{metrics.grad_norm:.4g}"
         rates = ", ".join(f"{lr:.3g}" for lr in metrics.lr)
         log.info(
-            "step %d: loss %s, lr %s, grad norm %s, loss scale %g, %.1f samples/s",
-            metrics.step, loss, rates, norm, metrics.loss_scale, metrics.samples_per_s,
+            "step %d: loss %s, lr %s, grad norm %s, loss scale %g, %.1f samples/s%s",
+            metrics.step, loss, rates, norm, metrics.loss_scale, metrics.samples_per_s, _work_in_words(metrics),
         )  # fmt: skip
         for name, layer in metrics.experts.items():
             log.info(
                 "  %s: balance %.2f, dropped %.1f %%, exchanges %.1f ms, %.1f MB",
                 name, layer.balance, 100 * layer.dropped_share, 1e3 * layer.exchange_s, layer.exchanged_nbytes / 1e6,
             )  # fmt: skip
-        if self._print_phases:
-            log.info("  host ms: %s", ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in metrics.phase_s.items()))
+        if self._reporting.phases:
+            log.info("  host ms: %s", _shares(metrics.phase_s))
+            if metrics.device_phase_s:
+                log.info("  device ms, of the last step that it has ended: %s", _shares(metrics.device_phase_s))
+        if self._reporting.memory:
+            log.info("  memory: %s", memory_in_use(self._accelerator))
+            if purposes := by_purpose(self.planned_memory()):
+                log.info("  of that, by the plan: %s", purposes)
+
+
+def _shares(seconds: Mapping[str, float]) -> str:
+    """Milliseconds by phase, and their shares, which are whole percents and add up to 100."""
+    total = sum(seconds.values())
+    if not total:
+        return ", ".join(f"{phase} 0.0 (0 %)" for phase in seconds)
+    exact = {phase: 100 * one / total for phase, one in seconds.items()}
+    percents = {phase: int(one) for phase, one in exact.items()}
+    by_rest = sorted(exact, key=lambda phase: percents[phase] - exact[phase])
+    for phase in by_rest[: 100 - sum(percents.values())]:
+        percents[phase] += 1
+    return ", ".join(f"{phase} {1e3 * one:.1f} ({percents[phase]} %)" for phase, one in seconds.items())
+
+
+def _work_in_words(metrics: StepMetrics) -> str:
+    words = ""
+    if metrics.tokens_per_s is not None:
+        words += f", {metrics.tokens_per_s:.0f} tokens/s"
+    if metrics.tflops is not None:
+        words += f", {metrics.tflops:.3g} TFLOPS a rank"
+    if metrics.model_flops_utilisation is not None:
+        words += f" ({100 * metrics.model_flops_utilisation:.0f} % of a large product)"
+    return words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from polyaccel.buffer import Buffer
@@ -40,6 +40,9 @@ class TrainedState(Protocol):
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no update has used yet."""
+
+    def planned_memory(self) -> Iterable[tuple[str, int]]:
+        """Bytes of this rank by purpose, as far as a plan of buffers knows them."""
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Use the gradients, which were multiplied with `loss_scale`, and forget them. Collective."""

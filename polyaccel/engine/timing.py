@@ -6,6 +6,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, get_args
 
+from polyaccel.engine.measures.device_laps import DeviceLaps
+
 Phase = Literal["data", "forward", "backward", "reduce", "update", "publish", "other"]
 """`data`: waiting for the next micro-batch. `reduce`: starting and awaiting gradient reductions. `publish`: making the
 updated parameters visible to all ranks. `other`: the rest of the step, such as a script's own work between calls."""
@@ -20,11 +22,12 @@ class PhaseTimer:
 
     Every moment since the last `take` belongs to one phase or to none (`OUTSIDE`), so the phases add up to the step.
     Phases nest, and a moment counts for the innermost only; all that is nested in `OUTSIDE` is outside too. It is the
-    host's time: the device is not synchronised, and work that is still queued counts where the host waits for it. One
-    thread at a time (autograd's threads run while the caller's waits for them).
+    host's time: the device is not synchronised, and work that is still queued counts where the host waits for it.
+    `laps` has the device's own. One thread at a time (autograd's threads run while the caller's waits for them).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, laps: DeviceLaps | None = None) -> None:
+        self._device = laps
         self._laps: dict[Charge, _Lap] = {phase: _Lap(self, phase) for phase in (*PHASES, OUTSIDE)}
         self._seconds: dict[Charge, float] = dict.fromkeys((*PHASES, OUTSIDE), 0.0)
         self._open: list[Charge] = ["other"]
@@ -41,7 +44,14 @@ class PhaseTimer:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return taken
 
+    def take_device(self) -> dict[str, float]:
+        """Seconds of the device by phase, of the last step that it has ended, `outside` among them; empty without laps
+        and where it has ended none since the last call. Follows `take`."""
+        return {} if self._device is None else self._device.take()
+
     def _charge(self) -> None:
+        if self._device is not None:
+            self._device.charge(self._open[-1])
         now = perf_counter()
         self._seconds[self._open[-1]] += now - self._since
         self._since = now

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
@@ -20,6 +21,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
+from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.views import CopyCount, fence
@@ -60,8 +62,14 @@ class JaxEngine(Engine):
             jnp.float16 if runtime.casts_inputs else None,
             _recomputation_of(recompute_policy_of(runtime.config)),
         )
+        self._work = BatchWork(self._recorder.work, self._traced, first_dtype(self.adapter.param_specs()))
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
+
+    def _traced(self, batch: Any) -> Any:
+        """The loss of `batch` as JAX traces it, for shapes alone."""
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in self.adapter.leaves()]
+        return jax.make_jaxpr(self._loss_function.call)(leaves, batch, jax.random.key(0))
 
     @property
     def optimizer_kind(self) -> str | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.jax.engine import JaxEngine
-from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
@@ -62,6 +62,7 @@ class ViewsEngine(JaxEngine):
         self._settle_params()
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
+        self._work.count(as_inputs(batch))
         self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):

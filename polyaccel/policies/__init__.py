@@ -22,6 +22,7 @@ from polyaccel.engine.base import EngineSettings
 from polyaccel.mesh import Mesh
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.offload.walk import most_host_buffers
+from polyaccel.policies.watching import reporting_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step
@@ -236,22 +237,16 @@ def step_policy_of(config: ResolvedConfig) -> StepPolicy:
     )
 
 
-STEPS_PER_BREAKDOWN = 10
-"""Steps between two progress lines with `wall_clock_breakdown` where `steps_per_print` says nothing, as in DeepSpeed.
-"""
-
-
 def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
     """The settings that every frontend's engine counts with and answers to users."""
-    default_every = STEPS_PER_BREAKDOWN if config.wall_clock_breakdown else None
     return EngineSettings(
         train_batch_size=config.train_batch_size,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
         accumulation_steps=config.gradient_accumulation_steps,
         zero_stage=config.zero_optimization.stage,
         gradient_clipping=config.gradient_clipping,
-        print_every=config.steps_per_print or default_every,
-        print_phases=config.wall_clock_breakdown,
+        reporting=reporting_of(config),
+        counts_work=config.timers.throughput.enabled,
         saving=save_policy_of(config),
     )
 

@@ -25,6 +25,7 @@ from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
+from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.recompute.blocks import Recomputation
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import WantedLoad, frozen_with_states, load_run, optimizer_kind
@@ -74,6 +75,7 @@ class TorchEngine(nn.Module, Engine):
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
         self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes)
+        self._work = ForwardWork(self._recorder.work, module, settings.autocast_dtype)
         self._recorder.begin()
 
     def _lay_out(
@@ -128,7 +130,8 @@ class TorchEngine(nn.Module, Engine):
         if is_trained_on:
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
-        with charge, self._autocast(), self._recomputation.forward_pass(inputs, named), explaining_refusal():
+        counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
+        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), explaining_refusal():
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
@@ -243,15 +246,11 @@ class TorchEngine(nn.Module, Engine):
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
     ) -> ShardedDataLoader[Any]:
         """A loader of this rank's micro-batches of `dataset`, shuffled anew each epoch; see `ShardedDataLoader`."""
-        return ShardedDataLoader(
-            dataset,
-            micro_batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.mesh.group(("data",), self.communicator.rank).index(self.communicator.rank),
-            world_size=self.mesh.axis_size("data"),
-            drop_last=self._module_settings.drop_last,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-        )
+        line = self.mesh.group(("data",), self.communicator.rank)
+        own: dict[str, Any] = {"rank": line.index(self.communicator.rank), "world_size": len(line)}
+        own |= {"drop_last": self._module_settings.drop_last, "num_workers": num_workers}
+        size = self.train_micro_batch_size_per_gpu()
+        return ShardedDataLoader(dataset, micro_batch_size=size, collate_fn=collate_fn, **own)
 
     # Checkpoints.
 

@@ -28,6 +28,7 @@ from polyaccel.zero.buckets.uses import Uses
 from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
+from polyaccel.zero.plan.memory import memory_by_purpose
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.update.by_hand import ByHand
@@ -145,6 +146,10 @@ class ZeroStep:
     def holds_gradients(self) -> bool:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
         return self._in_pass or any(gradients.has_content for gradients in self._gradients)
+
+    def planned_memory(self) -> list[tuple[str, int]]:
+        """Bytes of this rank by purpose, by the plan of its buffers."""
+        return memory_by_purpose(self.plan)
 
     def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the

@@ -33,7 +33,6 @@ _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
 """Sections in which DeepSpeed itself reads "auto" as the key's default."""
 WATCHERS = {
     "flops_profiler": "polyaccel has no operation profiler; use torch.utils.flop_counter",
-    "memory_breakdown": "engine.metrics has the peak of each step",
 }
 """What people watch a run with: training is the same without."""
 _CLIPPING = 1.0

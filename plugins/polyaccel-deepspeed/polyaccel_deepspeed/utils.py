@@ -124,17 +124,6 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return tree_map_only(Tensor, move, item)
 
 
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force`, log what is allocated on rank 0's device and used on its host, after `message`."""
-    if not force or (dist.is_initialized() and dist.get_rank() != 0):
-        return
-    from polyaccel_deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator()
-    used, most = device.memory_allocated(), device.max_memory_allocated()
-    logger.info("%s | allocated %.2f GB, at most %.2f GB", message, used / 2**30, most / 2**30)
-
-
 def set_random_seed(seed: int) -> None:
     """Seed Python, numpy and torch."""
     import numpy

@@ -66,6 +66,8 @@ class NativeEngine(JaxEngine):
         memory = NativeMemory(mesh, layout, runtime.policy, self._first_values(params), starts, program.publish)
         self.zero = NativeStep(layout, memory, program, slice_optimizer, update)
         self.adapter.let_go()
+        self._recorder.work.ranks_here = len(mesh.local)
+        self._recorder.work.streams_of_batches = self.communicator.world_size
         self._recorder.begin()
 
     def _first_values(self, params: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -102,6 +104,7 @@ class NativeEngine(JaxEngine):
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
+        self._work.count(as_inputs(batch))
         self._meet("gradients of JAX")
         with self.timer("backward"):
             losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
@@ -144,6 +147,7 @@ class NativeEngine(JaxEngine):
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
+        self._work.count(as_inputs(batch))
         self._meet("step of JAX")
         groups = self.optimizer.param_groups
         with self.timer("update"):

@@ -157,6 +157,10 @@ class NativeStep:
         """Whether there are gradients that no update has used yet."""
         return self._gradients is not None or self._is_incomplete
 
+    def planned_memory(self) -> tuple[()]:
+        """Nothing: JAX has the memory."""
+        return ()
+
     def discard_gradients(self) -> None:
         """Forget all gradients."""
         self._gradients, self._is_incomplete = None, False

@@ -258,3 +258,11 @@ def _codes_nbytes(plan: StepPlan) -> int:
     if traffic.gradient_bits is not None:
         parts = 2 * max((each.bucket.shard_numel for each in plan.trained), default=0) * DType.FLOAT32.itemsize
     return most + ahead + sum(gradients[: plan.policy.reduction.most_in_flight]) + parts
+
+
+def memory_by_purpose(plan: StepPlan) -> list[tuple[str, int]]:
+    """Bytes of `plan` by purpose, in words; what is elsewhere than on the device says where."""
+    return [
+        (row.purpose.value if row.place is Place.DEVICE else f"{row.purpose.value} ({row.place.value})", row.nbytes)
+        for row in estimate_memory(plan).rows
+    ]

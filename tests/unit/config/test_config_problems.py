@@ -75,7 +75,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"pipline": {"stages": 2}}, "pipline", "did you mean 'pipeline'?"),
     ({"wandb": {"porject": "mine"}}, "wandb.porject", "did you mean 'wandb.project'?"),
     ({"wandb": True}, "wandb", "should be an object"),
-    ({"memory_breakdown": 0}, "memory_breakdown", "belongs to the memory breakdown"),
+    ({"managed_gradient_accumulation": 0}, "managed_gradient_accumulation", "belongs to gradient accumulation"),
     ({"autotp_size": 2}, "autotp_size", "did you mean 'tensor_parallel.autotp_size'?"),
     (_zero(zenflo={}), "zero_optimization.zenflo", "did you mean 'zero_optimization.zenflow'?"),
     ({"optimizer": {"params": {}}}, "optimizer.type", "is required and missing"),

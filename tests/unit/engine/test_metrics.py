@@ -55,8 +55,17 @@ def test_a_step_is_one_line_that_can_be_read_at_once(tmp_path: Path) -> None:
         "experts": {"mlp": {
             "tokens": [5, 1], "dropped_share": 0.25, "balance": 1.5, "exchanged_nbytes": 64, "exchange_s": 0.125,
         }},
+        "tflops": None, "model_flops_utilisation": None, "device_phase_s": {},
     }  # fmt: skip
     monitor.close()
+
+
+def test_figures_are_curves_too() -> None:
+    scalars = {tag: value for tag, value, step in METRICS.scalars() if step == 3}
+    assert (scalars["lr"], scalars["lr_1"]) == (0.1, 0.2)
+    assert (scalars["phase_s/forward"], scalars["experts/mlp/balance"]) == (0.2, 1.5)
+    assert "experts/mlp/tokens" not in scalars
+    assert "tflops" not in scalars
 
 
 def test_what_is_not_finite_is_null_and_flagged(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Getters(TorchEngine):
         return self._answers.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
-        return False
+        return self._answers.memory_breakdown
 
     def dump_state(self) -> bool:
         return self._answers.dump_state

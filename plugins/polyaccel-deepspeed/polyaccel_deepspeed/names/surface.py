@@ -233,7 +233,8 @@ _PUBLIC: dict[str, Module] = {
         _CHECKPOINTING
         | yes("polyaccel_deepspeed.config", "DeepSpeedConfig")
         | yes(_ACCELERATOR, "get_accelerator")
-        | yes(_UTILS, "move_to_device", "see_memory_usage"),
+        | yes(_UTILS, "move_to_device")
+        | yes("polyaccel.utils", "see_memory_usage"),
     ),
     "deepspeed.comm": Module("Collectives.", _COLLECTIVES | yes(_ACCELERATOR, "get_accelerator")),
     "deepspeed.comm.comm": Module("Collectives.", _COLLECTIVES),
@@ -334,9 +335,9 @@ _PUBLIC: dict[str, Module] = {
             "call_to_str",
             "ensure_directory_exists",
             "move_to_device",
-            "see_memory_usage",
             "set_random_seed",
-        ),
+        )
+        | yes("polyaccel.utils", "see_memory_usage"),
     ),
     "deepspeed.runtime.zero": Module("ZeRO.", _ZERO_NAMES),
     "deepspeed.runtime.zero.config": Module("Its config.", yes("polyaccel_deepspeed.config", "ZeroStageEnum")),

@@ -1,0 +1,119 @@
+"""The floating-point operations of a traced JAX function: products and convolutions, loops as often as they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.accelerators.memory.numpy import numpy_dtype
+from polyaccel.engine.measures.work import WorkCounter
+from polyaccel.types import DType, ParamSpec
+
+_SIZES = (512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_S = 0.01
+_TRIES = 5
+
+
+class BatchWork:
+    """Counts tokens and operations of micro-batches in `counter`, if that is enabled: one trace for each shape."""
+
+    def __init__(self, counter: WorkCounter, trace: Callable[[Any], Any], dtype: DType | None) -> None:
+        """`trace` gives the `ClosedJaxpr` of a batch's loss; `dtype` is what the model computes in."""
+        self._counter = counter
+        self._trace = trace
+        self._known: dict[Any, int] = {}
+        if dtype is not None:
+            counter.measure_peak = lambda: measured_peak(dtype)
+
+    def count(self, batch: Any) -> None:
+        """Count a micro-batch that is trained on."""
+        if not self._counter.enabled:
+            return
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), batch)
+        leaves, structure = jax.tree.flatten(shapes)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._known:
+            self._known[key] = operations_by_scope(self._trace(shapes)).total()
+        whole = (leaf for leaf in leaves if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer))
+        self._counter.add(next((prod(leaf.shape) for leaf in whole), 0), self._known[key])
+
+
+def first_dtype(specs: Sequence[ParamSpec]) -> DType | None:
+    """The type of the first floating parameter."""
+    return next((spec.dtype for spec in specs if spec.dtype.is_floating), None)
+
+
+def measured_peak(dtype: DType) -> float:
+    """Operations a second of square products of `dtype` on the first device: the best of a few, large enough to take 10
+    ms."""
+    best, product = 0.0, jax.jit(jnp.matmul)
+    for size in _SIZES:
+        operand = jnp.ones((size, size), np.dtype(numpy_dtype(dtype)))
+        product(operand, operand).block_until_ready()
+        times = []
+        for _ in range(_TRIES):
+            began = perf_counter()
+            product(operand, operand).block_until_ready()
+            times.append(perf_counter() - began)
+        best = max(best, 2 * size**3 / min(times))
+        if min(times) >= _LONG_ENOUGH_S:
+            break
+    return best
+
+
+def operations_by_scope(traced: Any) -> Counter[str]:
+    """Operations of a `ClosedJaxpr` by the name stack (`jax.named_scope`, modules of flax) where they stand.
+
+    XLA's own analysis counts the body of a loop once, and so knows no layers that are stacked. A `while` whose number
+    of turns nobody knows counts once here too; of the branches of a `cond` the dearest counts.
+    """
+    found: Counter[str] = Counter()
+    for scope, operations in _walk(traced.jaxpr, ""):
+        found[scope] += operations
+    return found
+
+
+def _walk(jaxpr: Any, above: str) -> Iterator[tuple[str, int]]:
+    for equation in jaxpr.eqns:
+        own = str(equation.source_info.name_stack)
+        scope = f"{above}/{own}".strip("/") if own else above
+        name = equation.primitive.name
+        if name == "dot_general":
+            yield scope, _product(equation)
+        elif name == "conv_general_dilated":
+            yield scope, _convolution(equation)
+        elif name == "cond":
+            branches = [list(_walk(branch.jaxpr, scope)) for branch in equation.params["branches"]]
+            yield from max(branches, key=lambda rows: sum(count for _, count in rows))
+        else:
+            times = equation.params["length"] if name == "scan" else 1
+            for inner in _inner(equation):
+                yield from ((place, times * count) for place, count in _walk(inner, scope))
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """The functions that an equation calls."""
+    for key in ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr"):
+        value = equation.params.get(key)
+        if value is not None:
+            yield getattr(value, "jaxpr", value)
+            return
+
+
+def _product(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return int(2 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted))
+
+
+def _convolution(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return int(2 * prod(equation.outvars[0].aval.shape) * prod(kernel) // outputs)

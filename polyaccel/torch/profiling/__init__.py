@@ -1,0 +1,1 @@
+"""Operations, times and shares of a torch module."""

@@ -1,0 +1,101 @@
+"""The work of a torch engine's forward passes, counted once for each shape of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from polyaccel.engine.measures.work import WorkCounter
+from polyaccel.torch.profiling.operations import CountingMode
+
+_MOST_SHAPES = 64
+_SIZES = (512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_S = 0.01
+_TRIES = 5
+_peaks: dict[tuple[str, torch.dtype], float] = {}
+
+
+class ForwardWork:
+    """Counts tokens and operations of forward passes in `counter`, if that is enabled.
+
+    The first pass with inputs of new shapes runs under torch's dispatcher, which takes longer; others cost a look-up.
+    Of more than `_MOST_SHAPES` shapes, further ones are counted by tokens, as those of the last one were.
+    """
+
+    def __init__(self, counter: WorkCounter, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:
+        """`autocast_dtype` is what `module` computes in; None: what its parameters are in."""
+        self._counter = counter
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._last = (0, 0)
+        floating = next((each for each in module.parameters() if each.is_floating_point()), None)
+        if floating is not None:
+            device, dtype = floating.device, autocast_dtype or floating.dtype
+            counter.measure_peak = lambda: measured_peak(device, dtype)
+
+    def forward_pass(self, inputs: Any, named: Any, *, counts: bool) -> AbstractContextManager[None]:
+        """Around a forward pass; `counts`: it is trained on."""
+        return self._counted(inputs, named) if counts and self._counter.enabled else nullcontext()
+
+    @contextmanager
+    def _counted(self, inputs: Any, named: Mapping[str, Any]) -> Iterator[None]:
+        tensors = [leaf for leaf in tree_leaves((inputs, dict(named))) if isinstance(leaf, Tensor)]
+        key = tuple((leaf.shape, leaf.dtype) for leaf in tensors)
+        tokens = tokens_of(tensors)
+        operations = self._known.get(key)
+        if operations is None and len(self._known) >= _MOST_SHAPES:
+            operations = self._last[1] * tokens // self._last[0] if self._last[0] else self._last[1]
+        if operations is None:
+            with CountingMode() as counted:
+                yield
+            self._known[key] = operations = counted.total
+            self._last = tokens, operations
+        else:
+            yield
+        self._counter.add(tokens, operations)
+
+
+def tokens_of(tensors: list[Tensor]) -> int:
+    """The tokens of a micro-batch: elements of its first tensor of whole numbers that has two dims, (batch, sequence);
+    0 where there is none."""
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            return tensor.numel()
+    return 0
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of square products of `dtype` on `device`: the best of a few, large enough to take 10 ms.
+    Measured once a process."""
+    key = str(device), dtype
+    if key not in _peaks:
+        _peaks[key] = _measure(device, dtype)
+    return _peaks[key]
+
+
+@torch.no_grad()
+def _measure(device: torch.device, dtype: torch.dtype) -> float:
+    best = 0.0
+    for size in _SIZES:
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        times = []
+        for _ in range(_TRIES):
+            _settle(device)
+            began = perf_counter()
+            torch.mm(left, right)
+            _settle(device)
+            times.append(perf_counter() - began)
+        best = max(best, 2 * size**3 / min(times))
+        if min(times) >= _LONG_ENOUGH_S:
+            break
+    return best
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
