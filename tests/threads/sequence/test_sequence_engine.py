@@ -17,6 +17,7 @@ from polyaccel.errors import ConfigError, PolyaccelError
 
 STEPS = 3
 LENGTH = 21
+EPS = 1e-5  # Adam divides by it where a gradient is nothing but rounding, whose sign it would follow else
 
 
 def batch_of(step: int, micro: int, place: int) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def batch_of(step: int, micro: int, place: int) -> dict[str, Any]:
 
 def train_plainly(model: torch.nn.Module, data: int, accumulation: int, clip: float) -> tuple[list[float], list[float]]:
     """The mean losses and the norms of a training of AdamW on the mean of all micro-batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     losses, norms = [], []
     for step in range(STEPS):
         total = 0.0
@@ -64,7 +65,7 @@ def test_training_is_that_of_one_rank(method, stage, data, sequence, model, accu
     zero = {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 4}
     config = make_config(stage, accumulation=accumulation, gradient_clipping=clip, zero=zero)
     config["train_micro_batch_size_per_gpu"] = 2
-    config["optimizer"]["params"]["weight_decay"] = 0.01
+    config["optimizer"]["params"] |= {"weight_decay": 0.01, "eps": EPS}
     config |= {"sequence_parallel_size": sequence, "sequence_parallel": {"method": method}}
     models = [deepcopy(start) for _ in range(data * sequence)]
 
@@ -86,7 +87,7 @@ def test_training_is_that_of_one_rank(method, stage, data, sequence, model, accu
     for seen, found, params in ranks:
         assert found == pytest.approx(norms, rel=1e-5)
         assert seen == ranks[0][0] or data > 1
-        assert_close(params, snapshot(plain), 1e-4)
+        assert_close(params, snapshot(plain), 1e-5)
     means = [sum(seen[at] for seen, _, _ in ranks) / len(ranks) for at in range(STEPS * accumulation)]
     of_steps = [sum(means[at : at + accumulation]) / accumulation for at in range(0, len(means), accumulation)]
     assert of_steps == pytest.approx(losses, rel=1e-5)
