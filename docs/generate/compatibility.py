@@ -11,7 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "polyaccel-deepspeed"))
 
-from polyaccel_deepspeed.config import WATCHERS
 from polyaccel_deepspeed.names.entry import Status
 from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
 from polyaccel_deepspeed.names.surface import MODULES
@@ -99,19 +98,18 @@ def _keys() -> Iterator[str]:
     for entry in ABSENT:
         for pattern in entry.keys:
             key = pattern.removesuffix(BELOW)
-            found[key] = _absent(key, entry)
+            found[key] = _absent(entry)
     for key in sorted(found):
         status, why = found[key]
         yield f"| `{key}` | {status} | {why} |"
 
 
-def _absent(key: str, entry: Absent) -> tuple[str, str]:
+def _absent(entry: Absent) -> tuple[str, str]:
     if entry.is_removed:
         return "never", f"{entry.feature}, which DeepSpeed has removed"
     if entry.is_tuning:
         return "accepted", entry.feature
-    watched = next((why for name, why in WATCHERS.items() if key == name or key.startswith(f"{name}.")), None)
-    return ("not yet", entry.feature) if watched is None else ("accepted", watched)
+    return "not yet", entry.feature
 
 
 if __name__ == "__main__":

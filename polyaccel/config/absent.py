@@ -119,20 +119,6 @@ ABSENT: tuple[Absent, ...] = (
     _alone("aio.use_gds", False, "file access from the device"),
     # Watching.
     Absent(
-        "the operation profiler",
-        _under(
-            "flops_profiler",
-            enabled=False,
-            recompute_fwd_factor=0.0,
-            profile_step=1,
-            module_depth=-1,
-            top_modules=1,
-            detailed=True,
-            output_file=None,
-        ),
-        switch="flops_profiler.enabled",
-    ),
-    Absent(
         "autotuning",
         _under(
             "autotuning",

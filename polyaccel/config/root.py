@@ -15,6 +15,7 @@ from polyaccel.config.sections.activation_checkpointing import ActivationCheckpo
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
+from polyaccel.config.sections.flops_profiler import FlopsProfilerConfig
 from polyaccel.config.sections.mesh import (
     ExpertParallelConfig,
     MeshConfig,
@@ -121,6 +122,8 @@ class Config(Section):
     memory_breakdown: bool = False
     """Print with each progress line what device and host have in use, and what the plan of the step knows of it by
     purpose. `steps_per_print` is then 10 instead of null."""
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    """Where a model's operations and time are."""
     timers: TimersConfig = TimersConfig()
     """What is timed beside phases."""
     dump_state: bool = False

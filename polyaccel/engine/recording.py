@@ -49,6 +49,7 @@ class StepRecorder:
     ) -> None:
         """`accelerator` marks the device's time where phases are shown and it has streams."""
         self.work = work
+        self.rank = communicator.rank
         marks = reporting.phases and accelerator.capabilities().streams
         self.timer = PhaseTimer(DeviceLaps(lambda: accelerator.current_stream().record()) if marks else None)
         self.last: StepMetrics | None = None

@@ -26,6 +26,7 @@ from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.policies import RecomputePolicy, recompute_policy_of
+from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime
 
 
@@ -62,7 +63,10 @@ class JaxEngine(Engine):
             jnp.float16 if runtime.casts_inputs else None,
             _recomputation_of(recompute_policy_of(runtime.config)),
         )
-        self._work = BatchWork(self._recorder.work, self._traced, first_dtype(self.adapter.param_specs()))
+        specs = self.adapter.param_specs()
+        profile = profile_settings_of(runtime.config) if self.communicator.rank == 0 else None
+        total = sum(spec.numel for spec in specs)
+        self._work = BatchWork(self._recorder.work, self._traced, first_dtype(specs), profile, total)
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
 

@@ -15,6 +15,8 @@ import numpy as np
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.types import DType, ParamSpec
+from polyaccel.watch.profiles.report import ProfileSettings, report_profile
+from polyaccel.watch.profiles.tree import ProfileNode, tree_of
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01
@@ -24,25 +26,54 @@ _TRIES = 5
 class BatchWork:
     """Counts tokens and operations of micro-batches in `counter`, if that is enabled: one trace for each shape."""
 
-    def __init__(self, counter: WorkCounter, trace: Callable[[Any], Any], dtype: DType | None) -> None:
-        """`trace` gives the `ClosedJaxpr` of a batch's loss; `dtype` is what the model computes in."""
+    def __init__(
+        self,
+        counter: WorkCounter,
+        trace: Callable[[Any], Any],
+        dtype: DType | None,
+        profile: ProfileSettings | None,
+        parameters: int,
+    ) -> None:
+        """`trace` gives the `ClosedJaxpr` of a batch's loss; `dtype` is what the model computes in. The batch of one
+        step is profiled as `profile` says; `parameters` is their number."""
         self._counter = counter
         self._trace = trace
         self._known: dict[Any, int] = {}
+        self._profile = profile
+        self._parameters = parameters
         if dtype is not None:
             counter.measure_peak = lambda: measured_peak(dtype)
 
-    def count(self, batch: Any) -> None:
-        """Count a micro-batch that is trained on."""
-        if not self._counter.enabled:
+    def count(self, batch: Any, step: int) -> None:
+        """Count a micro-batch of optimizer step `step`, that is trained on."""
+        is_due = self._profile is not None and step >= self._profile.step
+        if not self._counter.enabled and not is_due:
             return
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), batch)
         leaves, structure = jax.tree.flatten(shapes)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in self._known:
-            self._known[key] = operations_by_scope(self._trace(shapes)).total()
+        if key not in self._known or is_due:
+            found = operations_by_scope(self._trace(shapes))
+            self._known[key] = found.total()
+            if self._profile is not None and is_due:
+                title = f"flops profile of step {self._profile.step}, one micro-batch of rank 0"
+                report_profile(profile_of(found, self._parameters), title, self._profile)
+                self._profile = None
         whole = (leaf for leaf in leaves if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer))
         self._counter.add(next((prod(leaf.shape) for leaf in whole), 0), self._known[key])
+
+
+def profile_of(operations: Counter[str], parameters: int) -> ProfileNode:
+    """The tree of scopes; nobody knows which parameters are whose, nor how long a scope takes."""
+    nodes = {"": ProfileNode("", "function", parameters, operations.total(), None, 1)}
+    for scope in operations:
+        parts = scope.split("/") if scope else []
+        for length in range(1, len(parts) + 1):
+            above = "/".join(parts[:length])
+            inside = sum(count for name, count in operations.items() if f"{name}/".startswith(f"{above}/"))
+            dotted = ".".join(part.replace(".", "_") for part in parts[:length])
+            nodes[dotted] = ProfileNode(dotted, "scope", None, inside, None, 1)
+    return tree_of(nodes)
 
 
 def first_dtype(specs: Sequence[ParamSpec]) -> DType | None:

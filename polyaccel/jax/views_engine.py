@@ -62,7 +62,7 @@ class ViewsEngine(JaxEngine):
         self._settle_params()
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-        self._work.count(as_inputs(batch))
+        self._work.count(as_inputs(batch), self.global_steps + 1)
         self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):

@@ -1,10 +1,13 @@
-"""What follows from a config for those who watch the run: its monitors, and what it reports."""
+"""What follows from a config for those who watch the run: its monitors, what it reports, and what is
+profiled."""
 
 from __future__ import annotations
 
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.recording import Reporting
 from polyaccel.watch.opening import ChosenMonitor
+from polyaccel.watch.profiles.report import ProfileSettings
+from polyaccel.watch.profiles.table import TableStyle
 
 STEPS_PER_BREAKDOWN = 10
 """Steps between two progress lines with a breakdown where `steps_per_print` says nothing, as in DeepSpeed."""
@@ -27,3 +30,19 @@ def monitors_of(config: ResolvedConfig) -> list[ChosenMonitor]:
     if config.run_folder is not None and "jsonl" not in config.monitors:
         chosen.insert(0, ChosenMonitor("jsonl", "monitors.jsonl", {}))
     return chosen + [ChosenMonitor(each.plugin, key, each.options) for key, each in config.monitor_sections.items()]
+
+
+def profile_settings_of(config: ResolvedConfig) -> ProfileSettings | None:
+    """The step that is profiled; None where none is."""
+    section = config.flops_profiler
+    if not section.enabled:
+        return None
+    style = TableStyle(
+        depth=section.module_depth,
+        top=section.top_modules,
+        detailed=section.detailed,
+        recomputed=section.recompute_fwd_factor,
+    )
+    return ProfileSettings(
+        step=section.profile_step, style=style, output_file=section.output_file, folder=config.run_folder
+    )

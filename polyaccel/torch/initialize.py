@@ -19,6 +19,7 @@ from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.policies import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
+from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader
@@ -239,6 +240,7 @@ def _module_settings(config: ResolvedConfig) -> ModuleSettings:
         checks_contents=config.zero_optimization.enable_sanity_checks,
         matrix_kernels=config.matrix_kernels,
         drop_last=config.dataloader_drop_last,
+        profile=profile_settings_of(config),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from polyaccel.policies import RecomputePolicy
+from polyaccel.watch.profiles.report import ProfileSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class ModuleSettings:
     checks_contents: bool
     matrix_kernels: Literal["auto", "off"]
     drop_last: bool
+    profile: ProfileSettings | None = None
+    """The step whose operations and times are told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

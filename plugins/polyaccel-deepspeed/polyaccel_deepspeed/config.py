@@ -31,10 +31,6 @@ _PARAMS = ("optimizer.params", "scheduler.params")
 """Tables of arguments, whose values mean what the optimizer says."""
 _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
 """Sections in which DeepSpeed itself reads "auto" as the key's default."""
-WATCHERS = {
-    "flops_profiler": "polyaccel has no operation profiler; use torch.utils.flop_counter",
-}
-"""What people watch a run with: training is the same without."""
 _CLIPPING = 1.0
 """DeepSpeed 0.19's `gradient_clipping` where the config has none."""
 
@@ -126,14 +122,6 @@ def _switched_off(tree: Tree) -> Iterator[Change]:
             yield Change(key, "was dropped: it is empty, and DeepSpeed has removed the feature")
 
 
-def _watching(tree: Tree) -> Iterator[Change]:
-    for key, why in WATCHERS.items():
-        asks = tree[key].get("enabled") is True if isinstance(tree.get(key), Mapping) else tree.get(key) is True
-        if asks:
-            del tree[key]
-            yield Change(key, f"was dropped: {why}", is_warning=True)
-
-
 def _monitors(tree: Tree) -> Iterator[Change]:
     for key in DEFAULTS:
         section = tree.get(key)
@@ -170,7 +158,6 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _auto,
     _endless,
     _switched_off,
-    _watching,
     _monitors,
     _clipping,
     _parameters_at_rest,

@@ -104,7 +104,7 @@ class NativeEngine(JaxEngine):
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
-        self._work.count(as_inputs(batch))
+        self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("gradients of JAX")
         with self.timer("backward"):
             losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
@@ -147,7 +147,7 @@ class NativeEngine(JaxEngine):
         self._require_own_process()
         self._require_optimizer()
         cut = self._cut(batch)
-        self._work.count(as_inputs(batch))
+        self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("step of JAX")
         groups = self.optimizer.param_groups
         with self.timer("update"):

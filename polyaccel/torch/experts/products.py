@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_OPS, GROUPED_WEIGHT_GRAD, KernelTable
 from polyaccel.torch.parallel.layers import present
+from polyaccel.torch.profiling.operations import count_operations
 
 Parts = Sequence[Sequence[int]]
 """Of each expert, in order, how many rows come from each rank."""
@@ -103,6 +104,7 @@ class _Grouped(torch.autograd.Function):
         of_rows, of_weights = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None)
         counts = [sum(each) for each in parts]
+        count_operations(2 * len(rows) * weights[0].numel())
         out: Tensor = products.linear(rows, weights.transpose(1, 2) if is_transposed else weights, counts)
         if bias is not None:
             for group, one in zip(torch.split(out, counts), bias, strict=True):

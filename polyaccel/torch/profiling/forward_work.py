@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from polyaccel.engine.measures.work import WorkCounter
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.recording import StepRecorder
 from polyaccel.torch.profiling.operations import CountingMode
+from polyaccel.torch.profiling.step_profile import StepProfile
+from polyaccel.torch.settings import ModuleSettings
+from polyaccel.types import ParamSpec
 
 _MOST_SHAPES = 64
 _SIZES = (512, 1024, 2048, 4096, 8192)
@@ -28,19 +32,38 @@ class ForwardWork:
     Of more than `_MOST_SHAPES` shapes, further ones are counted by tokens, as those of the last one were.
     """
 
-    def __init__(self, counter: WorkCounter, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:
-        """`autocast_dtype` is what `module` computes in; None: what its parameters are in."""
-        self._counter = counter
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: ModuleSettings,
+        recorder: StepRecorder,
+        steps: StepCounters,
+        specs: Sequence[ParamSpec],
+    ) -> None:
+        """`specs` are the parameters of `module` as they are whole."""
+        self._counter = counter = recorder.work
+        self._steps = steps
+        self._profile: StepProfile | None = None
+        if settings.profile is not None and recorder.rank == 0:
+            self._profile = StepProfile(module, settings.profile, {spec.fqn: spec.numel for spec in specs})
         self._known: dict[tuple[Any, ...], int] = {}
         self._last = (0, 0)
         floating = next((each for each in module.parameters() if each.is_floating_point()), None)
         if floating is not None:
-            device, dtype = floating.device, autocast_dtype or floating.dtype
+            device, dtype = floating.device, settings.autocast_dtype or floating.dtype
             counter.measure_peak = lambda: measured_peak(device, dtype)
 
     def forward_pass(self, inputs: Any, named: Any, *, counts: bool) -> AbstractContextManager[None]:
         """Around a forward pass; `counts`: it is trained on."""
-        return self._counted(inputs, named) if counts and self._counter.enabled else nullcontext()
+        if not counts or (self._profile is None and not self._counter.enabled):
+            return nullcontext()
+        return self._watched(inputs, named)
+
+    @contextmanager
+    def _watched(self, inputs: Any, named: Mapping[str, Any]) -> Iterator[None]:
+        counted = self._counted(inputs, named) if self._counter.enabled else nullcontext()
+        with counted, nullcontext() if self._profile is None else self._profile.around(self._steps.global_steps + 1):
+            yield
 
     @contextmanager
     def _counted(self, inputs: Any, named: Mapping[str, Any]) -> Iterator[None]:

@@ -45,13 +45,31 @@ def formulas() -> Mapping[Any, Any]:
     return {**more, **flop_registry}
 
 
+_counting: list[CountingMode] = []
+
+
+def count_operations(operations: int) -> None:
+    """Tell those who count of operations that torch's dispatcher does not see, because they are no op of torch's."""
+    for each in _counting:
+        each.total += operations
+
+
 class CountingMode(TorchDispatchMode):
-    """Counts the operations of what runs inside, in `total`."""
+    """Counts the operations of what runs inside, in `total`, and what `count_operations` is told meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self._formulas = formulas()
+
+    def __enter__(self) -> CountingMode:
+        _counting.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _counting.remove(self)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -57,13 +58,14 @@ def test_without_loops_xla_counts_the_same_products() -> None:
     assert operations_by_scope(convolved).total() == 2 * (2 * 12 * 16 * 16) * 8 * 9
 
 
-def test_work_is_that_of_the_formula() -> None:
+def test_work_is_that_of_the_formula(tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 2},
         "timers": {"throughput": {"enabled": True}},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "table.txt")},
     }
 
     def train(communicator: Any) -> Any:
@@ -78,3 +80,8 @@ def test_work_is_that_of_the_formula() -> None:
         assert metrics.tokens_per_s * metrics.step_time_s == pytest.approx(2 * 4 * TOKENS)
         assert metrics.tflops * metrics.step_time_s * 1e12 == pytest.approx(3 * sum(formula(4).values()))
         assert metrics.model_flops_utilisation > 0
+    table = (tmp_path / "table.txt").read_text()
+    assert "parameters 280, MACs 2.24 K, FLOPs 4.48 K in the forward pass" in table
+    rows = {line.split()[0]: line for line in table.splitlines() if " scope " in line}
+    assert "3.84 K" in rows["layer"]
+    assert " 640 " in rows["head"]

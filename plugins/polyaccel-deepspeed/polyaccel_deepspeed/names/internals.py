@@ -98,7 +98,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.LATER,
-        "torch.utils.flop_counter counts them",
+        "parts of DeepSpeed's profiler; FlopsProfiler and get_model_profile count and print",
         {
             "deepspeed.profiling.flops_profiler": "MoE bytes_to_string duration_to_string flops_to_string "
             "get_accelerator get_module_duration get_module_flops get_module_macs macs_to_string "

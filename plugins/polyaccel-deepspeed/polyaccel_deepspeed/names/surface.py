@@ -28,6 +28,7 @@ _COMMANDS = "polyaccel_deepspeed.commands"
 _ELASTICITY = "polyaccel_deepspeed.engine.elasticity"
 _ENGINE = "polyaccel_deepspeed.engine.engine"
 _INITIALIZE = "polyaccel_deepspeed.initialize"
+_PROFILING = "polyaccel_deepspeed.engine.profiling"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
 _SEQUENCE = "polyaccel_deepspeed.sequences.names"
@@ -183,7 +184,7 @@ _COLLECTIVES = yes(
     "scatter",
     "send",
 ) | accepted('the section "comms_logger" of the engine\'s config chooses', _COMM, "configure")
-_FLOPS = later("torch.utils.flop_counter counts them", "FlopsProfiler", "get_model_profile")
+_FLOPS = yes(_PROFILING, "FlopsProfiler", "get_model_profile")
 _CHECKPOINTING = yes(
     "polyaccel.checkpointing", "checkpoint", "is_configured", "non_reentrant_checkpoint", "reset"
 ) | yes(
