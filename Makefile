@@ -20,7 +20,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -162,6 +162,9 @@ test-neon: ## build csrc/ for 64-bit ARM and run its kernel tests in an emulator
 soak: $(STAMP) ## train for 15 minutes at stage 3 with offload, and kill jobs for as long: does anything grow?
 	nice -n 19 $(BIN)/python tests/soak steady $(ARGS)
 	nice -n 19 $(BIN)/python tests/soak kills $(ARGS)
+
+soak-experts: $(STAMP) ## 10,000 steps of a mixture whose tokens choose at random, ranks killed 60 times: no hang, no wrong sum, every loss that of the undisturbed run
+	nice -n 5 $(BIN)/python tests/soak/experts.py $(ARGS)
 
 soak-replicas: $(STAMP) ## kill ranks, writers of saves and the keeper 200 times: the losses stay those of the undisturbed run, bit by bit
 	nice -n 5 $(BIN)/python tests/soak/replicas.py $(ARGS)

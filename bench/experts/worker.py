@@ -45,16 +45,16 @@ class EngineTrainer(Trainer):
     """An engine of ours or of DeepSpeed's, whose calls are the same."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self.engine = engine
 
     def loss_of(self, words: Tensor) -> Tensor:
-        return self._engine(input_ids=words, labels=words).loss  # type: ignore[no-any-return]
+        return self.engine(input_ids=words, labels=words).loss  # type: ignore[no-any-return]
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+        self.engine.backward(loss)
 
     def update(self) -> None:
-        self._engine.step()
+        self.engine.step()
 
 
 class TorchTrainer(Trainer):
@@ -78,7 +78,7 @@ class TorchTrainer(Trainer):
 
 
 def main(argv: list[str]) -> None:
-    """Train, and write what this rank measured."""
+    """Train, and write what this rank measured; ours also the tokens' journeys."""
     variant, steps, result, sizes = argv[0], int(argv[1]), argv[2], json.loads(argv[3])
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -102,11 +102,44 @@ def main(argv: list[str]) -> None:
             found["forward"].append(forward - began)
             found["backward"].append(backward - forward)
             found["update"].append(ended - backward)
+    if variant == "polyaccel, ep 2" and isinstance(trainer, EngineTrainer):
+        found |= journeys(trainer.engine, sizes, 4 * steps)
     Path(f"{result}.{rank}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed's process may abort or hang where gloo is taken down
+
+
+def journeys(engine: Any, sizes: dict[str, int], times: int) -> dict[str, list[float]]:
+    """Seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`), and
+    of copying all of them twice in memory (`copied`). Tokens choose two of the experts at random."""
+    from polyaccel.torch.experts.ranks import plan_journey
+    from polyaccel.torch.experts.routing import route
+    from polyaccel.torch.parallel.ranks import even_parts
+
+    communicator = engine.runtime.along(("expert",))
+    tokens, experts = sizes["batch"] * sizes["length"], sizes["experts"]
+    chosen = torch.rand(tokens, experts).topk(2, dim=1).indices
+    routing = route(chosen, torch.ones(tokens, 2), experts)
+    rows = torch.randn(2 * tokens, sizes["hidden"])
+    copies = torch.empty_like(rows), torch.empty_like(rows)
+    found: dict[str, list[float]] = {"told": [], "travelled": [], "copied": []}
+    for _ in range(times):
+        communicator.barrier()
+        began = perf_counter()
+        journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size))
+        told = perf_counter()
+        back = journey.back(journey.there(rows))
+        travelled = perf_counter()
+        copies[0].copy_(rows)
+        copies[1].copy_(copies[0])
+        found["told"].append(told - began)
+        found["travelled"].append(travelled - told)
+        found["copied"].append(perf_counter() - travelled)
+        if not torch.equal(back, rows):
+            raise SystemExit("rows came back as others")
+    return found
 
 
 def model_of(sizes: dict[str, int]) -> MixtralForCausalLM:

@@ -35,11 +35,11 @@ WRITER, KEEPER = "checkpoint.background.process", "launch.keeper.process"
 class Job:
     """The training under `polyaccel run`, and what it has said."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--restarts", "100000"]
+    def __init__(self, folder: Path, script: Path = RANKS, ranks: int = 2, *arguments: str) -> None:
+        command = [sys.executable, "-m", "polyaccel", "run", "--nproc", str(ranks), "--restarts", "100000"]
         read, write = os.pipe()
         self.process = subprocess.Popen(
-            [*command, str(RANKS), str(folder)], stdin=subprocess.DEVNULL, stdout=write, stderr=write
+            [*command, str(script), str(folder), *arguments], stdin=subprocess.DEVNULL, stdout=write, stderr=write
         )
         os.close(write)
         self._out, self._data = read, b""

@@ -63,7 +63,8 @@ class SpreadExperts(nn.Module):
         `experts` (tokens, k) and their `weights` (tokens, k). Collective, in backward too."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         communicator, counts = self.spread
-        routing = route(experts.reshape(len(tokens), -1), weights.reshape(len(tokens), -1), sum(counts))
+        chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        routing = route(chosen, shares, sum(counts))
         journey = plan_journey(communicator, routing, counts)
         came = journey.there(tokens.index_select(0, routing.tokens))
         rows: Tensor = _Rescaled.apply(came, float(communicator.world_size))  # type: ignore[no-untyped-call]

@@ -23,7 +23,8 @@ class Journey(NamedTuple):
     received: tuple[int, ...]
     """How many come from each."""
     order: Tensor
-    """(rows,), int64: of the rows that came, ordered by rank, those of the first own expert, then of the second, ..."""
+    """(rows,), int64: of the rows that came, ordered by rank, those of the first own expert, then of the second, ...
+    Empty on one rank, where rows stay where they are."""
     parts: tuple[tuple[int, ...], ...]
     """The rows of each own expert, by the rank that they come from."""
 
@@ -35,11 +36,15 @@ class Journey(NamedTuple):
     def there(self, rows: Tensor) -> Tensor:
         """(rows of own experts, features), ordered by expert, then by the rank that they come from, for `rows` (pairs,
         features). Collective, in backward too."""
+        if self.communicator.world_size == 1:
+            return rows
         out: Tensor = _Move.apply(rows, self.communicator, self.sent, self.received)  # type: ignore[no-untyped-call]
         return out.index_select(0, self.order)
 
     def back(self, rows: Tensor) -> Tensor:
         """The reverse of `there`. Collective, in backward too."""
+        if self.communicator.world_size == 1:
+            return rows
         came = torch.empty_like(self.order)
         came[self.order] = torch.arange(len(self.order), device=self.order.device)
         out: Tensor = _Move.apply(  # type: ignore[no-untyped-call]
@@ -51,6 +56,11 @@ class Journey(NamedTuple):
 def plan_journey(communicator: Communicator, routing: Routing, experts: Sequence[int]) -> Journey:
     """Tell the other ranks how many rows come; rank r has the next `experts[r]` experts. Collective."""
     rank, ranks = communicator.rank, communicator.world_size
+    if ranks == 1:
+        rows = len(routing.tokens)
+        return Journey(
+            communicator, (rows,), (rows,), routing.tokens[:0], tuple((int(one),) for one in routing.counts.tolist())
+        )
     ends = [0, *accumulate(experts)]
     own = experts[rank]
     counts = routing.counts.contiguous()

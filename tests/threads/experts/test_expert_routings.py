@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.experts.models import spread_experts
 
 WIDTH = 6
 
@@ -160,3 +161,25 @@ def test_backward_passes_that_compute_again_travel_again() -> None:
     batches = [[[[0, 1], [1, 2]], [[0, 2], [0, 1]]]] * 2
     recompute = {"activation_checkpointing": {"enabled": True, "blocks": ["Experts", "SpreadExperts"]}}
     assert_trains(made(3), 3, 2, batches, **recompute)
+
+
+def test_a_rank_has_no_tokens_at_all() -> None:
+    torch.manual_seed(4)
+    alone = Experts(4)
+    x, chosen, weights = batch([[0, 3], [2, 1], [3, 0]], 7)
+    copies = [copy.deepcopy(alone) for _ in range(2)]
+    alone(x, chosen, weights).square().sum().backward()
+
+    def run(communicator: Communicator) -> tuple[Tensor, Any]:
+        mine = copies[communicator.rank]
+        spread_experts(mine, communicator)
+        count = 0 if communicator.rank else len(x)
+        given = x[:count].clone().requires_grad_()
+        out = mine(given, chosen[:count], weights[:count])
+        out.square().sum().backward()
+        return out.detach(), mine.up.grad
+
+    (out, first), (nothing, second) = run_threads(2, run)
+    assert nothing.shape == (0, WIDTH)
+    torch.testing.assert_close(out, alone(x, chosen, weights).detach())
+    torch.testing.assert_close(2 * torch.cat([first, second]), alone.up.grad)
