@@ -66,7 +66,7 @@ def test_highly_composite_numbers_have_more_divisors_than_any_smaller_one() -> N
 
 
 @given(sections)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_step_has_the_same_samples_on_every_number_of_ranks(section: ElasticityConfig) -> None:
     found = _found(section)
     if found is None:
