@@ -56,6 +56,10 @@ CPU ranks, fp32, torch 2.13.0; `python -m torch.distributed.run --nproc-per-node
 | `bert_pretraining.py` | 3 | 10 | 29.576561, 12.830463 | 29.576561, 12.830463 | 1.9e-7 |
 | `hello_deepspeed.py` | 1 | 10 | 4.157987, 3.993464 | 4.157987, 3.993464 | 1.2e-7 |
 
+Layers of experts (`deepspeed.moe.layer.MoE`: one, two and three choices, with and without dropping, sampling, jitter
+and a residual; two ranks that share experts, or do not) choose the same experts for the same tokens under the same
+seed; their losses are 1.9e-7 apart at most, their norms 1.1e-7 (2026-11-23, six steps of SGD, clipped).
+
 Lightning's DeepSpeed strategies refuse every accelerator but CUDA before they import anything; they were not run.
 """
 

@@ -77,6 +77,7 @@ def test_deepspeed_takes_weights_alone(tmp_path: Path) -> None:
     assert found["losses"][0] == pytest.approx(losses[0], rel=2e-6)
 
 
+@pytest.mark.timeout(600)
 def test_mixtures_train_as_ours_do(tmp_path: Path) -> None:
     """Two ranks, every gate, with experts shared and not: tokens an expert alike, those that are drawn too."""
     found = []

@@ -45,5 +45,5 @@ def test_both_train_and_the_report_says_where_tokens_went(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(290)
 def test_the_mixture_learns_more_of_the_same_bytes(tmp_path: Path) -> None:
-    _, mixture, dense = compared(tmp_path, "--steps", "150", "--eval-every", "150", timeout_s=280)
-    assert mixture < dense - 0.02
+    _, mixture, dense = compared(tmp_path, "--steps", "400", "--eval-every", "400", timeout_s=280)
+    assert mixture < dense - 0.01
