@@ -51,7 +51,7 @@ def main(size: str, micro_batches: int, steps: int, result: str) -> None:
         losses.append(float(loss))
     Path(f"{result}.{rank}").write_text(json.dumps(cpu[WARMUP:]))
     if rank == RANKS - 1:
-        parts = list(module.parts)
+        parts = [int(part) for part in module.parts]
         Path(result).write_text(json.dumps({"seconds": seconds[WARMUP:], "losses": losses, "parts": parts}))
     dist.barrier()
     sys.stdout.flush()

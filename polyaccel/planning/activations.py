@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyaccel.planning.model import ModelShape
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationNeeds:
@@ -14,3 +16,15 @@ class ActivationNeeds:
     kept_nbytes: int
     peak_nbytes: int
     is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """A stage of a pipeline: the blocks of its chunks, and what a rank there holds of the model. `kept` are the most
+    forward passes that it keeps for their backward passes, and `peak_nbytes` the most bytes of activations at a time,
+    by the schedule's table; None where nobody says how long rows are."""
+
+    blocks: tuple[str, ...]
+    model: ModelShape
+    kept: int
+    peak_nbytes: int | None

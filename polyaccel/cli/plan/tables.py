@@ -31,7 +31,7 @@ _COLUMNS = (
 )
 _SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
 """One setting a stage: offload sends nothing to other ranks."""
-_WORDS = ("stage", "offload", "place", "activations")
+_WORDS = ("stage", "offload", "place", "activations", "blocks")
 """Columns that have no figures."""
 _LEGEND = (
     "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "
@@ -128,7 +128,7 @@ def _assumed(plan: Plan) -> list[Text]:
 
 
 def _memory_table(plan: Plan) -> Group:
-    table = _table("stage", "offload", "place", *(name for name, _ in _COLUMNS))
+    table = column_table("stage", "offload", "place", *(name for name, _ in _COLUMNS))
     for forecast in plan.forecasts:
         names: tuple[str, str] = (_stage(forecast), _offload(forecast))
         for place in Place:
@@ -137,27 +137,27 @@ def _memory_table(plan: Plan) -> Group:
                 sums = (sum(nbytes.get(purpose, 0) for purpose in purposes) for _, purposes in _COLUMNS)
                 table.add_row(*names, place.value, *map(short_bytes, sums))
                 names = ("", "")
-    return _titled("Bytes of one rank (* this config)", table)
+    return titled("Bytes of one rank (* this config)", table)
 
 
 def _activation_table(plan: Plan) -> list[Group]:
     if not plan.activations:
         return []
-    table = _table("activations", "after forward", "peak")
+    table = column_table("activations", "after forward", "peak")
     for each in plan.activations:
         name = f"{each.way}{'*' if each.is_own else ''}"
         table.add_row(name, short_bytes(each.kept_nbytes), short_bytes(each.peak_nbytes))
-    return [_titled("Bytes of one micro-batch on one rank (* this config)", table)]
+    return [titled("Bytes of one micro-batch on one rank (* this config)", table)]
 
 
 def _traffic_table(plan: Plan) -> Group:
-    table = _table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
+    table = column_table("stage", "all-reduce", "reduce-scatter", "all-gather", "all", "bytes")
     for forecast in plan.forecasts:
         if forecast.setting in _SENDERS:
             sent = forecast.traffic
             counts = (sent.all_reduce_numel, sent.reduce_scatter_numel, sent.all_gather_numel, sent.total_numel)
             table.add_row(str(forecast.setting.stage), *map(short_count, counts), short_bytes(sent.total_nbytes))
-    return _titled("Sent by one rank in one step", table)
+    return titled("Sent by one rank in one step", table)
 
 
 def _fit(plan: Plan) -> Group | Text:
@@ -168,13 +168,13 @@ def _fit(plan: Plan) -> Group | Text:
     order = "cheapest in traffic first" if plan.speeds is None else "fastest communication first"
     title = f"Fits {stated} memory, {order}" if stated else order.capitalize()
     times = [] if plan.speeds is None else ["comm s"] if plan.compute_s is None else ["comm s", "step s"]
-    table = _table("stage", "offload", "sent", *times, "device", "host", "nvme")
+    table = column_table("stage", "offload", "sent", *times, "device", "host", "nvme")
     for forecast in plan.fitting:
         peaks = (forecast.memory.peak_nbytes(place) for place in Place)
         sent = short_bytes(forecast.traffic.total_nbytes)
         seconds = (f"{value:.3g}" for value in (forecast.comm_s, plan.step_s(forecast)) if value is not None)
         table.add_row(_stage(forecast), _offload(forecast), sent, *seconds, *map(short_bytes, peaks))
-    return _titled(title, table)
+    return titled(title, table)
 
 
 def _notes(plan: Plan) -> list[Text]:
@@ -214,12 +214,14 @@ def _offload(forecast: Forecast) -> str:
     return setting.offload if setting.offload_param == "none" else f"{setting.offload}/{setting.offload_param}"
 
 
-def _table(*columns: str) -> Table:
+def column_table(*columns: str) -> Table:
+    """An empty table; figures stand on the right."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=True)
     return table
 
 
-def _titled(title: str, table: Table) -> Group:
+def titled(title: str, table: Table) -> Group:
+    """A table below its title."""
     return Group(Text(title, style="bold"), table)  # a table's own title wraps where the table ends

@@ -30,7 +30,8 @@ disk for a checkpoint, for ZeRO stages 0 to 3 with and without offload of optimi
 3. With --sequence-length, and a language model of transformers: the activations of a micro-batch too, kept and
 recomputed; else what a stage leaves of the device is for them. Where CONFIG leaves something open
 ("auto") or its batch sizes do not fit N, a value is assumed, and a line says which. With --pipeline, and without CONFIG
-and MODEL: what each stage of a pipeline does, proved to be possible, and how long it takes."""
+and MODEL: what each stage of a pipeline does, proved to be possible, and how long it takes. Where CONFIG has stages:
+what a rank of each needs, activations by the schedule's table."""
 _MODEL = """module:function (called without arguments on the meta device, returns a torch.nn.Module), a directory with a
 Hugging Face config.json, or a number of parameters such as 7e9 or 1.3B"""
 
@@ -171,12 +172,10 @@ def run(args: argparse.Namespace) -> int:
     asked = {"tensor": args.tensor, "sequence": args.sequence}
     planned = planned_config(args.config, args.world_size, {axis: size for axis, size in asked.items() if size})
     config = planned.config
-    if (stages := mesh_of(config, args.world_size).size_of(("pipe",))) > 1:
-        raise PolyaccelError(
-            f"what each of {stages} stages needs is not planned yet",
-            cure='leave "pipeline" out; polyaccel plan --pipeline says what stages do and how long',
-            value=stages,
-        )
+    if mesh_of(config, args.world_size).size_of(("pipe",)) > 1:
+        from polyaccel.cli.plan.stages import run_stages
+
+        return run_stages(args, planned)
     model = _model_shape(args.model, config, mesh_of(config, args.world_size))
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)

@@ -83,9 +83,9 @@ def foretell_activations(
     ways.setdefault(chosen, own)
     found = []
     for way, policy in ways.items():
-        with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence_a_row():
+        with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_a_row():
             model = build().train()
-            _convert(model, rules)
+            as_in_an_engine(model, rules)
             prepare(model)
             kept, peak = _measured(model, shape, policy, autocast)
         found.append(ActivationNeeds(way, kept, peak, way == chosen))
@@ -96,10 +96,10 @@ def _measured(
     model: nn.Module, shape: tuple[int, int], policy: RecomputePolicy, autocast: str | None
 ) -> tuple[int, int]:
     """The bytes kept after forward, and the peak."""
-    inputs = _inputs(model, shape)
+    inputs = token_inputs(model, shape)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(drop_gradient)  # type: ignore[no-untyped-call]
     blocks = None
     if policy.recomputes_blocks:
         blocks = RecomputedBlocks(model, policy, RecomputedRegions(policy, None), lambda: None)
@@ -107,7 +107,7 @@ def _measured(
     for _ in range(2 if policy.memory_limit is not None else 1):  # the first pass with a limit is a trial
         with LiveMemory([*model.parameters(), *model.buffers()]) as live:
             around = nullcontext() if blocks is None else blocks.forward_pass(tuple(inputs.values()))
-            with _autocast(autocast), around:
+            with autocast_as(autocast), around:
                 loss = model(**inputs)[0]
             kept = live.nbytes
             loss.backward()
@@ -116,7 +116,9 @@ def _measured(
     return kept, peak
 
 
-def _inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
+def token_inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
+    """A micro-batch of `shape`, (rows, tokens), for `model`. Raises PolyaccelError where that takes no tokens and
+    labels."""
     taken = signature(model.forward).parameters
     if not {"input_ids", "labels"} <= set(taken):
         kind = type(model).__name__
@@ -131,7 +133,7 @@ def _inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
     return {"input_ids": words, "labels": words, "return_dict": False, **cache}
 
 
-def _convert(model: nn.Module, rules: ModuleRules) -> None:
+def as_in_an_engine(model: nn.Module, rules: ModuleRules) -> None:
     """Give parameters and buffers the types that they have in an engine."""
     specs = parameter_specs(model, [list(model.parameters())], rules.param_dtype)
     for name, parameter in model.named_parameters():
@@ -139,16 +141,18 @@ def _convert(model: nn.Module, rules: ModuleRules) -> None:
     convert_buffers(model, rules.buffer_dtype, rules.keep_in_fp32)
 
 
-def _drop(parameter: Tensor) -> None:
+def drop_gradient(parameter: Tensor) -> None:
+    """A hook of a parameter whose gradient goes into a bucket."""
     parameter.grad = None
 
 
-def _autocast(dtype: str | None) -> AbstractContextManager[Any]:
+def autocast_as(dtype: str | None) -> AbstractContextManager[Any]:
+    """Autocast to a type by its name; None: off."""
     return nullcontext() if dtype is None else torch.autocast("cpu", getattr(torch, dtype))
 
 
 @contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
+def one_sequence_a_row() -> Iterator[None]:
     """transformers looks at positions for several sequences in a row. There are no values to look at, and it would
     build masks that a batch of whole rows does not need."""
     try:

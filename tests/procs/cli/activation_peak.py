@@ -4,6 +4,7 @@ that a step needs beside what is there between steps: `activation_peak.py DIRECT
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ def main(directory: str, rows: str, tokens: str, configs: str) -> None:
 
 
 def peak_nbytes(directory: str, config: dict[str, Any], words: torch.Tensor) -> int:
+    gc.collect()  # an engine before this one
     engine, *_ = polyaccel.initialize(model=model_of_directory(Path(directory)).train(), config=config)
     peak = 0
     for _ in range(3):  # the first steps touch buckets, and try what a limit allows

@@ -18,8 +18,10 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.zero.plan.traffic import step_traffic
 
 
-@pytest.mark.parametrize(("schedule", "tied"), [("zb-v", False), ("interleaved", False), ("dualpipe-v", True)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "tied", "stage"),
+    [("zb-v", False, 2), ("dualpipe-v", True, 2), ("zb-h1", False, 1), ("interleaved", False, 3)],
+)
 def test_a_chunk_s_gradients_are_reduced_once_a_micro_batch(schedule: str, tied: bool, stage: int) -> None:
     """Two chunks a stage: a backward pass of one leaves the buckets of the other alone."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

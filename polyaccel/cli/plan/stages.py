@@ -1,0 +1,181 @@
+"""`polyaccel plan CONFIG MODEL -n N` where the config has stages: what a rank of each stage needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from polyaccel.cli.plan.tables import WIDTH, column_table, short_bytes, short_count, titled
+from polyaccel.config import ResolvedConfig
+from polyaccel.config.meshes import mesh_of
+from polyaccel.errors import PolyaccelError
+from polyaccel.pipeline.choice import chosen_table
+from polyaccel.pipeline.table import PipelineTable
+from polyaccel.planning.activations import StageNeeds
+from polyaccel.planning.assumptions import PlannedConfig
+from polyaccel.planning.forecast import Forecast, Setting, forecasts
+from polyaccel.policies import module_rules_of, recompute_policy_of
+from polyaccel.zero.plan.placement import Place
+
+_LEGEND = (
+    "kept: the most forward passes that wait for their backward passes. state: parameters, master weights, optimizer "
+    "states, gradients and what moves, at this config's setting. passing: the most bytes of activations at a time, of "
+    "all that are kept, by the schedule's table. The framework's own memory is not included."
+)
+
+
+def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
+    """Print what every stage needs. The exit code is 1 when limits were given and no setting lets all stages fit them.
+    Raises PolyaccelError for a model that is not a directory, and for ranks that share layers or sequences too."""
+    config = planned.config
+    mesh = mesh_of(config, args.world_size)
+    table = _table(config, mesh.size_of(("pipe",)))
+    needs = _needs(args, config, table)
+    ranks = args.world_size // table.stages
+    section = config.pipeline.model_copy(update={"stages": 1})
+    alone = config.model_copy(update={"pipeline": section, "mesh": config.mesh.model_copy(update={"pipe": 1})})
+    found = [forecasts(alone, each.model, ranks) for each in needs]
+    fitting = _fitting(args, needs, found)
+    if args.json:
+        print(json.dumps(_as_json(planned, table, needs, found, fitting), indent=2))
+    else:
+        _print(planned, table, needs, found, fitting, ranks)
+    return 0 if fitting else 1
+
+
+def _table(config: ResolvedConfig, stages: int) -> PipelineTable:
+    section = config.pipeline
+    return chosen_table(section.schedule, stages, config.gradient_accumulation_steps, section.chunks or None)
+
+
+def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTable) -> tuple[StageNeeds, ...]:
+    if not Path(args.model).is_dir():
+        raise PolyaccelError(
+            f"nothing says along which blocks {args.model!r} is cut into {table.stages} stages",
+            cure='give a directory with a config.json, or leave "pipeline" out; polyaccel plan --pipeline says what '
+            "stages do and how long",
+            value=args.model,
+        )
+    axes = mesh_of(config, args.world_size).axes
+    shared = [axis.name for axis in axes if axis.name not in ("data", "pipe") and axis.size > 1]
+    if shared:
+        raise PolyaccelError(
+            f"what stages need is not planned where ranks stand along {' and '.join(shared)}",
+            cure="plan for stages and data ranks alone",
+            value=tuple(shared),
+        )
+    if config.pipeline.partition == "measured":
+        raise PolyaccelError(
+            "layers that are dealt by their time cannot be dealt before they run", cure='say "partition": "parameters"'
+        )
+    from polyaccel.torch.foretold_stages import foretell_stages
+    from polyaccel.torch.params.meta_shapes import model_of_directory
+    from polyaccel.torch.settings import TileSettings
+    from polyaccel.torch.tiles.models import TiledModel
+
+    def tile(model: Any) -> None:
+        if config.tiled_compute.enabled:
+            TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))
+
+    rows = args.batch or config.train_micro_batch_size_per_gpu
+    method = config.pipeline.partition
+    return foretell_stages(
+        lambda: model_of_directory(Path(args.model)),
+        None if args.sequence_length is None else (rows, args.sequence_length),
+        module_rules_of(config),
+        recompute_policy_of(config),
+        table,
+        "parameters" if method == "best" else method,
+        autocast=config.torch_autocast.dtype if config.torch_autocast.enabled else None,
+        prepare=tile,
+    )
+
+
+def _fitting(
+    args: argparse.Namespace, needs: tuple[StageNeeds, ...], found: list[tuple[Forecast, ...]]
+) -> list[Setting]:
+    """The settings that let every stage fit."""
+    fitting = []
+    for each in zip(*found, strict=True):
+        fits = True
+        for stage, forecast in zip(needs, each, strict=True):
+            left = None if args.limit_device is None else args.limit_device - (stage.peak_nbytes or 0)
+            fits &= forecast.fits(device_nbytes=left, host_nbytes=args.limit_host)
+        if fits:
+            fitting.append(each[0].setting)
+    return fitting
+
+
+def _own(found: tuple[Forecast, ...]) -> Forecast:
+    return next(forecast for forecast in found if forecast.is_own)
+
+
+def _print(
+    planned: PlannedConfig,
+    table: PipelineTable,
+    needs: tuple[StageNeeds, ...],
+    found: list[tuple[Forecast, ...]],
+    fitting: list[Setting],
+    ranks: int,
+) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    numel = sum(each.model.numel for each in needs)
+    head = (
+        f"{short_count(numel)} parameters over {table.stages} stages of {ranks} rank{'s' * (ranks != 1)} each; "
+        f"{table.name}, {table.micro_batches} micro-batches, {table.chunks} chunks."
+    )
+    shown = column_table("stage", "blocks", "parameters", "kept", "state", "passing", "all")
+    for stage, (each, forecasts_of) in enumerate(zip(needs, found, strict=True)):
+        state = _own(forecasts_of).memory.peak_nbytes(Place.DEVICE)
+        taken = each.peak_nbytes
+        told = ("-", "-") if taken is None else (short_bytes(taken), short_bytes(state + taken))
+        shown.add_row(
+            *(str(stage), ",".join(each.blocks), short_count(each.model.numel)),
+            *(str(each.kept), short_bytes(state), *told),
+        )
+    names = ", ".join(f"{one.stage} {one.offload}/{one.offload_param}" for one in fitting) or "none"
+    parts = [Text(head), *(Text(f"Assumed: {sentence}.") for sentence in planned.assumptions)]
+    parts.append(Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}."))
+    for part in (*parts[:-1], titled("Bytes of one rank on its device", shown), Text(_LEGEND), parts[-1]):
+        console.print(part, end="\n\n")
+
+
+def _as_json(
+    planned: PlannedConfig,
+    table: PipelineTable,
+    needs: tuple[StageNeeds, ...],
+    found: list[tuple[Forecast, ...]],
+    fitting: list[Setting],
+) -> dict[str, Any]:
+    return {
+        "schedule": table.name,
+        "micro_batches": table.micro_batches,
+        "placement": list(table.placement),
+        "assumptions": list(planned.assumptions),
+        "stages": [
+            {
+                "blocks": list(each.blocks),
+                "numel": each.model.numel,
+                "kept": each.kept,
+                "activations_peak_nbytes": each.peak_nbytes,
+                "settings": [
+                    {
+                        **asdict(one.setting),
+                        "is_own": one.is_own,
+                        "peak_nbytes": {place.value: one.memory.peak_nbytes(place) for place in Place},
+                    }
+                    for one in forecasts_of
+                ],
+            }
+            for each, forecasts_of in zip(needs, found, strict=True)
+        ],
+        "fitting": [asdict(setting) for setting in fitting],
+    }
