@@ -63,9 +63,12 @@ def _legend(timing: PipelineTiming, bottom: int) -> list[str]:
     lines, left = [], _LEFT
     several = len(timing.table.placement) > timing.table.stages
     for op in sorted({task.op for tasks in timing.table.tasks for task in tasks}):
-        name, colour, pale = _COLOURS[op]
-        for shade, said in ((colour, name), (pale, f"{name}, later chunks"))[: 2 if several else 1]:
+        name, *shades = _COLOURS[op]
+        for shade in shades[: 2 if several else 1]:
             lines.append(f'<rect x="{left}" y="{bottom - 10}" width="12" height="12" fill="{shade}"/>')
-            lines.append(f'<text x="{left + 16}" y="{bottom}">{said}</text>')
-            left += 30 + 7 * len(said)
+            left += 16
+        lines.append(f'<text x="{left}" y="{bottom}">{name}</text>')
+        left += 14 + 7 * len(name)
+    if several:
+        lines.append(f'<text x="{left}" y="{bottom}">paler: later chunks</text>')
     return lines

@@ -80,4 +80,5 @@ def test_the_picture_has_a_row_a_stage_and_each_micro_batch() -> None:
     assert picture.count("z") >= bars
     assert picture.count('text-anchor="middle"') == bars
     assert "3 stages, 6 micro-batches, makespan 38, bubble 5.3 %" in picture
-    assert all(said in picture for said in (">forward<", ">backward, input<", ">backward, weight, later chunks<"))
+    legend = (">forward<", ">backward, input<", ">backward, weight<", ">paler: later chunks<")
+    assert all(said in picture for said in legend)
