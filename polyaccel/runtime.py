@@ -47,7 +47,7 @@ from polyaccel.policies import (
     step_plan_for,
     step_policy_of,
 )
-from polyaccel.policies.watching import monitors_of
+from polyaccel.policies.watching import monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
@@ -101,6 +101,7 @@ class Runtime:
             mesh=self.mesh,
             loss_scaler=self.loss_scaler(),
             monitor=open_stream(self.communicator, self.config.run_folder, monitors_of(self.config), self.about),
+            trace=trace_of(self.config, self.communicator),
             about=self.about,
         )
 

@@ -36,6 +36,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "plugins": Verb("polyaccel.cli.plugins.verb", "list the installed plugins, check one, or begin a new one"),
         "ckpt": Verb("polyaccel.cli.ckpt.verb", "list, inspect, verify, compare, export and import checkpoints"),
         "comm": Verb("polyaccel.cli.comm.verb", "measure collectives, or say where the ranks of a failed job diverged"),
+        "trace": Verb("polyaccel.cli.trace", "say where the time of traced steps went"),
         "doctor": Verb("polyaccel.cli.doctor.verb", "say what works on this machine and what does not"),
     }
 )

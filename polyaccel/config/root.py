@@ -34,7 +34,7 @@ from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
-from polyaccel.config.sections.timers import TimersConfig
+from polyaccel.config.sections.timers import TimersConfig, TraceConfig
 from polyaccel.config.sections.zero import ZeroConfig
 
 
@@ -124,6 +124,8 @@ class Config(Section):
     purpose. `steps_per_print` is then 10 instead of null."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """Where a model's operations and time are."""
+    trace: TraceConfig | None = None
+    """polyaccel's own: what every rank did in a few steps; null is none."""
     timers: TimersConfig = TimersConfig()
     """What is timed beside phases."""
     dump_state: bool = False

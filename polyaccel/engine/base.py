@@ -21,7 +21,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.recording import Reporting, StepRecorder
+from polyaccel.engine.recording import Reporting, StepRecorder, StepTrace
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -63,6 +63,7 @@ class EngineParts:
     mesh: Mesh
     loss_scaler: LossScaler
     monitor: MetricSink
+    trace: StepTrace | None
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
 
@@ -178,6 +179,7 @@ class Engine(ABC):
             reporting=parts.settings.reporting,
             work=self._work_counter(parts.settings),
             monitor=parts.monitor,
+            trace=parts.trace,
         )
         self._recorder.planned_memory = lambda: self.zero.planned_memory()
         self.timer = self._recorder.timer

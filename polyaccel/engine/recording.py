@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from logging import getLogger
+from typing import Protocol
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.arrival import STEP, tell_launcher
@@ -35,6 +36,32 @@ class Reporting:
     synchronizes: bool = False
 
 
+class StepTrace(Protocol):
+    """What every rank did in a few steps, as `watch` records it. Seconds are those of the wall clock."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the present step is recorded."""
+
+    def attach(self, timer: PhaseTimer) -> None:
+        """Record the phases of `timer`."""
+
+    def add_source(self, source: Callable[[], Iterable[tuple[str, float, float]]]) -> None:
+        """Ask `source` at the end of each recorded step for operations of a pipeline: name, begin and end."""
+
+    def span(self, kind: str, name: str, begin_s: float, end_s: float) -> None:
+        """Record what lay between two moments."""
+
+    def begin_unit(self, unit: str) -> None:
+        """The backward pass of a unit has begun."""
+
+    def end_unit(self, unit: str) -> None:
+        """The backward pass of a unit has ended."""
+
+    def after_step(self, step: int) -> None:
+        """Optimizer step `step` has ended (0: none yet). Collective at the end of the last that is recorded."""
+
+
 class StepRecorder:
     """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints some on rank 0."""
 
@@ -46,6 +73,7 @@ class StepRecorder:
         reporting: Reporting,
         work: WorkCounter,
         monitor: MetricSink,
+        trace: StepTrace | None = None,
     ) -> None:
         """`accelerator` marks the device's time where phases are shown and it has streams."""
         self.work = work
@@ -58,6 +86,9 @@ class StepRecorder:
         self._reporting = reporting
         self._print_every = reporting.every if communicator.rank == 0 else None
         self._monitor = monitor
+        self.trace = trace
+        if trace is not None:
+            trace.attach(self.timer)
         self.planned_memory: Callable[[], Iterable[tuple[str, int]]] = tuple
         """Bytes by purpose that the plan of a step knows of."""
         self.begin()
@@ -67,6 +98,8 @@ class StepRecorder:
         self.timer.take()
         self.timer.take_device()
         self._sent_before = self._communicator.sent_numel
+        if self.trace is not None:
+            self.trace.after_step(0)
 
     def record(
         self,
@@ -108,6 +141,9 @@ class StepRecorder:
         )
         self._sent_before = sent
         self._monitor.write(self.last)
+        if self.trace is not None:
+            with self.timer(OUTSIDE):
+                self.trace.after_step(self.last.step)
         if self._print_every is not None and self.last.step % self._print_every == 0:
             self._print(self.last)
         return self.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 from typing import Literal, get_args
@@ -28,6 +29,8 @@ class PhaseTimer:
 
     def __init__(self, laps: DeviceLaps | None = None) -> None:
         self._device = laps
+        self.on_lap: Callable[[str, bool], object] | None = None
+        """Called where a phase begins (its name, True) and where the last one that began ends (its name, False)."""
         self._laps: dict[Charge, _Lap] = {phase: _Lap(self, phase) for phase in (*PHASES, OUTSIDE)}
         self._seconds: dict[Charge, float] = dict.fromkeys((*PHASES, OUTSIDE), 0.0)
         self._open: list[Charge] = ["other"]
@@ -59,10 +62,14 @@ class PhaseTimer:
     def _enter(self, phase: Charge) -> None:
         self._charge()
         self._open.append(OUTSIDE if self._open[-1] == OUTSIDE else phase)
+        if self.on_lap is not None:
+            self.on_lap(phase, True)
 
     def _leave(self) -> None:
         self._charge()
-        self._open.pop()
+        phase = self._open.pop()
+        if self.on_lap is not None:
+            self.on_lap(phase, False)
 
 
 class _Lap:

@@ -3,11 +3,15 @@ profiled."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.recording import Reporting
 from polyaccel.watch.opening import ChosenMonitor
 from polyaccel.watch.profiles.report import ProfileSettings
 from polyaccel.watch.profiles.table import TableStyle
+from polyaccel.watch.traces.recorder import RunTrace
 
 STEPS_PER_BREAKDOWN = 10
 """Steps between two progress lines with a breakdown where `steps_per_print` says nothing, as in DeepSpeed."""
@@ -46,3 +50,11 @@ def profile_settings_of(config: ResolvedConfig) -> ProfileSettings | None:
     return ProfileSettings(
         step=section.profile_step, style=style, output_file=section.output_file, folder=config.run_folder
     )
+
+
+def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | None:
+    """What records the steps that are traced; None where none are."""
+    if config.trace is None:
+        return None
+    first, last = config.trace.steps
+    return RunTrace(communicator, first, last, Path(config.trace.folder or config.run_folder or "."))

@@ -75,7 +75,8 @@ class TorchEngine(nn.Module, Engine):
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
         self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes)
-        self._work = ForwardWork(module, settings, self._recorder, self.counters, self.adapter.param_specs())
+        whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
+        self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()
 
     def _lay_out(

@@ -36,6 +36,7 @@ from polyaccel.torch.pipeline.passing import (
     mean_of,
     pair_of,
     program_of,
+    spans_of,
     with_stages,
 )
 from polyaccel.torch.pipeline.ties import TiedWeights
@@ -86,6 +87,8 @@ class PipelineEngine(TorchEngine):
         owned = self._ties.owned_parameters()
         self._tied_names = {name for parameter, name in self.adapter.names.items() if parameter in owned}
         self.task_times: list[TaskTime] = []
+        if self._recorder.trace is not None:
+            self._recorder.trace.add_source(lambda: spans_of(self.task_times))
         """When this stage did the tasks of the last batch, in order."""
         self._iterator: Any = None
         self._in_batch = False

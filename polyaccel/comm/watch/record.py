@@ -36,13 +36,15 @@ class Entry:
     """A call on the group of these (global) ranks, when it began, and when it ended or was waited for (None: not yet),
     in seconds of the wall clock. `timing` is the communication log's, if that records it."""
 
-    __slots__ = ("collective", "ended_s", "group", "started_s", "timing")
+    __slots__ = ("collective", "ended_s", "group", "started_s", "timing", "waited_s")
 
     def __init__(self, group: tuple[int, ...], collective: Collective) -> None:
         self.group = group
         self.collective = collective
         self.started_s = time()
         self.ended_s: float | None = None
+        self.waited_s: float | None = None
+        """When somebody began to wait for a call that was under way."""
         self.timing: Timing | None = None
 
     @property
@@ -71,6 +73,8 @@ class Recorder:
         self.sent_numel: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.last: dict[tuple[int, ...], Entry] = {}
+        self.kept: list[Entry] | None = None
+        """Where all calls go, the last and those before; None: nobody wants them."""
         self.on_failure: Callable[[str], object] | None = None
         """Called when a call has failed, with a sentence that says so, before its error is raised."""
 
@@ -78,6 +82,8 @@ class Recorder:
         entry = Entry(group, collective)
         operation = collective.operation
         self.entries.append(entry)
+        if self.kept is not None:
+            self.kept.append(entry)
         self.last[group] = entry
         self.calls[operation] += 1
         self.sent_numel[operation] += sent_numel
@@ -98,6 +104,8 @@ class RecordedWork(Work):
         self._owner = owner
 
     def wait(self) -> None:
+        if self._entry.waited_s is None:
+            self._entry.waited_s = time()
         try:
             self._work.wait()
         except CommError as error:

@@ -1,8 +1,12 @@
-"""The section of what is timed: `timers`."""
+"""The sections of what is timed: `timers`, `trace`."""
 
 from __future__ import annotations
 
-from polyaccel.config.section import Section
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from polyaccel.config.section import Listed, PositiveInt, Section
 
 
 class ThroughputConfig(Section):
@@ -22,3 +26,19 @@ class TimersConfig(Section):
 
     throughput: ThroughputConfig = ThroughputConfig()
     """The work of a step, a second."""
+
+
+class TraceConfig(Section):
+    """polyaccel's own section: what every rank did in a few steps, as one file for Perfetto (ui.perfetto.dev) and
+    chrome://tracing."""
+
+    steps: Listed[Annotated[tuple[PositiveInt, ...], Field(min_length=2, max_length=2)]]
+    """The first and the last optimizer step that are traced, from 1."""
+    folder: str | None = None
+    """The folder of `trace.json`; null is `run_folder`, or the working directory."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TraceConfig:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"should be the first and the last step, in this order, not {list(self.steps)}")
+        return self

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter, time
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,14 @@ class TaskTime(NamedTuple):
     task: PipelineTask
     began_s: float
     ended_s: float
+
+
+def spans_of(times: Iterable[TaskTime]) -> Iterator[tuple[str, float, float]]:
+    """The tasks of a step as a trace has them: name, begin and end in seconds of the wall clock."""
+    shift_s = time() - perf_counter()
+    for (op, micro_batch, chunk), began_s, ended_s in times:
+        name = f"{PipelineOp(op).name.lower()} of micro-batch {micro_batch}, chunk {chunk}"
+        yield name, began_s + shift_s, ended_s + shift_s
 
 
 @dataclass

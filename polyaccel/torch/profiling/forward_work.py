@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.torch.profiling.operations import CountingMode
 from polyaccel.torch.profiling.step_profile import StepProfile
+from polyaccel.torch.profiling.unit_spans import unit_spans
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.types import ParamSpec
 
@@ -39,8 +40,11 @@ class ForwardWork:
         recorder: StepRecorder,
         steps: StepCounters,
         specs: Sequence[ParamSpec],
+        units: Collection[str],
     ) -> None:
-        """`specs` are the parameters of `module` as they are whole."""
+        """`specs` are the parameters of `module` as they are whole, `units` the names of modules that traces tell."""
+        self._module, self._units = module, units
+        self._trace = recorder.trace
         self._counter = counter = recorder.work
         self._steps = steps
         self._profile: StepProfile | None = None
@@ -55,15 +59,21 @@ class ForwardWork:
 
     def forward_pass(self, inputs: Any, named: Any, *, counts: bool) -> AbstractContextManager[None]:
         """Around a forward pass; `counts`: it is trained on."""
-        if not counts or (self._profile is None and not self._counter.enabled):
+        if not counts or not (self._profile or self._counter.enabled or self._trace):
             return nullcontext()
         return self._watched(inputs, named)
 
     @contextmanager
     def _watched(self, inputs: Any, named: Mapping[str, Any]) -> Iterator[None]:
         counted = self._counted(inputs, named) if self._counter.enabled else nullcontext()
-        with counted, nullcontext() if self._profile is None else self._profile.around(self._steps.global_steps + 1):
+        profiled = nullcontext() if self._profile is None else self._profile.around(self._steps.global_steps + 1)
+        is_traced = self._trace is not None and self._trace.is_on
+        with counted, profiled, self._traced() if is_traced else nullcontext():
             yield
+
+    def _traced(self) -> AbstractContextManager[None]:
+        assert self._trace is not None  # asked before
+        return unit_spans(self._module, self._units, self._trace)
 
     @contextmanager
     def _counted(self, inputs: Any, named: Mapping[str, Any]) -> Iterator[None]:

@@ -1,0 +1,142 @@
+"""Traces as files, and what is said of them: on a made-up run whose times are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polyaccel.cli.main import main
+from polyaccel.errors import PolyaccelError
+from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.watch.traces.analysis import critical_path, exposed_s, meetings_of, report_of
+from polyaccel.watch.traces.chrome import read_trace, write_trace
+from polyaccel.watch.traces.clock import ClockOffset, clock_offsets
+from polyaccel.watch.traces.spans import Span
+
+
+def call(number: int, begin_s: float, end_s: float, waited_s: float, operation: str = "all_reduce") -> Span:
+    of_call = {"group": [0, 1], "number": number, "waited_s": waited_s, "bucket": number}
+    what = {"numel": 8, "dtype": "float32", "label": "gradients"}
+    return Span("collective", operation, begin_s, end_s, {**of_call, **what})
+
+
+RANKS = {
+    0: [
+        Span("step", "step 1", 0.0, 10.0, {"step": 1}),
+        Span("phase", "forward", 0.0, 2.0),
+        Span("phase", "backward", 2.0, 8.0),
+        call(0, 3.0, 6.0, 2.5),  # waits from 3.5 on for rank 1, who comes at 5.5
+        call(1, 7.0, 8.0, 0.5),  # is waited for from 7.5 to 8, by both
+        Span("phase", "update", 8.0, 10.0),
+    ],
+    1: [
+        Span("step", "step 1", 0.0, 9.5, {"step": 1}),
+        Span("phase", "forward", 0.0, 4.0),
+        Span("phase", "backward", 4.0, 8.0),
+        call(0, 5.5, 6.0, 0.5),
+        call(1, 6.5, 8.0, 0.5),
+        Span("phase", "update", 8.0, 9.5),
+        Span("unit", "forward layers.0", 1.0, 3.0),
+    ],
+}
+OFFSETS = (ClockOffset(0.0, 0.0), ClockOffset(-5.0, 0.001))
+"""Rank 1's clock is five seconds fast."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    told = [
+        [replace(one, begin_s=one.begin_s + 100 - by.ahead_s, end_s=one.end_s + 100 - by.ahead_s) for one in own]
+        for own, by in zip(RANKS.values(), OFFSETS, strict=True)
+    ]
+    write_trace(path, (0, 1), told, OFFSETS)
+    return path
+
+
+def test_a_file_is_read_as_it_was_written_on_one_clock(file: Path) -> None:
+    read = read_trace(file)
+    for rank, spans in RANKS.items():
+        wanted = sorted(spans, key=lambda span: span.begin_s)
+        assert [(one.kind, one.begin_s, one.end_s) for one in read[rank]] == [
+            (one.kind, pytest.approx(one.begin_s, abs=1e-5), pytest.approx(one.end_s, abs=1e-5)) for one in wanted
+        ]
+
+
+def test_the_file_has_the_form_of_trace_events(file: Path) -> None:
+    """What Chrome's document of its Trace Event Format asks of events, and Perfetto of slices. Perfetto's own parser is
+    a program that is fetched from the net, which tests do not do."""
+    whole = json.loads(file.read_text())
+    begun: set[tuple[int, str]] = set()
+    ends: dict[tuple[int, int], list[float]] = {}
+    for event in sorted((one for one in whole["traceEvents"] if "ts" in one), key=lambda one: (one["ts"], one["ph"])):
+        assert {"name", "cat", "pid", "tid", "ts", "ph"} <= event.keys()
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            open_ = ends.setdefault((event["pid"], event["tid"]), [])
+            while open_ and open_[-1] <= event["ts"] + 1e-3:
+                open_.pop()
+            assert not open_ or open_[-1] >= event["ts"] + event["dur"] - 1e-3, "slices of a track nest"
+            open_.append(event["ts"] + event["dur"])
+        elif event["ph"] == "b":
+            assert (event["pid"], event["id"]) not in begun
+            begun.add((event["pid"], event["id"]))
+        else:
+            assert event["ph"] == "e"
+            begun.remove((event["pid"], event["id"]))
+    assert begun == set()
+    names = {event["args"].get("name") for event in whole["traceEvents"] if event["ph"] == "M"}
+    assert {"rank 0", "rank 1", "collectives"} <= names
+
+
+def test_who_was_late_and_who_waited() -> None:
+    first, second = meetings_of(RANKS)
+    assert (first.number, first.last, first.late_s) == (0, 1, 2.5)
+    assert (second.number, second.last, second.late_s) == (1, 0, 0.5)
+    assert exposed_s(RANKS[0], 0.0, 10.0) == pytest.approx(3.0)
+    assert exposed_s(RANKS[1], 0.0, 10.0) == pytest.approx(1.0)
+    overlapping = [call(0, 0.0, 4.0, 3.0), call(1, 1.0, 5.0, 3.0)]
+    assert exposed_s(overlapping, 0.0, 10.0) == pytest.approx(4.0)
+
+
+def test_the_critical_path_goes_through_the_late_rank() -> None:
+    """Rank 1's forward, and its backward until it comes to the first meeting, hold up everybody; then rank 0's
+    backward, until it comes to the second; then rank 0's update."""
+    path = [(part.rank, part.what, round(part.seconds, 6)) for part in critical_path(RANKS, 0.0)]
+    assert path == [
+        (1, "forward", 4.0),
+        (1, "backward", 1.5),
+        (0, "communication", 0.5),
+        (0, "backward", 1.0),
+        (0, "communication", 1.0),
+        (0, "update", 2.0),
+    ]
+    assert sum(seconds for _, _, seconds in path) == pytest.approx(10.0)
+
+
+def test_the_command_says_it(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 steps of 2 ranks, 10000.0 ms each")
+    assert "rank 0: 3000.0 ms a step (30.0 %)" in said
+    assert "rank 1: last at 1 of 2, 2500.0 ms a step; at most 2500.0 ms, all_reduce 0 of bucket 0" in said
+    assert "forward on rank 1: 4000.0 ms a step (40.0 %)" in said
+    assert main(["trace", str(tmp_path / "nothing")]) == 1
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    assert main(["trace", str(tmp_path / "other.json")]) == 1
+    assert "is no trace that polyaccel wrote" in capsys.readouterr().err
+    assert report_of({0: []}) == "the trace has no step"
+    with pytest.raises(PolyaccelError):
+        read_trace(tmp_path / "other.json")
+
+
+def test_clocks_of_one_host_agree() -> None:
+    for offsets in run_threads(3, clock_offsets):
+        assert offsets[0] == ClockOffset(0.0, 0.0)
+        assert len(offsets) == 3
+        for one in offsets[1:]:
+            assert abs(one.ahead_s) <= one.error_s
