@@ -31,7 +31,8 @@ _RANKS = 2
 def main(argv: list[str]) -> int:
     """Run every variant in each round, one after another, and print medians over all steps."""
     parser = argparse.ArgumentParser(prog="bench pipeline", description=__doc__)
-    parser.add_argument("--size", default="29m", help="of the model (default 29m)")
+    said = "of the model (default %(default)s), such as 126m; with -halves behind it blocks are two layers each"
+    parser.add_argument("--size", default="29m", help=said)
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
     parser.add_argument("--rounds", type=int, default=3, help="of all variants (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="of each variant in a round (default 6)")

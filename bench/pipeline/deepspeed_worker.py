@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from bench.pipeline.layers import DECAY, LR, RANKS, WARMUP, layers_of, loss_of, micro_batch
+from bench.pipeline.layers import DECAY, HALVES, LR, RANKS, WARMUP, layers_of, loss_of, micro_batch, partition_of
 from bench.steps.model import load_corpus
 
 
@@ -35,8 +35,8 @@ def main(size: str, micro_batches: int, steps: int, result: str) -> None:
     }
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
-    layers = layers_of(size)
-    module = PipelineModule(layers, num_stages=RANKS, loss_fn=loss_of, partition_method="type:block")
+    layers = layers_of(size.removesuffix(HALVES), halves=size.endswith(HALVES))
+    module = PipelineModule(layers, num_stages=RANKS, loss_fn=loss_of, partition_method=partition_of(layers))
     parameters = [one for one in module.parameters() if one.requires_grad]
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
     corpus = load_corpus()

@@ -3,16 +3,20 @@ none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.steps.cases import SHAPES
-from bench.steps.model import VOCABULARY, Corpus, Gpt, draw_batch
+from bench.steps.model import VOCABULARY, Block, Corpus, Gpt, draw_batch
 
 WARMUP = 2
 RANKS = 2
 LR = 1e-4
 DECAY = 0.01
+HALVES = "-halves"
+"""Behind a size: blocks are two layers each."""
 
 
 class Begin(nn.Module):
@@ -39,10 +43,54 @@ class End(nn.Module):
         return logits
 
 
-def layers_of(size: str) -> list[nn.Module]:
-    """The layers of the model of this size, the blocks between the first and the last."""
+class AttentionHalf(nn.Module):
+    """The first half of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.heads, self.attention_norm = block.heads, block.attention_norm
+        self.qkv, self.attention_out = block.qkv, block.attention_out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        added: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + added
+
+
+class MlpHalf(nn.Module):
+    """The second half of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.mlp_norm, self.mlp_in, self.mlp_out = block.mlp_norm, block.mlp_in, block.mlp_out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh"))
+        return hidden + added
+
+
+def layers_of(size: str, *, halves: bool = False) -> list[nn.Module]:
+    """The layers of the model of this size, the blocks between the first and the last; with `halves` each as two
+    layers, so that stages can be more alike."""
     gpt = Gpt(SHAPES[size])
-    return [Begin(gpt), *gpt.blocks, End(gpt)]
+    blocks: list[nn.Module] = list(gpt.blocks)
+    if halves:
+        whole = [block for block in gpt.blocks if isinstance(block, Block)]
+        blocks = [half for block in whole for half in (AttentionHalf(block), MlpHalf(block))]
+    return [Begin(gpt), *blocks, End(gpt)]
+
+
+def partition_of(layers: Sequence[nn.Module]) -> str:
+    """How PipelineModules are to deal these layers: whole blocks as many as they can, halves as many."""
+    return "type:block" if any(isinstance(layer, Block) for layer in layers) else "type:half"
+
+
+def first_part(layers: Sequence[nn.Module]) -> int:
+    """How many layers the first of two stages has, where the number of blocks is odd one more than the second."""
+    return (len(layers) - 1) // 2 + 1
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -22,7 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import polyaccel
-from bench.pipeline.layers import DECAY, LR, RANKS, WARMUP, layers_of, loss_of, micro_batch
+from bench.pipeline.layers import (
+    DECAY,
+    HALVES,
+    LR,
+    RANKS,
+    WARMUP,
+    first_part,
+    layers_of,
+    loss_of,
+    micro_batch,
+    partition_of,
+)
 from bench.steps.model import Corpus, load_corpus
 from polyaccel import comm
 from polyaccel.comm.default import default_communicator
@@ -32,7 +43,7 @@ from polyaccel.torch.pipeline import PipelineModule
 def main(argv: list[str]) -> None:
     variant, size, micro_batches, steps, result = argv[0], argv[1], int(argv[2]), int(argv[3]), Path(argv[4])
     torch.set_num_threads(1)
-    layers = layers_of(size)
+    layers = layers_of(size.removesuffix(HALVES), halves=size.endswith(HALVES))
     corpus = load_corpus()
     run = {"torch": by_torch, "data": by_data}.get(variant, by_polyaccel)
     figures = run(variant, layers, corpus, micro_batches, WARMUP + steps)
@@ -51,15 +62,16 @@ def by_polyaccel(
     variant: str, layers: list[nn.Module], corpus: Corpus, micro_batches: int, steps: int
 ) -> dict[str, Any]:
     schedule, _, products = variant.partition("+")
+    if products == "onednn":
+        os.environ["POLYACCEL_MATRIX_KERNELS"] = "on"
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "pipeline": {"schedule": schedule},
-        "matrix_kernels": "on" if products == "onednn" else "auto",
     }
     comm.init_distributed(config=config)
-    model = PipelineModule(layers, RANKS, loss_fn=loss_of, schedule=schedule, partition_method="type:block")
+    model = PipelineModule(layers, RANKS, loss_fn=loss_of, schedule=schedule, partition_method=partition_of(layers))
     engine: Any
     engine, *_ = polyaccel.initialize(model=model, config=config)
     seconds, cpu, losses, updates = [], [], [], []
@@ -94,7 +106,8 @@ def by_torch(variant: str, layers: list[nn.Module], corpus: Corpus, micro_batche
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    part = nn.Sequential(*(layers[: len(layers) // 2 + 1] if rank == 0 else layers[len(layers) // 2 + 1 :]))
+    half = first_part(layers)
+    part = nn.Sequential(*(layers[:half] if rank == 0 else layers[half:]))
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.parameters(), lr=LR, foreach=False)

@@ -5,31 +5,58 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 from polyaccel.pipeline.table import PipelineError
 
 
 def split_layers(weights: Sequence[float], parts: int) -> tuple[range, ...]:
     """The layers of each of `parts`, in order, so that the heaviest part is as light as can be; among such splits the
-    one whose first part is as long as it may be, then the second, and so on. Every part has a layer. Raises
-    PipelineError where there are fewer layers than parts.
+    most even one, and of these the one whose first part is as long as it may be, then the second, and so on. Every part
+    has a layer. Raises PipelineError where there are fewer layers than parts.
     """
-    if len(weights) < parts:
+    count = len(weights)
+    if count < parts:
         raise PipelineError(
-            f"{len(weights)} layers for {parts} parts of a pipeline",
+            f"{count} layers for {parts} parts of a pipeline",
             cure="use fewer stages, or write the model as more layers",
-            value=len(weights),
+            value=count,
         )
     sums = [0.0, *accumulate(weights)]
     bound = _lightest(sums, parts)
-    ends, begin = [], 0
-    for part in range(parts):
-        end = begin + 1  # a part has a layer, and leaves one for each part behind it
-        while end < len(weights) - (parts - part - 1) and (part == parts - 1 or sums[end + 1] - sums[begin] <= bound):
-            end += 1
-        ends.append(end)
+    costs, best = _squares(sums, parts, bound), []
+    begin = 0
+    for left in reversed(range(parts)):  # parts behind this one
+        behind, found = costs[left], dict[int, float]()
+        for end in range(begin + 1, count - left + 1):
+            if (weight := sums[end] - sums[begin]) > bound:
+                break
+            found[end] = weight**2 + behind[end]
+        least = min(found.values())
+        end = max(end for end, cost in found.items() if cost <= least * _ALIKE)
+        best.append(range(begin, end))
         begin = end
-    return tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+    return tuple(best)
+
+
+_ALIKE = 1 + 1e-9
+"""Sums of squares with a smaller ratio differ by rounding."""
+
+
+def _squares(sums: Sequence[float], parts: int, bound: float) -> list[list[float]]:
+    """The least sum of squares of the weights of n parts, none above `bound`, that have all layers from a place on: by
+    n and by the place. Infinite where there is no such split."""
+    count = len(sums) - 1
+    rows = [[inf] * count + [0.0]]
+    for _ in range(1, parts):
+        behind, row = rows[-1], [inf] * (count + 1)
+        for begin in range(count):
+            for end in range(begin + 1, count + 1):
+                if (weight := sums[end] - sums[begin]) > bound:
+                    break
+                row[begin] = min(row[begin], weight**2 + behind[end])
+        rows.append(row)
+    return rows
 
 
 def _lightest(sums: Sequence[float], parts: int) -> float:
