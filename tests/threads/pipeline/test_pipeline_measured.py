@@ -59,7 +59,7 @@ def test_layers_are_dealt_by_what_they_cost():
     assert parts_of(layers) == [[0, 1, 2], [3, 4, 5]]
     assert parts_of(layers, partition_method="uniform") == [[0, 1, 2], [3, 4, 5]]
     assert parts_of([*layers, LayerSpec(Costly, 30.0)]) == [[0, 1, 2, 3, 4, 5], [6]]
-    assert parts_of(layers, schedule="zb-v") == [[0, 1, 2], [3], [4], [5]]
+    assert parts_of(layers, schedule="zb-v") == [[0, 1], [2], [3], [4, 5]]
 
 
 def test_tied_layers_functions_and_modules_are_tried_too():
