@@ -77,7 +77,10 @@ def calls_keep_no_memory(comm: Communicator) -> int:
 
     def held() -> int:
         is_host = comm.accelerator.current_device().type == "cpu"
-        return host_nbytes() + (0 if is_host else comm.accelerator.memory_stats().allocated_nbytes)
+        comm.barrier()  # ranks may be threads: none looks while another's call still has memory of its own
+        nbytes = host_nbytes() + (0 if is_host else comm.accelerator.memory_stats().allocated_nbytes)
+        comm.barrier()
+        return nbytes
 
     keeps_nothing(use, 8 << 20, f"memory of rank {comm.rank} after collectives", held=held, agree=agreed)
     return 1

@@ -186,7 +186,7 @@ def test_a_name_that_we_offer_too_is_a_conflict_whose_cure_keeps_polyaccel(tmp_p
 def test_not_found_lists_what_is_installed_and_suggests(offer: Offer) -> None:
     offer(pencil=plugin_class())
     with pytest.raises(
-        PluginNotFound, match=r"'pencill'; installed: .*pencil \(acme 1\.5\)\n.*did you mean 'pencil'\?"
+        PluginNotFound, match=r"'pencill'; installed: .*pencil \(acme 1\.5\).*\n.*did you mean 'pencil'\?"
     ):
         load("pencill")
     with pytest.raises(PluginNotFound) as caught:
