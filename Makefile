@@ -34,10 +34,10 @@ test: $(STAMP) ## run the tests but those in tests/slow.txt, WORKERS=3 files at 
 	$(PYTEST) -m 'not slow' --ignore $(BUILDS) $(ARGS)
 
 test-slow: $(STAMP) ## run the tests in tests/slow.txt
-	$(PYTEST) -m slow --ignore $(BUILDS) $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 test-builds: $(STAMP) ## run the tests that build, install or make environments: compilers, pip, documentation
-	$(PYTEST) $(BUILDS) $(ARGS)
+	$(PYTEST) -m 'not slow' $(BUILDS) $(ARGS)
 
 test-parity: $(STAMP) ## run every combination of the parity tests; `make test` has every pair of settings
 	TESTS_PARITY=full $(PYTEST) $(PARITY) $(ARGS)

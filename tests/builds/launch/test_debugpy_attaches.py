@@ -32,7 +32,9 @@ class Debugger:
     def read_until(self, **wanted: Any) -> dict[str, Any]:
         while True:
             length = 0
-            while (line := self.messages.readline().strip()) or not length:
+            while (line := self.messages.readline()) != b"\r\n":
+                if not line:
+                    raise ConnectionResetError(f"debugpy closed the connection before it sent {wanted}")
                 name, _, value = line.partition(b":")
                 length = int(value) if name == b"Content-Length" else length
             found: dict[str, Any] = json.loads(self.messages.read(length))
@@ -53,7 +55,8 @@ def test_ranks_wait_for_a_debugger_and_go_on(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--debugpy", str(port), "--wait", "train.py", "x y"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(target)},
+        # On a busy machine debugpy's own process may be there late: 0 lets debugpy wait for it without a limit.
+        env={**os.environ, "PYTHONPATH": str(target), "DEBUGPY_PROCESS_SPAWN_TIMEOUT": "0"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -77,14 +80,15 @@ def test_ranks_wait_for_a_debugger_and_go_on(tmp_path: Path) -> None:
 
 
 def _attached(port: int, job: subprocess.Popen[str]) -> Debugger:
+    """A debugger of the rank that listens on `port`; one that debugpy turns away comes again while the job lives."""
     while True:
         try:
             debugger = Debugger(port)
-            break
-        except ConnectionRefusedError:
+            debugger.send("initialize", adapterID="test", clientID="test")
+            debugger.read_until(type="response", command="initialize", success=True)
+            debugger.send("attach", justMyCode=True)
+            debugger.read_until(type="event", event="initialized")
+        except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
             assert job.poll() is None, job.communicate()
-    debugger.send("initialize", adapterID="test", clientID="test")
-    debugger.read_until(type="response", command="initialize", success=True)
-    debugger.send("attach", justMyCode=True)
-    debugger.read_until(type="event", event="initialized")
-    return debugger
+        else:
+            return debugger
