@@ -37,16 +37,9 @@ from polyaccel.errors import ConfigError, Problem
 from polyaccel.mesh import Mesh
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.policies import (
-    common_settings_of,
-    engine_settings_of,
-    param_dtype_of,
-    place_of,
-    plan_for,
-    state_tier_options,
-    step_plan_for,
-    step_policy_of,
-)
+from polyaccel.policies.engines import common_settings_of, engine_settings_of
+from polyaccel.policies.modules import param_dtype_of
+from polyaccel.policies.steps import place_of, plan_for, state_tier_options, step_plan_for, step_policy_of
 from polyaccel.policies.watching import monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec

@@ -25,7 +25,7 @@ from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.views import CopyCount, fence
-from polyaccel.policies import RecomputePolicy, recompute_policy_of
+from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime
 

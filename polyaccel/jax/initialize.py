@@ -21,7 +21,7 @@ from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.policies import RecomputePolicy, recompute_policy_of
+from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer

@@ -16,7 +16,7 @@ from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.model import ModelShape
 from polyaccel.planning.times import comm_seconds
-from polyaccel.policies import PLACES, place_of, plan_for, step_plan_for, step_policy_of
+from polyaccel.policies.steps import PLACES, place_of, plan_for, step_plan_for, step_policy_of
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory

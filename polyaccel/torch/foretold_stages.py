@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.pipeline.table import PipelineOp, PipelineTable, live_counts
 from polyaccel.planning.activations import StageNeeds
-from polyaccel.policies import ModuleRules, RecomputePolicy
+from polyaccel.policies.modules import ModuleRules, RecomputePolicy
 from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.params.meta_shapes import shape_of_module
 from polyaccel.torch.passes import LaterProduct

@@ -18,7 +18,7 @@ from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.pipeline.choice import chosen_placement
-from polyaccel.policies import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
+from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure

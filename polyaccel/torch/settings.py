@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from polyaccel.policies import RecomputePolicy
+from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.watch.profiles.report import ProfileSettings
 
 

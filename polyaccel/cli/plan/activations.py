@@ -10,7 +10,7 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.policies import cut_rules_of, module_rules_of, recompute_policy_of
+from polyaccel.policies.modules import cut_rules_of, module_rules_of, recompute_policy_of
 
 
 def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[ActivationNeeds, ...]:

@@ -20,7 +20,7 @@ from polyaccel.pipeline.table import PipelineTable
 from polyaccel.planning.activations import StageNeeds
 from polyaccel.planning.assumptions import PlannedConfig
 from polyaccel.planning.forecast import Forecast, Setting, forecasts
-from polyaccel.policies import module_rules_of, recompute_policy_of
+from polyaccel.policies.modules import module_rules_of, recompute_policy_of
 from polyaccel.zero.plan.placement import Place
 
 _LEGEND = (

@@ -210,7 +210,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     """The model that the argument `MODEL` names, as a rank of `mesh` holds it where others share its layers. Only a
     module or a directory needs torch. Raises PolyaccelError."""
     from polyaccel.planning.model import parse_count, shape_of_count
-    from polyaccel.policies import module_rules_of
+    from polyaccel.policies.modules import module_rules_of
     from polyaccel.types import DType
 
     rules = module_rules_of(config)
@@ -241,7 +241,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
 
 def _sharing(config: ResolvedConfig, mesh: Mesh) -> Callable[[Any], None]:
     """What makes of a torch model what a rank of `mesh` has of it."""
-    from polyaccel.policies import cut_rules_of
+    from polyaccel.policies.modules import cut_rules_of
     from polyaccel.torch.experts.models import cut_expert_shapes
     from polyaccel.torch.parallel.shapes import shared_by
 

@@ -12,7 +12,7 @@ from polyaccel.accelerators import get_accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.config import load_config
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.policies import recompute_policy_of
+from polyaccel.policies.modules import recompute_policy_of
 from polyaccel.torch.recompute.regions import PLAIN, RecomputedRegions, configured, present_regions
 
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from polyaccel.errors import ShardingError
-from polyaccel.policies import CutRules
+from polyaccel.policies.modules import CutRules
 from polyaccel.torch.parallel.plan import CutHeads, CutModule, CutPlan, RunsOfRanks, beside, even_runs, lengths, shifted
 from polyaccel.torch.parallel.structure import (
     CutRegion,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from polyaccel.mesh.block import Block
-from polyaccel.policies import CutRules
+from polyaccel.policies.modules import CutRules
 from polyaccel.torch.parallel.choose import plan_by
 from polyaccel.torch.parallel.plan import CutPlan
 from polyaccel.torch.params.cuts import Cut, taken

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import container
 
 from polyaccel.errors import ConfigError, Problem, ShardingError
-from polyaccel.policies import LeafRules
+from polyaccel.policies.modules import LeafRules
 from polyaccel.torch.params.ownership import home_of
 
 log = getLogger(__name__)

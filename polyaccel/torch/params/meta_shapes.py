@@ -18,7 +18,7 @@ from torch import nn
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
-from polyaccel.policies import ModuleRules
+from polyaccel.policies.modules import ModuleRules
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, in_gradient_order, parameter_specs
 from polyaccel.torch.params.units import find_units, units_of_parameters

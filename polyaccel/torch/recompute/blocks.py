@@ -31,7 +31,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.planning.recomputation import Level, PassCosts, choose_levels, describe
-from polyaccel.policies import RecomputePolicy
+from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.recompute.measuring import PassRecorder
 from polyaccel.torch.recompute.operations import DEFAULT, contexts_for, kept_operations

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from polyaccel.accelerators.memory.torch import torch_dtype
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.policies import ModuleRules, RecomputePolicy
+from polyaccel.policies.modules import ModuleRules, RecomputePolicy
 from polyaccel.torch.params.specs import convert_buffers, parameter_specs
 from polyaccel.torch.recompute.blocks import RecomputedBlocks
 from polyaccel.torch.recompute.regions import RecomputedRegions

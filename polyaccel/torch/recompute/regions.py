@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.comm.base import Communicator
-from polyaccel.policies import RecomputePolicy
+from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.recompute.inputs import InputStore
 
 log = getLogger(__name__)

@@ -25,7 +25,8 @@ from polyaccel.offload.device import DeviceTier
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.nvme import NvmeTier
 from polyaccel.planning.forecast import step_plan
-from polyaccel.policies import module_rules_of, plan_for
+from polyaccel.policies.modules import module_rules_of
+from polyaccel.policies.steps import plan_for
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.params.meta_shapes import shape_of_module
 from polyaccel.types import DType

@@ -17,7 +17,7 @@ from polyaccel.config.resolve import load_resolved
 from polyaccel.engine import same_training
 from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.errors import ShardingError
-from polyaccel.policies import common_settings_of
+from polyaccel.policies.engines import common_settings_of
 
 Deviation = Callable[[ParityModel, dict[str, Any]], Any]
 """What rank 1 does to its model and config before `initialize`; returns other arguments for that."""

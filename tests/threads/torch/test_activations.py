@@ -20,7 +20,7 @@ from polyaccel.accelerators.base import Capabilities, NullEvent, NullStream
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.errors import ConfigError
-from polyaccel.policies import RecomputePolicy
+from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api import activations
 from polyaccel.torch.recompute import inputs

@@ -13,7 +13,7 @@ from torch import nn
 from polyaccel.config import load_resolved
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import BLOCKS, parse_count, shape_of_count
-from polyaccel.policies import ModuleRules, module_rules_of
+from polyaccel.policies.modules import ModuleRules, module_rules_of
 from polyaccel.torch.params.meta_shapes import shape_of_directory, shape_of_function, shape_of_module
 from polyaccel.types import DType
 

@@ -11,7 +11,8 @@ from polyaccel import utils, zero
 from polyaccel.config import load_resolved
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.mesh import Mesh
-from polyaccel.policies import module_rules_of, plan_for
+from polyaccel.policies.modules import module_rules_of
+from polyaccel.policies.steps import plan_for
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.params.leaf_modules import fine_grained_modules, granularity
 from polyaccel.torch.params.meta_shapes import shape_of_module
