@@ -42,7 +42,11 @@ def show_log(rank: int, level: str | None) -> None:
         logger.setLevel(logging.INFO)
 
 
-class ConsoleHandler(logging.Handler):
+class OwnHandler(logging.Handler):
+    """A handler of polyaccel's own: beside others of its kind the console goes on showing lines."""
+
+
+class ConsoleHandler(OwnHandler):
     """Writes `[polyaccel] message` to stderr, and nothing as soon as a handler of the application's would too."""
 
     def __init__(self, rank: int) -> None:
@@ -67,7 +71,7 @@ def _others_listen(logger: logging.Logger) -> bool:
     """Whether a handler that is not ours would see the records of `logger`."""
     asked: logging.Logger | None = logger
     while asked is not None:
-        if any(not isinstance(handler, ConsoleHandler) for handler in asked.handlers):
+        if any(not isinstance(handler, OwnHandler) for handler in asked.handlers):
             return True
         asked = asked.parent if asked.propagate else None
     return False

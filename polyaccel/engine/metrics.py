@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
@@ -35,6 +35,17 @@ class ExpertFigures:
     """What this rank sent to experts on others, and of what it computed back, in forward and backward passes."""
     exchange_s: float
     """How long this rank's exchanges took, with waiting for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFigures:
+    """This rank's collectives of one operation in a step."""
+
+    calls: int
+    sent_nbytes: int
+    """What it sent to others."""
+    waited_s: float
+    """How long the host did nothing but wait for them; that of the last rank to come is the shortest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +86,26 @@ class StepMetrics:
     """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
     """By layer, where the config asks (`expert_parallel.watch`)."""
+    collectives: Mapping[str, CallFigures] = field(default_factory=dict)
+    """By operation."""
     device_phase_s: Mapping[str, float] = field(default_factory=dict)
     """With `wall_clock_breakdown`, on a device with streams: its seconds by phase in the last step that it has ended,
     which is the one before as a rule. What is no part of a step is `outside`."""
 
     def scalars(self) -> Iterator[Event]:
         """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
-        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's."""
+        fields; `lr_1` is the second group's, `phase_s/backward` a phase's, `experts/LAYER/balance` a layer's,
+        `collectives/all_gather/calls` an operation's."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in ("step", "skipped") or value is None:
                 continue
             if each.name == "lr":
                 yield from (("lr" if not at else f"lr_{at}", float(lr), self.step) for at, lr in enumerate(value))
-            elif each.name == "experts":
-                for layer, told in value.items():
+            elif each.name in ("experts", "collectives"):
+                for part, told in value.items():
                     numbers = {name: one for name, one in asdict(told).items() if isinstance(one, (int, float))}
-                    yield from ((f"experts/{layer}/{name}", float(one), self.step) for name, one in numbers.items())
+                    yield from ((f"{each.name}/{part}/{name}", float(one), self.step) for name, one in numbers.items())
             elif isinstance(value, Mapping):
                 yield from ((f"{each.name}/{name}", float(one), self.step) for name, one in value.items())
             else:
@@ -137,6 +151,9 @@ class MetricSink(Protocol):
     def write_events(self, events: Iterable[Event]) -> None:
         """Hand over figures of the user's own, as (tag, value, step). Does not wait for anybody."""
 
+    def add_picture(self, name: str, draw: Callable[[], str]) -> None:
+        """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
+
     def close(self) -> None:
         """Let all be written that was handed over. May be called twice."""
 
@@ -179,7 +196,7 @@ class Monitor(ABC):
 
 
 class JsonlMonitor(Monitor):
-    """Appends to `metrics.jsonl` in the run's directory: one JSON object a line, flushed line by line.
+    """Appends to `metrics.jsonl`, or `file_name`, in the run's directory: one JSON object a line, flushed line by line.
 
     A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`. A resumed run goes
     on in the same file, so steps after the checkpoint appear twice and the later line counts.
@@ -188,7 +205,8 @@ class JsonlMonitor(Monitor):
     name = "jsonl"
     FILE_NAME: ClassVar[str] = "metrics.jsonl"
 
-    def __init__(self) -> None:
+    def __init__(self, file_name: str = FILE_NAME) -> None:
+        self._file_name = file_name
         self._file: TextIO | None = None
 
     def open(self, directory: Path, options: Mapping[str, Any]) -> None:
@@ -197,7 +215,7 @@ class JsonlMonitor(Monitor):
         if options:
             raise ConfigError([Problem(f"jsonl.{key}", value, "has no such option") for key, value in options.items()])
         self.close()
-        path = Path(directory) / self.FILE_NAME
+        path = Path(directory) / self._file_name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished_line(path)
@@ -219,7 +237,7 @@ class JsonlMonitor(Monitor):
             self._file = None
 
     def read(self, directory: Path, options: Mapping[str, Any]) -> Iterable[tuple[str, float | None, int]]:
-        for line in Path(directory, self.FILE_NAME).read_text(encoding="utf-8").splitlines():
+        for line in Path(directory, self._file_name).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             yield record.get("tag", "loss"), record.get("value", record.get("loss")), record["step"]
 

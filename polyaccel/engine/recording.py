@@ -12,6 +12,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.measures.calls import CallCounter
 from polyaccel.engine.measures.device_laps import DeviceLaps
 from polyaccel.engine.measures.memory import by_purpose, memory_in_use
 from polyaccel.engine.measures.work import WorkCounter
@@ -86,6 +87,7 @@ class StepRecorder:
         self._reporting = reporting
         self._print_every = reporting.every if communicator.rank == 0 else None
         self._monitor = monitor
+        self._calls = CallCounter(communicator)
         self.trace = trace
         if trace is not None:
             trace.attach(self.timer)
@@ -98,6 +100,7 @@ class StepRecorder:
         self.timer.take()
         self.timer.take_device()
         self._sent_before = self._communicator.sent_numel
+        self._calls.take()
         if self.trace is not None:
             self.trace.after_step(0)
 
@@ -136,6 +139,7 @@ class StepRecorder:
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,
             experts=experts,
+            collectives=self._calls.take(),
             device_phase_s=self.timer.take_device(),
             **self.work.take(elapsed),
         )

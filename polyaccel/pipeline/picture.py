@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from html import escape
 
-from polyaccel.pipeline.table import PipelineOp
-from polyaccel.pipeline.timing import PipelineTiming
+from polyaccel.pipeline.table import PipelineOp, PipelineTable
+from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
 
 _ROW, _BAR, _LEFT, _TOP, _FOOT = 26, 22, 72, 30, 30
 _LEAST_TEXT = 12.0
@@ -38,6 +38,11 @@ def picture_of(timing: PipelineTiming, width: int = 1200) -> str:
         lines += _row(timing, stage, _TOP + stage * _ROW, scale)
     lines += [*_legend(timing, height - 10), "</svg>", ""]
     return "\n".join(lines)
+
+
+def foretold_picture(table: PipelineTable) -> str:
+    """`picture_of` a table whose chunks take equally long, and whose messages no time."""
+    return picture_of(simulate(table, OpTimes.even(table.chunks)))
 
 
 def _row(timing: PipelineTiming, stage: int, top: int, scale: float) -> list[str]:

@@ -20,6 +20,7 @@ from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
 from polyaccel.pipeline.own import write_table
+from polyaccel.pipeline.picture import foretold_picture
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 from polyaccel.torch.api.data import call_with, loss_of, to_device
 from polyaccel.torch.delayed_linears import DelayedLinears
@@ -63,6 +64,7 @@ class PipelineEngine(TorchEngine):
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
         table = self._table(module, schedule, chunks)
+        self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
         parts = [
             f"chunk {chunk} on stage {stage} with layers {list(part)}"
             for chunk, (stage, part) in enumerate(zip(module.placement, module.parts, strict=True))

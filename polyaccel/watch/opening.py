@@ -1,23 +1,30 @@
-"""The beginning of a watched run: its folder, and its monitors."""
+"""The beginning of a watched run: its folder, its monitors, and the files of each rank."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 from polyaccel import plain
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.metrics import Monitor
+from polyaccel.engine.metrics import JsonlMonitor, Monitor
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.registry import PluginGroup, load_plugin
+from polyaccel.watch.run_log import LOG_FILE, RunLog
 from polyaccel.watch.stream import MonitorStream
 
+log = getLogger(__name__)
 RUN_FILE = "run.json"
 """In a run's folder: what `about_run` tells, the number of ranks, and when the run was last started."""
+RANKS_FOLDER = "ranks"
+"""Below it: `N.jsonl` with the steps of rank N, from 1 on, and `N.log.jsonl` with its warnings and errors."""
+MOST_RANK_FILES = 256
+"""Ranks that write files of their own: more than anybody looks at, and less than a file server minds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ def open_stream(
     communicator: Communicator, folder: str | None, chosen: Sequence[ChosenMonitor], about: Mapping[str, Any]
 ) -> MonitorStream:
     """The stream of a run whose files are in `folder` (None: the working directory, where only monitors write): on rank
-    0 to the `chosen` monitors, on the others to nobody.
+    0 to the `chosen` monitors, on the others to a file of their own steps, where they see that folder.
 
     Collective where there is anything to open. Raises ConfigError on every rank when something cannot be.
     """
@@ -55,7 +62,28 @@ def open_stream(
         for monitor in opened:
             monitor.close()
         raise ConfigError(problems)
-    return MonitorStream(opened)
+    if folder is None:
+        return MonitorStream(opened)
+    own, at_close = _open_files_of_rank(Path(folder), communicator.rank)
+    pictures = Path(folder) if communicator.rank == 0 else None
+    return MonitorStream(opened, own=own, pictures=pictures, at_close=at_close)
+
+
+def _open_files_of_rank(folder: Path, rank: int) -> tuple[Monitor | None, list[Callable[[], object]]]:
+    """The file of a rank's own steps (None: rank 0's are the monitors'), and what closes its log. One that cannot be
+    written is left out with a warning, as is a folder that this host does not see, without one."""
+    if rank >= MOST_RANK_FILES or not (folder / RUN_FILE).is_file():
+        return None, []
+    own = None
+    try:
+        if rank != 0:
+            own = JsonlMonitor(f"{RANKS_FOLDER}/{rank}.jsonl")
+            own.open(folder, {})
+        path = folder / LOG_FILE if rank == 0 else folder / RANKS_FOLDER / f"{rank}.{LOG_FILE}"
+        return own, [RunLog(path, rank).finish]
+    except (ConfigError, OSError) as error:
+        log.warning("rank %d writes no files of its own to the run's folder: %s", rank, error)
+        return own, []
 
 
 def _opened(chosen: ChosenMonitor, folder: Path) -> Monitor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from logging import getLogger
+from pathlib import Path
 from time import monotonic
 
 from polyaccel.engine.metrics import Event, Monitor, StepMetrics
@@ -33,12 +34,29 @@ class MonitorStream:
     the process ends, an uncaught exception included; then a monitor that does not end within `limit_s` is left behind.
     """
 
-    def __init__(self, monitors: Sequence[Monitor] = (), *, limit_s: float = CLOSING_LIMIT_S) -> None:
-        """`monitors` are open; they belong to the stream from here on."""
+    def __init__(
+        self,
+        monitors: Sequence[Monitor] = (),
+        *,
+        own: Monitor | None = None,
+        pictures: Path | None = None,
+        at_close: Sequence[Callable[[], object]] = (),
+        limit_s: float = CLOSING_LIMIT_S,
+    ) -> None:
+        """`monitors` are open; they belong to the stream from here on, as does `own`, which gets this rank's steps on a
+        rank without monitors. `pictures` is the folder of pictures (None: none are drawn). `at_close` is called once,
+        when all has been written."""
         self._lanes = tuple(_Lane(monitor) for monitor in monitors)
+        self._own = None if own is None else _Lane(own)
+        self._pictures = pictures
+        self._at_close = list(at_close)
         self._limit_s = limit_s
-        if self._lanes:  # after the libraries have registered theirs, so that ours is first
+        if self._all_lanes or self._at_close:  # after the libraries have registered theirs, so that ours is first
             atexit.register(self.close)
+
+    @property
+    def _all_lanes(self) -> tuple[_Lane, ...]:
+        return self._lanes if self._own is None else (*self._lanes, self._own)
 
     @property
     def enabled(self) -> bool:
@@ -47,7 +65,7 @@ class MonitorStream:
 
     def write(self, metrics: StepMetrics) -> None:
         """Hand over the figures of a step."""
-        for lane in self._lanes:
+        for lane in self._all_lanes:
             lane.put(metrics)
 
     def write_events(self, events: Iterable[Event]) -> None:
@@ -66,20 +84,34 @@ class MonitorStream:
         for lane in self._lanes:
             lane.put(tuple(taken))
 
+    def add_picture(self, name: str, draw: Callable[[], str]) -> None:
+        """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
+        if self._pictures is None:
+            return
+        try:
+            (self._pictures / name).write_text(draw(), encoding="utf-8")
+        except OSError as error:
+            log.warning("the picture %s could not be written: %s", name, error)
+
     def flush(self, limit_s: float | None = None) -> bool:
         """Wait until the monitors have written all that was handed over. False where one has not within the limit."""
         end = monotonic() + (self._limit_s if limit_s is None else limit_s)
-        asked = [lane.ask() for lane in self._lanes]
+        asked = [lane.ask() for lane in self._all_lanes]
         return all(done.wait(max(0.0, end - monotonic())) for done in asked)
 
     def close(self) -> None:
         """Let all be written, and close the monitors. May be called twice."""
         atexit.unregister(self.close)
         end = monotonic() + self._limit_s
-        for lane in self._lanes:
+        for lane in self._all_lanes:
             lane.finish()
-        for lane in self._lanes:
+        for lane in self._all_lanes:
             lane.join(max(0.0, end - monotonic()))
+        while self._at_close:
+            try:
+                self._at_close.pop(0)()
+            except Exception as error:  # what is told of a run must not end it
+                log.warning("a part of what the run tells of itself could not be closed: %s", error or repr(error))
 
 
 class _Lane:

@@ -64,14 +64,16 @@ class Entry:
 class Recorder:
     """The last calls of this process over all its groups, and the traffic of all of them.
 
-    `sent_numel[operation]` counts the elements that this rank sent (`Collective.sent_numel`), `calls[operation]` the
-    calls.
+    `sent_numel[operation]` counts the elements that this rank sent (`Collective.sent_numel`), `sent_nbytes[operation]`
+    their bytes, `calls[operation]` the calls, and `waited_s[operation]` the seconds in which the host did nothing else.
     """
 
     def __init__(self, length: int = _RING_LENGTH) -> None:
         self.entries: deque[Entry] = deque(maxlen=length)
         self.sent_numel: defaultdict[str, float] = defaultdict(float)
+        self.sent_nbytes: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
         self.last: dict[tuple[int, ...], Entry] = {}
         self.kept: list[Entry] | None = None
         """Where all calls go, the last and those before; None: nobody wants them."""
@@ -87,12 +89,15 @@ class Recorder:
         self.last[group] = entry
         self.calls[operation] += 1
         self.sent_numel[operation] += sent_numel
+        dtype = collective.parts[0].dtype if collective.parts else collective.dtype
+        if dtype is not None:
+            self.sent_nbytes[operation] += sent_numel * dtype.itemsize
         return entry
 
     def reset_traffic(self) -> None:
         """Count calls and elements from 0 again; the entries stay."""
-        self.sent_numel.clear()
-        self.calls.clear()
+        for counts in (self.sent_numel, self.sent_nbytes, self.calls, self.waited_s):
+            counts.clear()
 
 
 class RecordedWork(Work):
@@ -208,7 +213,9 @@ class RecordingCommunicator(WrappedCommunicator):
             return
         if entry.timing is not None and self.log is not None:
             self.log.end(entry.timing)
-        entry.ended_s = time()
+        entry.ended_s = now_s = time()
+        waited_s = now_s - (entry.started_s if entry.waited_s is None else entry.waited_s)
+        self.recorder.waited_s[entry.collective.operation] += max(0.0, waited_s)
         entry.collective.let_go()
 
     def explain(self, entry: Entry, error: CommError) -> CommError:

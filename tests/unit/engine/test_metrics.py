@@ -55,7 +55,7 @@ def test_a_step_is_one_line_that_can_be_read_at_once(tmp_path: Path) -> None:
         "experts": {"mlp": {
             "tokens": [5, 1], "dropped_share": 0.25, "balance": 1.5, "exchanged_nbytes": 64, "exchange_s": 0.125,
         }},
-        "tflops": None, "model_flops_utilisation": None, "device_phase_s": {},
+        "tflops": None, "model_flops_utilisation": None, "device_phase_s": {}, "collectives": {},
     }  # fmt: skip
     monitor.close()
 
