@@ -31,6 +31,7 @@ def main(size: str, micro_batches: int, steps: int, result: str) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}},
+        "gradient_clipping": 0.0,  # it clips to a norm of 1 where this is left out
         "steps_per_print": 10**9,
     }
     deepspeed.init_distributed("gloo")

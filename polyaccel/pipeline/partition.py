@@ -90,7 +90,7 @@ def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> l
     if kind.lower() != "type" or not pattern:
         raise PipelineError(
             f"no partition_method is named {method!r} here",
-            cure="use parameters, uniform or type:REGEX, or measured for a list of layers",
+            cure="use parameters, uniform, type:REGEX, or measured where there is something to try",
             value=method,
         )
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
 from polyaccel.torch.pipeline.cut import CutModel, cut_of
+from polyaccel.torch.pipeline.measured_blocks import measured_blocks
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline_engine import PipelineEngine
 from polyaccel.torch.sequence import SequenceSettings, use
@@ -135,7 +137,8 @@ def _staged(
             _cut(runtime, model)  # while the model is whole
             _spread(runtime, model)
             placement = chosen_placement(section.schedule, stages, section.chunks or None)
-            CutModel(model, placement, runtime.mesh.coordinates(runtime.communicator.rank)["pipe"], method)
+            stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
+            CutModel(model, placement, stage, method, partial(measured_blocks, ranks=runtime.communicator))
             return model, _engine_of_stages(engine_class)
         model = PipelineModule(
             list(model),

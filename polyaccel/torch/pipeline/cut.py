@@ -30,7 +30,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.params.units import has_units, set_parts, set_units
-from polyaccel.torch.pipeline.blocks import find_block_list
+from polyaccel.torch.pipeline.blocks import BlockList, find_block_list
 from polyaccel.torch.pipeline.module import TiedModule
 from polyaccel.torch.pipeline.trial import Trial, try_model
 
@@ -43,13 +43,21 @@ class CutModel:
 
     `placement` is the stage of each chunk, in the order in which a micro-batch passes them. `partition_method` as in
     the config's section `pipeline`: the first block weighs as much as it and what comes before, the last as it and what
-    comes after. Raises PipelineError for a model that cannot be cut, naming the place.
+    comes after. `weigh` says for "measured" what the blocks of a model weigh. Raises PipelineError for a model that
+    cannot be cut, naming the place.
     """
 
     schedule = None
     chunks = 0
 
-    def __init__(self, model: nn.Module, placement: Sequence[int], stage: int, partition_method: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Sequence[int],
+        stage: int,
+        partition_method: str,
+        weigh: Callable[[nn.Module, BlockList], Sequence[float]] | None = None,
+    ) -> None:
         self.placement, self.stage, self.num_stages = tuple(placement), stage, max(placement) + 1
         self.loss_fn: Callable[..., Any] | None = getattr(model, "loss_fn", None)
         self.model = model
@@ -59,7 +67,11 @@ class CutModel:
         self._list = blocks.modules
         trial = try_model(model, blocks)
         self._outputs = trial.outputs
-        self.parts = self._dealt(trial, partition_method)
+        if weigh is not None and partition_method.lower() == "measured":
+            weights = weigh(model, blocks)
+        else:
+            weights = self._weights(trial, partition_method)
+        self.parts = split_layers(weights, len(self.placement))
         """The blocks of each chunk."""
         self.stages = tuple(stage for stage, part in zip(self.placement, self.parts, strict=True) for _ in part)
         """The stage of each block."""
@@ -169,14 +181,14 @@ class CutModel:
         finally:
             self._list._modules.update(absent)
 
-    def _dealt(self, trial: Trial, method: str) -> tuple[range, ...]:
+    def _weights(self, trial: Trial, method: str) -> list[float]:
         last = len(self.names) - 1
         numels = [0] * len(self.names)
         for parameter, parts in trial.users.items():
             for block in {min(part, last) for part in parts}:
                 numels[block] += parameter.numel() if parameter.requires_grad else 0
         kinds = [type(block).__name__ for block in self._list.children()]
-        return split_layers(layer_weights(method, kinds, numels), len(self.placement))
+        return layer_weights(method, kinds, numels)
 
     def _let_go_of_parameters(self, trial: Trial) -> None:
         """Keep the parameters that this stage owns, as the first of those that use them."""

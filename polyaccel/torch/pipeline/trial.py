@@ -76,9 +76,9 @@ def try_model(model: nn.Module, blocks: BlockList) -> Trial:
     """Run `model` on a small micro-batch. Raises PipelineError for a model whose blocks are not a chain, naming the
     block and the value."""
     kind = type(model).__name__
-    inputs = _as_called(model, small_inputs(model))
+    inputs = as_called(model, small_inputs(model))
     recorder = _Recorder(blocks, kind)
-    with _other_parameters(model) as twins, recorder, _evaluating(model), torch.enable_grad():
+    with other_parameters(model) as twins, recorder, evaluating(model), torch.enable_grad():
         try:
             outputs = call_with(model, inputs)
         except PolyaccelError:
@@ -140,7 +140,7 @@ class _Recorder:
                 cure="write it as a polyaccel.torch.pipeline.PipelineModule",
                 value=self._kind,
             )
-        self.parts.append(_tensors(outputs))
+        self.parts.append(tensors_in(outputs))
 
     def _hook_of(self, index: int) -> Any:
         def cut(block: nn.Module, args: Any, output: Any) -> Any:
@@ -200,36 +200,40 @@ def _by_place(model: nn.Module, blocks: BlockList) -> dict[nn.Parameter, _Places
 
 
 @contextmanager
-def _other_parameters(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+def other_parameters(model: nn.Module, device: torch.device | None = None) -> Iterator[dict[int, nn.Parameter]]:
     """Let all parameters of `model` be others with the same values, whose gradients are wanted: zeros where there are
-    no values yet. Gives the parameters by the identities of those others."""
+    no values yet. With a `device` they are there, and so are the buffers. Gives the parameters by the identities of
+    those others."""
     twins: dict[int, nn.Parameter] = {}
     by_own: dict[int, nn.Parameter] = {}
-    before = [(module, module._parameters) for module in model.modules()]
-    for _, parameters in before:
+    before = [(module, module._parameters, module._buffers) for module in model.modules()]
+    for _, parameters, _ in before:
         for parameter in parameters.values():
             if parameter is not None and id(parameter) not in by_own:
-                twin = by_own[id(parameter)] = _twin(parameter)
+                twin = by_own[id(parameter)] = _twin(parameter, device)
                 twins[id(twin)] = parameter
     try:
-        for module, parameters in before:
+        for module, parameters, buffers in before:
             module.__dict__["_parameters"] = {
                 name: None if parameter is None else by_own[id(parameter)] for name, parameter in parameters.items()
             }
+            if device is not None:
+                module.__dict__["_buffers"] = to_device(buffers, device)
         yield twins
     finally:
-        for module, parameters in before:
-            module.__dict__["_parameters"] = parameters
+        for module, parameters, buffers in before:
+            module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
 
 
-def _twin(parameter: nn.Parameter) -> nn.Parameter:
+def _twin(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     # Zeros that nobody writes are memory that the system need not find.
     values = torch.zeros(parameter.shape, dtype=parameter.dtype) if is_deferred(parameter) else parameter.detach()
+    values = values if device is None else values.to(device)
     return nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """With all modules in eval mode, and then as they were."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -240,7 +244,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _as_called(model: nn.Module, inputs: Any) -> Any:
+def as_called(model: nn.Module, inputs: Any) -> Any:
     """`inputs` where the model's tensors are, in its type where they are real numbers, and without caches of keys."""
     first = next((one for one in model.parameters() if not is_deferred(one)), None)
     if first is not None:
@@ -267,7 +271,7 @@ def _leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors in what a model gives: nested containers, or an object with attributes."""
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if not found and hasattr(outputs, "__dict__"):

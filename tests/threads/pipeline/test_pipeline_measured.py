@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, measured
+from polyaccel.torch.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, measured, measured_blocks
+from polyaccel.torch.pipeline.cut import cut_of
 
 
-class Clock:
-    """Stands for the time: a layer that is called lets its cost pass."""
-
+class _Clock(threading.local):
     now = 0.0
+
+
+Clock = _Clock()
+"""Stands for the time, that of a thread, which is a rank: a layer that is called lets its cost pass."""
 
 
 class Costly(nn.Module):
@@ -34,7 +38,8 @@ class Costly(nn.Module):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "perf_counter", lambda: Clock.now)
+    for module in (measured, measured_blocks):
+        monkeypatch.setattr(module, "perf_counter", lambda: Clock.now)
 
 
 COSTS = (1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
@@ -94,3 +99,65 @@ def test_a_sequential_says_what_it_is_tried_with():
         return loss > 0, parts
 
     assert run_threads(2, run) == [(True, [[0], [1, 2, 3, 4]])] * 2
+
+
+class Blocks(nn.Module):
+    """A model that nobody wrote for a pipeline; what comes before its blocks, and after them, has a cost too."""
+
+    def __init__(self, before: float, costs: tuple[float, ...], after: float) -> None:
+        super().__init__()
+        self.before, self.after = Costly(before), Costly(after)
+        self.blocks = nn.ModuleList(map(Costly, costs))
+        self.blocks[1].weight.requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(()))
+        self.dummy_inputs, self.loss_fn = torch.ones(2, 6), nn.functional.mse_loss
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.before(hidden) + self.shift
+        for block in self.blocks:
+            hidden = block(hidden) + 0 * self.before.weight  # every block stands behind what comes first
+        return self.after(hidden)
+
+
+TRIAL = torch.ones(3, 6)
+
+
+def cut_by_time(*costs, inputs=TRIAL):
+    config = pipeline_config(1, pipeline={"stages": 2, "partition": "measured"})
+
+    def run(communicator):
+        model = Blocks(*costs)
+        if inputs is not None:
+            model.trial_inputs = inputs
+        values = {name: one.detach().clone() for name, one in model.state_dict().items()}
+        engine, *_ = polyaccel.initialize(model=model, config=config)
+        cut = cut_of(model)
+        assert cut is not None
+        for name, one in model.named_parameters():
+            assert torch.equal(one, values[name]), name
+            assert one.grad is None
+        loss = float(engine.train_batch(iter([(torch.ones(2, 6), torch.zeros(2, 6))] * 4)))
+        engine.destroy()
+        return loss > 0, [list(part) for part in cut.parts]
+
+    return run_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts"),
+    [
+        ((0.0, (1.0, 1.0, 1.0, 9.0, 1.0), 0.0), [[0, 1, 2], [3, 4]]),
+        ((9.0, (1.0, 1.0, 1.0, 1.0, 1.0), 0.0), [[0], [1, 2, 3, 4]]),
+        ((0.0, (1.0, 1.0, 1.0, 1.0, 1.0), 9.0), [[0, 1, 2, 3], [4]]),
+    ],
+    ids=["a-block", "before", "after"],
+)
+def test_blocks_of_a_model_are_dealt_by_what_they_cost(costs, parts):
+    assert cut_by_time(*costs) == [(True, parts)] * 2
+
+
+def test_a_model_says_what_it_is_tried_with():
+    with pytest.raises(PipelineError, match="needs a trial step of Blocks, and it has no trial_inputs"):
+        cut_by_time(0.0, (1.0, 1.0), 0.0, inputs=None)
+    with pytest.raises(PipelineError, match="trial step of Blocks fails on rank 0: RuntimeError: The size"):
+        cut_by_time(0.0, (1.0, 1.0), 0.0, inputs=torch.ones(2, 5))

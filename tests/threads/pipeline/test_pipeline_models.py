@@ -103,6 +103,12 @@ def test_words_of_the_first_stage_and_the_last_are_one_parameter(kind, stages):
     assert_close(trained_over(stages, original(kind)), plainly(kind))
 
 
+def test_weights_that_are_transposed_may_wait():
+    """GPT-2's layers are no `torch.nn.Linear`."""
+    found = trained_over(2, original("gpt2"), pipeline={"stages": 2, "schedule": "zb-h1"})
+    assert_close(found, plainly("gpt2"))
+
+
 def test_blocks_are_recomputed_on_every_stage():
     recomputed = trained_over(3, original("llama"), activation_checkpointing={"enabled": True})
     assert_same(recomputed, plainly("llama"))

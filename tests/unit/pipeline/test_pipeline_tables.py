@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageReceive, StageSend
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask, live_counts
+from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask, live_counts
 from polyaccel.pipeline.timing import OpTimes, simulate
+from polyaccel.pipeline.walk import needs_of
+
+_FORWARD, _BACKWARD = PipelineOp.FORWARD, PipelineOp.BACKWARD
+_INPUT, _WEIGHT = PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
 
 SIZES = [(1, 1), (2, 4), (3, 6), (4, 16), (8, 32)]
 """Stages and micro-batches, of which there are enough for what the papers say."""
@@ -89,6 +93,49 @@ def test_zero_bubble_v_never_waits(stages: int, micro_batches: int) -> None:
 def test_dual_pipe_v_leaves_no_more_than_zero_bubble_h1(stages: int, micro_batches: int) -> None:
     enough = max(micro_batches, 2 * stages)
     assert timing_of("dualpipe-v", stages, enough)[0] == pytest.approx(timing_of("zb-h1", stages, enough)[0])
+
+
+def makespan_of_pairs(table: PipelineTable, pair: float) -> tuple[float, list[int]]:
+    """The makespan if a forward task and the backward task right behind it are one task of length `pair`, whose
+    results are there when it ends, and how many such pairs each stage has."""
+    forward, inputs, weights = TIMES
+    durations = {_FORWARD: forward, _BACKWARD: inputs + weights, _INPUT: inputs, _WEIGHT: weights}
+    left: list[list[list[PipelineTask]]] = []
+    for tasks in table.tasks:
+        joined: list[list[PipelineTask]] = []
+        for task in tasks:
+            if joined and task.op is _BACKWARD and len(joined[-1]) == 1 and joined[-1][0].op is _FORWARD:
+                joined[-1].append(task)
+            else:
+                joined.append([task])
+        left.append(joined)
+    pairs = [sum(len(each) == 2 for each in stage) for stage in left]
+    done: dict[PipelineTask, float] = {}
+    clocks = [0.0] * table.stages
+    while any(left):
+        before = len(done)
+        for stage, joined in enumerate(left):
+            while joined and all(need in done for task in joined[0] for need in needs_of(task, table.chunks)):
+                each = joined.pop(0)
+                begin = max([clocks[stage], *(done[need] for task in each for need in needs_of(task, table.chunks))])
+                clocks[stage] = begin + (pair if len(each) == 2 else durations[each[0].op])
+                for op, *which in each:
+                    done[PipelineTask(_INPUT if op is _BACKWARD else op, *which)] = clocks[stage]
+        assert len(done) > before
+    return max(clocks), pairs
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@pytest.mark.parametrize("pair", [30.0, 25.0], ids=["as-long-as-both", "overlapped"])
+def test_dual_pipe_v_leaves_the_published_bubble(stages: int, micro_batches: int, pair: float) -> None:
+    """DeepSeek-AI, DualPipe, 2025, its table: (p / 2 - 1)(F&B + B - 3W) for p chunks on p / 2 devices, where F&B is the
+    time of a forward and a backward task that overlap. The last device has most of them, and waits longest."""
+    forward, inputs, weights = TIMES
+    table = make_table("dualpipe-v", stages, max(micro_batches, 2 * stages))
+    makespan, pairs = makespan_of_pairs(table, pair)
+    alone = 2 * table.micro_batches - pairs[-1]
+    work = pairs[-1] * pair + alone * (forward + inputs + weights)
+    assert makespan - work == pytest.approx((stages - 1) * (pair + inputs + weights - 3 * weights))
 
 
 @pytest.mark.parametrize("stages", [1, 3, 4, 8])

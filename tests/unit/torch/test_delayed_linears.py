@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.torch.delayed_linears import DelayedLinears
@@ -107,6 +108,44 @@ def test_a_layer_that_is_used_twice_gets_one_gradient() -> None:
     plain.zero_grad()
     plain(plain(inputs)).sum().backward()
     torch.testing.assert_close(found, plain.weight.grad)
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputes", "autocast"])
+def test_weights_that_are_transposed_wait_too(way: str) -> None:
+    """GPT-2's layers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Conv1D(8, 5), nn.GELU(), Conv1D(3, 8))
+    split = deepcopy(plain)
+    delayed = DelayedLinears(split)
+    assert len(delayed) == 2
+    inputs = torch.randn(2, 3, 5, requires_grad=True)
+    same = inputs.detach().clone().requires_grad_()
+    settings = {"recomputes": way == "recomputes", "autocast": way == "autocast"}
+    expected = run_forward(plain, inputs, **settings)
+    expected.backward()
+    loss = run_forward(split, same, **settings)
+    assert torch.equal(loss, expected)
+    left: list[LaterProduct] = []
+    with delayed.leaving(left):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in split.parameters())
+    torch.testing.assert_close(same.grad, inputs.grad)
+    place = wrap_torch(torch.full((40,), 7.0))
+    product = next(product for product in left if product.weight is split[0].weight)
+    for adds in (False, True):
+        product.write(place, adds)
+    run_later(left)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(split)[name], gradient, msg=name)
+    assert split[0].weight.grad is not None
+    torch.testing.assert_close(place.raw.view(5, 8), 2 * split[0].weight.grad)
+    copied = deepcopy(split)
+    assert torch.equal(copied(inputs), split(inputs))
+    copied.zero_grad()
+    copied(inputs).sum().backward()  # the ordinary forward again
+    assert copied[0].weight.grad is not None
+    delayed.release()
+    assert "forward" not in split[0].__dict__
 
 
 def test_frozen_parameters_and_those_that_are_computed_go_the_ordinary_way() -> None:
