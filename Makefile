@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
+# The tests start hundreds of processes: without compiled files each would compile every module of this project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # A third worker computes while others wait for ranks that stay away.
 WORKERS ?= 3
