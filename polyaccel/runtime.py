@@ -40,7 +40,7 @@ from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.policies.engines import common_settings_of, engine_settings_of
 from polyaccel.policies.modules import param_dtype_of
 from polyaccel.policies.steps import place_of, plan_for, state_tier_options, step_plan_for, step_policy_of
-from polyaccel.policies.watching import monitors_of, trace_of
+from polyaccel.policies.watching import alarms_of, monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
@@ -86,6 +86,7 @@ class Runtime:
     def engine_parts(self) -> EngineParts:
         """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
         `open_stream`."""
+        monitor = open_stream(self.communicator, self.config.run_folder, monitors_of(self.config), self.about)
         return EngineParts(
             config=self.config,
             settings=engine_settings_of(self.config),
@@ -93,8 +94,9 @@ class Runtime:
             communicator=self.communicator,
             mesh=self.mesh,
             loss_scaler=self.loss_scaler(),
-            monitor=open_stream(self.communicator, self.config.run_folder, monitors_of(self.config), self.about),
+            monitor=monitor,
             trace=trace_of(self.config, self.communicator),
+            alarms=alarms_of(self.config, self.communicator, self.mesh, monitor),
             about=self.about,
         )
 

@@ -34,7 +34,7 @@ from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
-from polyaccel.config.sections.timers import TimersConfig, TraceConfig
+from polyaccel.config.sections.timers import AlarmsConfig, TimersConfig, TraceConfig
 from polyaccel.config.sections.zero import ZeroConfig
 
 
@@ -128,6 +128,8 @@ class Config(Section):
     """polyaccel's own: what every rank did in a few steps; null is none."""
     timers: TimersConfig = TimersConfig()
     """What is timed beside phases."""
+    alarms: AlarmsConfig = AlarmsConfig()
+    """polyaccel's own: what is looked for while a run goes on."""
     dump_state: bool = False
     """Print the complete config with all defaults, once, when the engine is made (rank 0)."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None

@@ -21,7 +21,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.recording import Reporting, StepRecorder, StepTrace
+from polyaccel.engine.recording import Reporting, StepAlarms, StepRecorder, StepTrace
 from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -64,6 +64,7 @@ class EngineParts:
     loss_scaler: LossScaler
     monitor: MetricSink
     trace: StepTrace | None
+    alarms: StepAlarms | None
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
 
@@ -180,9 +181,12 @@ class Engine(ABC):
             work=self._work_counter(parts.settings),
             monitor=parts.monitor,
             trace=parts.trace,
+            alarms=parts.alarms,
         )
         self._recorder.planned_memory = lambda: self.zero.planned_memory()
         self.timer = self._recorder.timer
+        if parts.alarms is not None:
+            parts.alarms.attach(self.timer, lambda: self.zero.params)
 
     @staticmethod
     def _work_counter(settings: EngineSettings) -> WorkCounter:
@@ -343,6 +347,8 @@ class Engine(ABC):
 
     def _apply_update(self, groups: Sequence[Group]) -> None:
         """Update the parameters; the loss scale follows."""
+        if self._recorder.alarms is not None:
+            self._recorder.alarms.before_update(self.global_steps + 1)
         with self._recorder.timer("update"):
             result = self.zero.update(groups, self.loss_scaler.loss_scale)
         self._take_result(result)

@@ -22,6 +22,26 @@ Event = tuple[str, float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Something is wrong with a run: `kind` is loss, grad_norm, replicas, straggler, data or memory."""
+
+    kind: str
+    step: int
+    """The optimizer step in which it was, or until which."""
+    sentence: str
+    """What is wrong, and its cure."""
+    value: float
+    """The figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
+    ranks: tuple[int, ...] = ()
+    """The (global) ranks that are concerned; none where all are."""
+
+    @property
+    def event(self) -> Event:
+        """The alarm for those who can only write figures."""
+        return f"alarms/{self.kind}", self.value, self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFigures:
     """How the tokens of a step went to the experts of a layer; but for exchanges, those of all ranks together."""
 
@@ -89,8 +109,8 @@ class StepMetrics:
     collectives: Mapping[str, CallFigures] = field(default_factory=dict)
     """By operation."""
     device_phase_s: Mapping[str, float] = field(default_factory=dict)
-    """With `wall_clock_breakdown`, on a device with streams: its seconds by phase in the last step that it has ended,
-    which is the one before as a rule. What is no part of a step is `outside`."""
+    """With `wall_clock_breakdown` or `alarms`, on a device with streams: its seconds by phase in the last step that it
+    has ended, which is the one before as a rule. What is no part of a step is `outside`."""
 
     def scalars(self) -> Iterator[Event]:
         """The figures that were taken as (tag, value, step), for a dashboard of curves. Tags are the names of the
@@ -154,6 +174,9 @@ class MetricSink(Protocol):
     def add_picture(self, name: str, draw: Callable[[], str]) -> None:
         """Write the SVG picture that `draw` gives as the file `name` into the run's folder, where there is one."""
 
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Hand over what is wrong with the run. Does not wait for anybody."""
+
     def close(self) -> None:
         """Let all be written that was handed over. May be called twice."""
 
@@ -161,7 +184,7 @@ class MetricSink(Protocol):
 class Monitor(ABC):
     """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 2)
+    API_VERSION: ClassVar[tuple[int, int]] = (1, 3)
     name: ClassVar[str]
     """The entry point's name."""
 
@@ -182,6 +205,10 @@ class Monitor(ABC):
     def write_events(self, events: Iterable[Event]) -> None:
         """Write down figures of the user's own, as (tag, value, step)."""
 
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Write down what is wrong with the run. A monitor without a method of its own writes its figure."""
+        self.write_events([alarm.event])
+
     @abstractmethod
     def close(self) -> None:
         """Write out metrics that are left. May be called twice, and without `open`."""
@@ -198,8 +225,9 @@ class Monitor(ABC):
 class JsonlMonitor(Monitor):
     """Appends to `metrics.jsonl`, or `file_name`, in the run's directory: one JSON object a line, flushed line by line.
 
-    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`. A resumed run goes
-    on in the same file, so steps after the checkpoint appear twice and the later line counts.
+    A step is its `StepMetrics.as_record()`; an event is `{"tag": ..., "value": ..., "step": ...}`, and an alarm an
+    event that has its sentence as `alarm`, and `ranks`, too. A resumed run goes on in the same file, so steps after the
+    checkpoint appear twice and the later line counts.
     """
 
     name = "jsonl"
@@ -230,6 +258,11 @@ class JsonlMonitor(Monitor):
     def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
         for tag, value, step in events:
             self._append(json_safe({"tag": tag, "value": float(value), "step": step}))
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        tag, value, step = alarm.event
+        said = {"alarm": alarm.sentence, "ranks": list(alarm.ranks)}
+        self._append(json_safe({"tag": tag, "value": value, "step": step, **said}))
 
     def close(self) -> None:
         if self._file is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from logging import getLogger
 from typing import Protocol
 
-from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.base import Accelerator, MemoryStats
 from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
@@ -17,6 +17,7 @@ from polyaccel.engine.measures.device_laps import DeviceLaps
 from polyaccel.engine.measures.memory import by_purpose, memory_in_use
 from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
+from polyaccel.engine.state import TrainedParams
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.zero.update.walk import StepResult
 
@@ -63,6 +64,19 @@ class StepTrace(Protocol):
         """Optimizer step `step` has ended (0: none yet). Collective at the end of the last that is recorded."""
 
 
+class StepAlarms(Protocol):
+    """What says that something is wrong with a run, as `watch` does."""
+
+    def attach(self, timer: PhaseTimer, params: Callable[[], TrainedParams]) -> None:
+        """Count what `timer` waits for, and compare what `params` gives over the ranks."""
+
+    def before_update(self, step: int) -> None:
+        """All passes of optimizer step `step` have ended, and its update has not begun."""
+
+    def after_step(self, metrics: StepMetrics, memory: MemoryStats) -> None:
+        """Optimizer step `metrics.step` has ended. Collective in some steps, the same on all ranks."""
+
+
 class StepRecorder:
     """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints some on rank 0."""
 
@@ -75,11 +89,12 @@ class StepRecorder:
         work: WorkCounter,
         monitor: MetricSink,
         trace: StepTrace | None = None,
+        alarms: StepAlarms | None = None,
     ) -> None:
         """`accelerator` marks the device's time where phases are shown and it has streams."""
         self.work = work
         self.rank = communicator.rank
-        marks = reporting.phases and accelerator.capabilities().streams
+        marks = (reporting.phases or alarms is not None) and accelerator.capabilities().streams
         self.timer = PhaseTimer(DeviceLaps(lambda: accelerator.current_stream().record()) if marks else None)
         self.last: StepMetrics | None = None
         self._accelerator = accelerator
@@ -89,6 +104,7 @@ class StepRecorder:
         self._monitor = monitor
         self._calls = CallCounter(communicator)
         self.trace = trace
+        self.alarms = alarms
         if trace is not None:
             trace.attach(self.timer)
         self.planned_memory: Callable[[], Iterable[tuple[str, int]]] = tuple
@@ -135,7 +151,7 @@ class StepRecorder:
             samples=counters.global_samples,
             step_time_s=elapsed,
             samples_per_s=counters.train_batch_size / elapsed,
-            peak_memory_nbytes=self._accelerator.memory_stats().peak_nbytes,
+            peak_memory_nbytes=(memory := self._accelerator.memory_stats()).peak_nbytes,
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,
             experts=experts,
@@ -145,6 +161,9 @@ class StepRecorder:
         )
         self._sent_before = sent
         self._monitor.write(self.last)
+        if self.alarms is not None:
+            with self.timer("reduce"):
+                self.alarms.after_step(self.last, memory)
         if self.trace is not None:
             with self.timer(OUTSIDE):
                 self.trace.after_step(self.last.step)

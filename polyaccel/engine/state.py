@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from polyaccel.buffer import Buffer
+from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import ShardLayout, Slot
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 from polyaccel.zero.update.walk import StepResult
@@ -19,6 +20,12 @@ class TrainedParams(Protocol):
 
     def publish_masters(self) -> None:
         """Make the parameters anew from master weights that were written, on every rank. Collective."""
+
+    def replicas(self, most_numel: int) -> tuple[Replica, ...]:
+        """The copies that this rank has for itself of what others hold too, in pieces of at most so many elements."""
+
+    def replica_bytes(self, piece: Replica) -> bytes:
+        """The bits of one of `replicas`."""
 
 
 class TrainedState(Protocol):

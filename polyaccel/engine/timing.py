@@ -31,6 +31,10 @@ class PhaseTimer:
         self._device = laps
         self.on_lap: Callable[[str, bool], object] | None = None
         """Called where a phase begins (its name, True) and where the last one that began ends (its name, False)."""
+        self.waited: Callable[[], float] | None = None
+        """Tells how long this process has waited for other ranks in all; `take_waited` divides that among phases."""
+        self._waited_before = 0.0
+        self._waited_s: dict[str, float] = {}
         self._laps: dict[Charge, _Lap] = {phase: _Lap(self, phase) for phase in (*PHASES, OUTSIDE)}
         self._seconds: dict[Charge, float] = dict.fromkeys((*PHASES, OUTSIDE), 0.0)
         self._open: list[Charge] = ["other"]
@@ -47,6 +51,12 @@ class PhaseTimer:
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return taken
 
+    def take_waited(self) -> dict[str, float]:
+        """Seconds of each phase, since the last call, in which this process waited for other ranks; empty where nobody
+        tells. Follows `take`."""
+        taken, self._waited_s = self._waited_s, {}
+        return taken
+
     def take_device(self) -> dict[str, float]:
         """Seconds of the device by phase, of the last step that it has ended, `outside` among them; empty without laps
         and where it has ended none since the last call. Follows `take`."""
@@ -55,6 +65,10 @@ class PhaseTimer:
     def _charge(self) -> None:
         if self._device is not None:
             self._device.charge(self._open[-1])
+        if self.waited is not None:
+            waited_s, phase = self.waited(), self._open[-1]
+            self._waited_s[phase] = self._waited_s.get(phase, 0.0) + max(0.0, waited_s - self._waited_before)
+            self._waited_before = waited_s
         now = perf_counter()
         self._seconds[self._open[-1]] += now - self._since
         self._since = now

@@ -7,7 +7,11 @@ from pathlib import Path
 
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
+from polyaccel.engine.metrics import MetricSink
 from polyaccel.engine.recording import Reporting
+from polyaccel.mesh import Mesh
+from polyaccel.watch.alarms.settings import AlarmSettings
+from polyaccel.watch.alarms.watching import RunAlarms
 from polyaccel.watch.opening import ChosenMonitor
 from polyaccel.watch.profiles.report import ProfileSettings
 from polyaccel.watch.profiles.table import TableStyle
@@ -58,3 +62,14 @@ def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | N
         return None
     first, last = config.trace.steps
     return RunTrace(communicator, first, last, Path(config.trace.folder or config.run_folder or "."))
+
+
+def alarms_of(config: ResolvedConfig, communicator: Communicator, mesh: Mesh, monitor: MetricSink) -> RunAlarms | None:
+    """What says that something is wrong with the run; None where nobody looks."""
+    section = config.alarms
+    if not section.enabled:
+        return None
+    settings = AlarmSettings(**section.model_dump(exclude={"enabled"}))
+    stages = mesh.others(("pipe",))
+    place = mesh.groups(stages).index(mesh.group(stages, communicator.rank)) if mesh.has_several("pipe") else 0
+    return RunAlarms(settings, communicator, monitor, place=place)

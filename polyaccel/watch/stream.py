@@ -11,7 +11,7 @@ from logging import getLogger
 from pathlib import Path
 from time import monotonic
 
-from polyaccel.engine.metrics import Event, Monitor, StepMetrics
+from polyaccel.engine.metrics import Alarm, Event, Monitor, StepMetrics
 from polyaccel.errors import PolyaccelError
 
 log = getLogger(__name__)
@@ -22,8 +22,8 @@ INTERVAL_S = 0.05
 """A monitor's thread sleeps so long after it has written, lest it take turns with steps that are shorter."""
 CLOSING_LIMIT_S = 30.0
 
-_Record = StepMetrics | tuple[Event, ...] | threading.Event
-"""A step, events, or the question whether all before has been written."""
+_Record = StepMetrics | Alarm | tuple[Event, ...] | threading.Event
+"""A step, an alarm, events, or the question whether all before has been written."""
 
 
 class MonitorStream:
@@ -67,6 +67,11 @@ class MonitorStream:
         """Hand over the figures of a step."""
         for lane in self._all_lanes:
             lane.put(metrics)
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Hand over what is wrong with the run."""
+        for lane in self._lanes:
+            lane.put(alarm)
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Hand over figures of the user's own, as (tag, value, step). Raises PolyaccelError for anything else."""
@@ -198,6 +203,8 @@ class _Lane:
             record.set()
         elif isinstance(record, tuple):
             self._monitor.write_events(record)
+        elif isinstance(record, Alarm):
+            self._monitor.write_alarm(record)
         else:
             self._monitor.write(record)
 

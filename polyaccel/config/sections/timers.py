@@ -1,4 +1,4 @@
-"""The sections of what is timed: `timers`, `trace`."""
+"""The sections of what is timed and looked for: `timers`, `trace`, `alarms`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from polyaccel.config.section import Listed, PositiveInt, Section
+from polyaccel.config.section import CountInt, Int, Listed, NonNegativeFloat, PositiveInt, Section
 
 
 class ThroughputConfig(Section):
@@ -42,3 +42,29 @@ class TraceConfig(Section):
         if self.steps[0] > self.steps[1]:
             raise ValueError(f"should be the first and the last step, in this order, not {list(self.steps)}")
         return self
+
+
+class AlarmsConfig(Section):
+    """polyaccel's own: sentences about what is wrong with a run, each with its cure, in the log of rank 0 and wherever
+    figures go. A threshold of 0 leaves out its alarm."""
+
+    enabled: bool = False
+    """Look."""
+    every: PositiveInt = 10
+    """Optimizer steps after which the ranks tell rank 0 their figures, in one small exchange."""
+    window: Int = Field(50, ge=10)
+    """Steps that a loss and a norm are compared with, from half of them on; none while the learning rate warms up. The
+    same is not said again within so many steps."""
+    loss: NonNegativeFloat = 10.0
+    """A spike: how many deviations a step's loss lies above the median, by the median absolute deviation."""
+    grad_norm: NonNegativeFloat = 10.0
+    """An explosion: the same of the norm of the gradients, at least 2.7 times the median."""
+    straggler: NonNegativeFloat = 0.1
+    """The share of a step that all ranks wait for one of them, in three exchanges in a row."""
+    data: NonNegativeFloat = 0.1
+    """The share of a step that a rank waits for its next micro-batch, in three exchanges in a row."""
+    memory_growth: NonNegativeFloat = 0.02
+    """The growth of a rank's memory, as a share of it, that goes on over sixteen exchanges or more."""
+    replicas: CountInt = 100
+    """Optimizer steps in which every rank digests its copies of replicated weights once, a part in each step. A rank
+    whose copy differs is named, with the parameter."""

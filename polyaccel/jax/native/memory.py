@@ -16,9 +16,10 @@ import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, numpy_dtype
 from polyaccel.buffer import Buffer
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.program import Held
+from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import Bucket, ShardLayout, Slot
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Placement, ZeroPolicy
 
@@ -100,6 +101,13 @@ class NativeMemory:
         """Nothing to wait for: nobody writes into an array of JAX."""
 
     # To and from the host.
+
+    def replicas(self, most_numel: int) -> tuple[Replica, ...]:
+        """None: JAX has the memory, and moves it between the devices of all processes."""
+        return ()
+
+    def replica_bytes(self, piece: Replica) -> bytes:
+        raise InvariantError("nothing is compared of arrays that JAX has", value=piece)
 
     def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """(slot, kind, start, buffer) of every piece that this process writes into a checkpoint, as

@@ -23,6 +23,7 @@ from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 from polyaccel.zero.buckets.bucket_params import BucketParams
 from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
 from polyaccel.zero.parts import StepParts
@@ -338,6 +339,14 @@ class ParamStore:
     def digest(self, fqn: str) -> str:
         """A digest of the bits of the whole parameter as users of this rank see it."""
         return _digest(self._seen(fqn))
+
+    def replicas(self, most_numel: int) -> tuple[Replica, ...]:
+        """The copies that this rank has for itself of what others hold too; see `replicas_of`."""
+        return replicas_of(self.buckets, self._exact, most_numel)
+
+    def replica_bytes(self, piece: Replica) -> bytes:
+        """The bits of one of `replicas`."""
+        return self.full(piece.bucket).view(piece.offset, piece.numel).to_bytes()
 
     def _mark_written(self, place: BucketParams) -> None:
         place.own.mark_written()
