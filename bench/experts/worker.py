@@ -112,9 +112,10 @@ def main(argv: list[str]) -> None:
 
 
 def journeys(engine: Any, sizes: dict[str, int], times: int) -> dict[str, list[float]]:
-    """Seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`), and
-    of copying all of them twice in memory (`copied`). Tokens choose two of the experts at random."""
-    from polyaccel.torch.experts.ranks import plan_journey
+    """Seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`), of
+    gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in memory
+    (`copied`). Tokens choose two of the experts at random; experts put what they make where it is sent from."""
+    from polyaccel.torch.experts.ranks import SendingRoom, plan_journey
     from polyaccel.torch.experts.routing import route
     from polyaccel.torch.parallel.ranks import even_parts
 
@@ -122,21 +123,31 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> dict[str, list[f
     tokens, experts = sizes["batch"] * sizes["length"], sizes["experts"]
     chosen = torch.rand(tokens, experts).topk(2, dim=1).indices
     routing = route(chosen, torch.ones(tokens, 2), experts)
-    rows = torch.randn(2 * tokens, sizes["hidden"])
+    values, room = torch.randn(tokens, sizes["hidden"]), SendingRoom(communicator)
+    rows = values.index_select(0, routing.tokens)
     copies = torch.empty_like(rows), torch.empty_like(rows)
-    found: dict[str, list[float]] = {"told": [], "travelled": [], "copied": []}
+    found: dict[str, list[float]] = {each: [] for each in ("told", "travelled", "gathered", "copied")}
     for _ in range(times):
         communicator.barrier()
         began = perf_counter()
-        journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size))
+        journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size), room)
         told = perf_counter()
-        back = journey.back(journey.there(rows))
+        came = journey.there(values, routing.tokens)
+        arrived = perf_counter()
+        if journey.room is not None:
+            came = journey.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
+        communicator.barrier()
+        leaves = perf_counter()
+        back = journey.back(came)
         travelled = perf_counter()
+        torch.index_select(values, 0, routing.tokens, out=copies[0])
+        gathered = perf_counter()
         copies[0].copy_(rows)
         copies[1].copy_(copies[0])
         found["told"].append(told - began)
-        found["travelled"].append(travelled - told)
-        found["copied"].append(perf_counter() - travelled)
+        found["travelled"].append(arrived - told + travelled - leaves)
+        found["gathered"].append(gathered - travelled)
+        found["copied"].append(perf_counter() - gathered)
         if not torch.equal(back, rows):
             raise SystemExit("rows came back as others")
     return found

@@ -8,102 +8,21 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "group.h"
-#include "move.h"
+#include "call.h"
 
 namespace {
 
 enum : int64_t {
     SMALL = 32 << 10,            // up to here everybody reduces everything, which takes one step instead of two
     DIRECT = 64 << 10,           // from here a step more is worth not copying to the stages
-    STREAMED = 8 << 20,          // from here copies are written past the caches, and sums later, for they
-    STREAMED_SUMS = 32 << 20,    // have just read where they write
-    CUT = 64,                    // pieces start on cache lines
+    STREAMED_SUMS = 32 << 20,    // sums are `STREAMED` later, for they have just read where they write
     HEAD = 64                    // in front of a part whose length the receiver cannot know to be what it expects
 };
-
-// Each rank's part of a buffer that is whole: equal, or as `bounds` say.
-struct Parts {
-    const int64_t* bounds;
-    int64_t itemsize, equal;  // bytes
-
-    Parts(const int64_t* bounds, int64_t itemsize, int64_t nbytes, int32_t world)
-        : bounds(bounds), itemsize(itemsize), equal(nbytes / world) {}
-    int64_t from(int32_t rank) const { return bounds ? bounds[rank] * itemsize : rank * equal; }
-    int64_t length(int32_t rank) const { return from(rank + 1) - from(rank); }
-    int64_t longest(int32_t world) const {
-        int64_t most = 0;
-        for (int32_t i = 0; i < world; i++) most = length(i) > most ? length(i) : most;
-        return most;
-    }
-};
-
-struct Call {
-    pa_shm_group* group;
-    const pa_shm_call* call;
-    ShmPatience patience;
-    int64_t itemsize, nbytes;
-    bool streams;
-
-    int32_t rank() const { return group->rank; }
-    int32_t world() const { return group->world; }
-    const char* in() const { return static_cast<const char*>(call->in); }
-    char* out() const { return static_cast<char*>(call->out); }
-    int32_t step() const { return shm_step(group, patience); }
-    char* own_stage() const { return group->stage(group->rank, group->epoch + 1); }  // to be read after the next step
-    char* read_stage(int32_t of) const { return group->stage(of, group->epoch); }
-    Parts parts() const { return Parts(call->bounds, itemsize, nbytes, world()); }
-    Parts in_parts() const { return Parts(call->in_bounds, itemsize, nbytes, world()); }
-    // The peers one by one, each rank beginning with its successor.
-    int32_t peer(int32_t i) const { return (group->rank + i) % group->world; }
-    void reduce(int64_t piece, const char* const* parts, char* const* outs, int32_t out_count) const {
-        shm_reduce(call->told.type, call->told.reduce, piece / itemsize, parts, group->world, outs, out_count, streams);
-    }
-};
-
-bool is_agreed(const pa_shm_told& a, const pa_shm_told& b) {
-    return a.op == b.op && a.type == b.type && a.reduce == b.reduce && a.root == b.root && a.numel == b.numel &&
-           a.is_shared == b.is_shared && a.parts == b.parts;
-}
-
-// Tell the peers what this rank calls, to be checked after the next step.
-void tell(const Call& c) { c.group->block.seats[c.rank()].told[(c.group->epoch + 1) & 1] = c.call->told; }
-
-const pa_shm_told& told_by(const Call& c, int32_t peer, uint32_t epoch) {
-    return c.group->block.seats[peer].told[epoch & 1];
-}
-
-int32_t check_told(const Call& c, pa_shm_told* theirs) {
-    int32_t status = PA_SHM_OK;
-    for (int32_t i = 0; i < c.world(); i++) {
-        const pa_shm_told& told = told_by(c, i, c.group->epoch);
-        if (is_agreed(told, c.call->told)) continue;
-        if (status == PA_SHM_OK) *theirs = told;
-        c.patience.missing[i] = 1;
-        status = PA_SHM_MISMATCH;
-    }
-    return status;
-}
-
-// The first step of a call, which also finds out whether all mean the same.
-int32_t first_step(const Call& c, pa_shm_told* theirs) {
-    tell(c);
-    const int32_t status = c.step();
-    return status != PA_SHM_OK ? status : check_told(c, theirs);
-}
 
 // A step in a loop: the first one checks.
 int32_t next_step(const Call& c, bool is_first, pa_shm_told* theirs) {
     return is_first ? first_step(c, theirs) : c.step();
 }
-
-void copy(char* to, const char* from, int64_t nbytes) { shm_copy(to, from, nbytes, false); }
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t cut_down(int64_t nbytes) { return nbytes / CUT * CUT; }
-int64_t cut_up(int64_t nbytes) { return (nbytes + CUT - 1) / CUT * CUT; }
-
-// The next `room` bytes of a part at most; none behind its end.
-int64_t some_of(int64_t length, int64_t start, int64_t room) { return start < length ? least(room, length - start) : 0; }
 
 // To everybody, or in a gather to the root alone.
 int32_t all_gather(const Call& c, pa_shm_told* theirs) {
@@ -323,12 +242,6 @@ int32_t direct(const Call& c) {
     return c.step();
 }
 
-bool can_be_direct(const Call& c) {
-    for (int32_t i = 0; i < c.world(); i++)
-        if (told_by(c, i, c.group->epoch).length == 0) return false;
-    return true;
-}
-
 // Whether a direct form exists; then the first step only tells the ranks where the buffers are.
 bool may_be_direct(const Call& c) {
     const int32_t op = c.call->told.op;
@@ -358,7 +271,7 @@ int32_t run(const Call& c, pa_shm_told* theirs) {
         case PA_SHM_GATHER: return all_gather(c, theirs);
         case PA_SHM_SCATTER: return scatter(c, theirs);
         case PA_SHM_BROADCAST: return broadcast(c, theirs);
-        case PA_SHM_ALL_TO_ALL: return all_to_all(c, theirs);
+        case PA_SHM_ALL_TO_ALL: return c.call->pieces ? shm_exchange_pieces(c, theirs) : all_to_all(c, theirs);
         default: return first_step(c, theirs);
     }
 }
@@ -425,10 +338,11 @@ int32_t pa_shm_collective(pa_shm_group* group, const pa_shm_call* call, uint8_t*
         told.reduce >= PA_SHM_REDUCE_COUNT || told.numel < 0 || told.root < 0 || told.root >= group->world ||
         (told.is_shared && told.op != PA_SHM_ALL_GATHER && told.op != PA_SHM_BROADCAST))
         return PA_SHM_BAD_CALL;
+    if (call->pieces && !shm_are_pieces(group, call)) return PA_SHM_BAD_CALL;
     if (group->is_broken) return PA_SHM_BROKEN;
     const int64_t itemsize = itemsize_of(told.type), nbytes = told.numel * itemsize;
     const bool sums = told.op == PA_SHM_ALL_REDUCE || told.op == PA_SHM_REDUCE_SCATTER;
-    const bool streams = nbytes >= (sums ? STREAMED_SUMS : STREAMED);
+    const bool streams = nbytes >= (sums ? int64_t{STREAMED_SUMS} : int64_t{STREAMED});
     const Call c{group, call, shm_patience(call, missing), itemsize, nbytes, streams};
     shm_release_python();
     const int32_t status = ended(group, run(c, theirs));

@@ -56,6 +56,11 @@ typedef struct {
     // what is sent. Null where parts are equal.
     const int64_t* bounds;
     const int64_t* in_bounds;
+    // Of an all-to-all of uneven parts, whose parts on one side stand in pieces: `piece_count` pairs (first element,
+    // elements) for each rank, of `in` if `cuts_in`, else of `out`. Null where parts are whole.
+    const int64_t* pieces;
+    int64_t piece_count;
+    int32_t cuts_in, unused_too;
 } pa_shm_call;
 
 // What of Python's C API calls need that hold its lock when they begin: PyEval_SaveThread, PyEval_RestoreThread and

@@ -113,6 +113,45 @@ void play_uneven(const World& world, int32_t rank, int64_t part, const std::func
     }
 }
 
+// An all-to-all into pieces, and of those pieces back: rank i has `part` + i + j elements for rank j, in two pieces that
+// arrive in the order of pieces, then of ranks.
+void play_pieces(const World& world, int32_t rank, int64_t part, float* heap, pa_shm_call call,
+                 const std::function<void(pa_shm_call)>& run) {
+    const int32_t n = world.size;
+    std::vector<int64_t> bounds(n + 1), pieces(4 * n);
+    for (int32_t i = 0; i < n; i++) bounds[i + 1] = bounds[i] + part + i + rank;
+    int64_t end = 0;
+    for (int32_t piece = 0; piece < 2; piece++)
+        for (int32_t i = 0; i < n; i++) {
+            const int64_t all = bounds[i + 1] - bounds[i];
+            pieces[4 * i + 2 * piece] = end;
+            end += pieces[4 * i + 2 * piece + 1] = piece ? all - all / 3 : all / 3;
+        }
+    std::vector<float> own(bounds[n]), result(bounds[n], -1);
+    float* const source = heap ? heap : own.data();
+    for (int64_t i = 0; i < bounds[n]; i++) source[i] = value_of(rank, i);
+    call.told.type = PA_FLOAT32;
+    call.told.op = PA_SHM_ALL_TO_ALL;
+    call.told.parts = 2;
+    call.told.most = part + rank + n - 1;
+    call.bounds = call.in_bounds = bounds.data();
+    call.pieces = pieces.data();
+    call.piece_count = 2;
+    call.in = source;
+    call.out = result.data();
+    run(call);
+    for (int32_t i = 0; i < n; i++) {
+        int64_t k = (part + i) * rank + static_cast<int64_t>(rank) * (rank - 1) / 2;  // where my part begins
+        for (int32_t piece = 0; piece < 2; piece++)
+            for (int64_t at = 0; at < pieces[4 * i + 2 * piece + 1]; at++, k++)
+                expect(result[pieces[4 * i + 2 * piece] + at] == value_of(i, k), "into pieces");
+    }
+    memcpy(source, result.data(), bounds[n] * sizeof(float));
+    call.cuts_in = 1;
+    run(call);
+    for (int64_t i = 0; i < bounds[n]; i++) expect(result[i] == value_of(rank, i), "of pieces");
+}
+
 // One rank's run through kinds and sizes, through stages and directly.
 void play(World& world, int32_t rank) {
     const int32_t n = world.size;
@@ -143,6 +182,9 @@ void play(World& world, int32_t rank) {
             call.told.type = PA_FLOAT32;
             call.told.numel = numel;
             if (is_direct) call.told.base = PAGE, call.told.length = length, call.told.delta = 64;
+            pa_shm_call in_pieces = call;
+            in_pieces.told.numel = 0;
+            play_pieces(world, rank, part, is_direct ? whole : nullptr, in_pieces, run);
             const auto sum = [&](int64_t i) {
                 float total = 0;
                 for (int32_t other = 0; other < n; other++) total += value_of(other, i);

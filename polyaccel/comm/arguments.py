@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from zlib import crc32
 
@@ -13,6 +14,27 @@ from polyaccel.types import DType, ReduceOp
 MOST_SHOWN = 8
 """Counts, or messages of a batch, that a text shows."""
 Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Where the parts of an all-to-all stand in one of its buffers, when they are not whole there."""
+
+    table: Buffer
+    """int64 on the host: for each rank `count` pairs (first element, elements), in the part's order."""
+    count: int
+    cuts_source: bool
+    """Whether it is the source that has its parts in pieces, or the target."""
+
+    def check(self, counts: Counts | None, world_size: int) -> None:
+        """Raises ShardingError for a table of another size or type, and for parts without counts."""
+        numel, dtype = self.table.numel, self.table.dtype
+        if counts is None or numel != 2 * self.count * world_size or dtype is not DType.INT64:
+            raise ShardingError(
+                f"a table of {numel} x {dtype.value} for {self.count} pieces of {world_size} ranks",
+                cure="give counts, and two int64 for each piece",
+                value=numel,
+            )
 
 
 def bounds_of(counts: Counts | None, numel: int, world_size: int) -> list[int]:

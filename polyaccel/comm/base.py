@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import check_members
+from polyaccel.comm.arguments import Pieces, check_members
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.shared_memory import SharedMemory
@@ -176,6 +176,7 @@ class Communicator(ObjectCollectives):
         *,
         counts: Sequence[int] | None = None,
         source_counts: Sequence[int] | None = None,
+        pieces: Pieces | None = None,
         async_op: bool = False,
         label: str = "",
         bucket: int | None = None,
@@ -183,12 +184,14 @@ class Communicator(ObjectCollectives):
         """Part j of `source` goes to rank j, part i of `out` comes from rank i. Not in place.
 
         Equal parts, or `source_counts[j]` elements go to rank j and `counts[i]` come from rank i; what a rank sends
-        another must be what that one expects.
+        another must be what that one expects. Where the communicator `takes_pieces`, parts may stand in pieces on one
+        side, on all ranks alike.
         """
         collective = Collective(_ALL_TO_ALL, source, out, out.numel, out.dtype, _SUM, 0, async_op, label, bucket)
         if counts is not None or source_counts is not None:
             collective.counts = tuple(counts) if counts is not None else None
             collective.source_counts = tuple(source_counts) if source_counts is not None else None
+            collective.pieces = pieces
         return self.call(collective)
 
     def gather(

@@ -8,6 +8,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import (
     MOST_SHOWN,
     Counts,
+    Pieces,
     bounds_of,
     check_dtypes,
     check_part,
@@ -73,7 +74,8 @@ class Collective:
     `root` is the rank from which a broadcast and a scatter come and to which a gather goes; of a message, the rank at
     its other end. Ranks count inside the group. `counts` are the elements of each rank's part of the whole buffer, in
     rank order (None: equal parts); in an all-to-all those that arrive from each rank, and `source_counts` those that
-    go to each. `parts` are the messages of a batch; `members` the ranks of a split.
+    go to each, and `pieces` say where a part stands that is not in one piece. `parts` are the messages of a batch;
+    `members` the ranks of a split.
 
     `label` and `bucket` say what the call is for. With `async_op` False the call has ended when it returns. `number`
     counts the collectives of the group from 0; it is set when the collective is called, and whatever that call is made
@@ -92,6 +94,7 @@ class Collective:
         "numel",
         "operation",
         "parts",
+        "pieces",
         "reduction",
         "root",
         "source",
@@ -117,6 +120,7 @@ class Collective:
         source_counts: Counts | None = None,
         parts: tuple[Collective, ...] = (),
         members: tuple[int, ...] = (),
+        pieces: Pieces | None = None,
     ) -> None:
         self.operation = operation
         self.source = source
@@ -133,6 +137,7 @@ class Collective:
         self.source_counts = source_counts
         self.parts = parts
         self.members = members
+        self.pieces = pieces
 
     def on(self, source: Buffer | None, target: Buffer | None) -> Collective:
         """The same call on other buffers of the same sizes."""
@@ -152,18 +157,20 @@ class Collective:
             self.source_counts,
             self.parts,
             self.members,
+            self.pieces,
         )
 
     def without_buffers(self) -> Collective:
         """A copy without buffers, for records that outlive them."""
         copy = self.on(None, None)
+        copy.pieces = None
         if self.parts:
             copy.parts = tuple(part.without_buffers() for part in self.parts)
         return copy
 
     def let_go(self) -> None:
         """Forget the buffers: the call has ended."""
-        self.source = self.target = None
+        self.source = self.target = self.pieces = None
         for part in self.parts:
             part.let_go()
 
@@ -296,6 +303,8 @@ class Collective:
                     cure="give counts where the parts are uneven",
                     value=(source.numel, target.numel),
                 )
+            if self.pieces is not None:
+                self.pieces.check(self.counts, world_size)
             return
         cuts_source = kind is Operation.REDUCE_SCATTER or kind is Operation.SCATTER
         whole, part = (source, target) if cuts_source else (target, source)

@@ -38,6 +38,8 @@ class ComposedCollectives(ABC):
     """The operations that `start` takes. See [Note: What the base makes]."""
     natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
+    takes_pieces: bool = False
+    """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
     _numbers_given: int = 0
     _part_of: int | None = None
 
@@ -55,6 +57,11 @@ class ComposedCollectives(ABC):
         kind = collective.operation
         if collective.number is None:
             collective.number = self.last_number() if kind in MESSAGES else self.next_number()
+        if collective.pieces is not None and not self.takes_pieces:
+            raise CommError(
+                f"comm backend {self.backend!r} has no {kind.value} of parts in pieces",
+                cure="look at takes_pieces, and put the parts together before",
+            )
         if kind in (self.natively if collective.counts is None else self.natively_uneven):
             return self.start(collective)
         collective.check(self.rank, self.world_size)

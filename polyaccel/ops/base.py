@@ -281,9 +281,10 @@ class MatmulRightGradFn(Protocol):
 
 
 class GroupedLinearFn(Protocol):
-    def __call__(self, rows: Any, weights: Any, counts: Sequence[int]) -> Any:
-        """A new array (rows, outputs): of the next `counts[g]` of `rows` (rows, inputs) their product with group g's
-        `weights` (groups, outputs, inputs), transposed. What a row gives does not depend on others."""
+    def __call__(self, rows: Any, weights: Any, counts: Sequence[int], *, out: Any = None) -> Any:
+        """(rows, outputs), in `out` where that is given, which is contiguous: of the next `counts[g]` of `rows` (rows,
+        inputs) their product with group g's `weights` (groups, outputs, inputs), transposed. What a row gives does not
+        depend on others."""
 
 
 class GroupedInputGradFn(Protocol):

@@ -27,6 +27,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
+from polyaccel.torch.experts.layer import StackedExperts
 from polyaccel.torch.experts.models import SpreadExperts
 from polyaccel.torch.experts.products import GroupedProducts
 from polyaccel.torch.gathering.arriving import ArrivingParameter
@@ -185,7 +186,7 @@ class Linears:
         self._layers: list[nn.Linear] = []
         self._shared: list[SharedModule] = []
         self._heads: list[TiledHead] = []
-        self._experts: list[SpreadExperts] = []
+        self._experts: list[SpreadExperts | StackedExperts] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
         if not set(table):
@@ -201,7 +202,7 @@ class Linears:
             elif isinstance(layer, SharedModule):
                 layer.share.ranks.products = products
                 self._shared.append(layer)
-            elif isinstance(layer, SpreadExperts):
+            elif isinstance(layer, (SpreadExperts, StackedExperts)):
                 layer.products = grouped
                 self._experts.append(layer)
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):

@@ -31,6 +31,7 @@ class StagedCommunicator(WrappedCommunicator):
 
     def __init__(self, inner: Communicator, accelerator: Accelerator) -> None:
         super().__init__(inner)
+        self.takes_pieces = False
         self.accelerator = accelerator
         # Pinned memory only of a device that has it: others allocate for it what `inner`'s kernels need not know.
         pins = accelerator.capabilities().host_pinning

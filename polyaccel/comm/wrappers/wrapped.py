@@ -28,6 +28,7 @@ class WrappedCommunicator(Communicator):
         self.timeout_s = inner.timeout_s
         self.deterministic = inner.deterministic
         self.summed_first = inner.summed_first
+        self.takes_pieces = inner.takes_pieces
 
     def start(self, collective: Collective) -> Work:
         return self.inner.call(collective)

@@ -42,9 +42,9 @@ class _GroupedKernels:
     def __init__(self, library: Native) -> None:
         self._library = library
 
-    def linear(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    def linear(self, rows: Tensor, weights: Tensor, counts: Sequence[int], *, out: Tensor | None = None) -> Tensor:
         """See `GroupedLinearFn`."""
-        return self._rowwise(rows, weights, counts)
+        return self._rowwise(rows, weights, counts, out)
 
     def input_grad(self, grad: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """See `GroupedInputGradFn`."""
@@ -75,7 +75,7 @@ class _GroupedKernels:
         self._run(products, list(chain.from_iterable(counts)), grad)
         return out
 
-    def _rowwise(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    def _rowwise(self, rows: Tensor, weights: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Rows times transposed `weights` (groups, columns, inner) of any strides."""
         if rows.dim() != 2 or weights.dim() != 3 or rows.shape[1] != weights.shape[2] or len(weights) != len(counts):
             shapes = f"rows {tuple(rows.shape)}, weights {tuple(weights.shape)}, {len(counts)} groups"
@@ -84,7 +84,11 @@ class _GroupedKernels:
         rows = rows.contiguous()
         inner, columns = rows.shape[1], weights.shape[1]
         of_group, of_column, of_inner = weights.stride()
-        out = rows.new_empty(len(rows), columns)
+        if out is None:
+            out = rows.new_empty(len(rows), columns)
+        elif out.shape != (len(rows), columns) or not out.is_contiguous() or out.dtype is not rows.dtype:
+            shapes = f"{len(rows)} rows of {columns} outputs into {tuple(out.shape)} of {out.dtype}"
+            raise ShardingError(f"{shapes} do not fit", value=shapes)
         products: list[tuple[int, ...]] = []
         segments, first = [], 0
         for group, count in enumerate(counts):

@@ -39,6 +39,7 @@ from polyaccel.testkit.comm.even import (
 from polyaccel.testkit.comm.faults import disagreement_is_seen_by_all
 from polyaccel.testkit.comm.uneven import (
     all_gather_takes_uneven_parts,
+    all_to_all_takes_pieces,
     all_to_all_takes_uneven_parts,
     batches_of_messages_wait_for_no_order,
     gather_and_scatter_have_any_root,
@@ -99,6 +100,7 @@ class CommContract(ABC):
     def test_uneven_all_to_all(self) -> None:
         """Every pair exchanges a number of elements of its own, for tokens choose their experts."""
         self.check(all_to_all_takes_uneven_parts)
+        self.check(all_to_all_takes_pieces)
 
     def test_gather_and_scatter(self) -> None:
         """Any root collects and hands out parts, even and uneven, in place or not."""

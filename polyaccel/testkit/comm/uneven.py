@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from polyaccel.buffer import Buffer
+from polyaccel.comm.arguments import Pieces
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, put, refused, values_of
@@ -102,6 +104,42 @@ def all_to_all_takes_uneven_parts(comm: Communicator) -> int:
             comm.all_to_all(out, mine, counts=arrives, source_counts=sent, async_op=numel == 7).wait()
             checks += expect(comm, out, np.concatenate(expected), f"all_to_all {kind}, {numel}")
     return checks
+
+
+def all_to_all_takes_pieces(comm: Communicator) -> int:
+    """What arrives in pieces, and goes back from there, is what was sent; a communicator without them refuses."""
+    return sum(_goes_in_pieces(comm, numel) for numel in (SIZES if comm.takes_pieces else SIZES[:1]))
+
+
+def _goes_in_pieces(comm: Communicator, numel: int) -> int:
+    world = comm.world_size
+    counts = [(comm.rank + 2 * to) % 3 * numel + to for to in range(world)]
+    arrives = [(source + 2 * comm.rank) % 3 * numel + comm.rank for source in range(world)]
+    sent = np.concatenate([values_of(comm.rank, one, salt=to) for to, one in enumerate(counts)])
+    parts = [values_of(source, count, salt=comm.rank) for source, count in enumerate(arrives)]
+    lengths = [(count // 2, 0, count - count // 2) for count in arrives]
+    table, whole, end = np.empty((world, 3, 2), np.int64), np.empty(sum(arrives), np.float32), 0
+    for piece in range(3):  # in an order of their own
+        for source in reversed(range(world)):
+            length, first = lengths[source][piece], sum(lengths[source][:piece])
+            table[source, piece] = end, length
+            whole[end : end + length] = parts[source][first : first + length]
+            end += length
+    places = put(comm, table.reshape(-1), DType.INT64)
+    mine = put(comm, sent, DType.FLOAT32)
+    out, again = (comm.allocate(sum(one), DType.FLOAT32) for one in (arrives, counts))
+
+    def exchange(to: Buffer, source: Buffer, received: Counts, given: Counts, *, back: bool) -> None:
+        pieces = Pieces(places, 3, cuts_source=back)
+        work = comm.all_to_all(to, source, counts=received, source_counts=given, pieces=pieces, async_op=numel == 7)
+        work.wait()
+
+    if not comm.takes_pieces:
+        return refused(CommError, lambda: exchange(out, mine, arrives, counts, back=False), "parts in pieces")
+    exchange(out, mine, arrives, counts, back=False)
+    checks = expect(comm, out, whole, f"all_to_all into pieces, {numel}")
+    exchange(again, out, counts, arrives, back=True)
+    return checks + expect(comm, again, sent, f"all_to_all of pieces, {numel}")
 
 
 def gather_and_scatter_have_any_root(comm: Communicator) -> int:

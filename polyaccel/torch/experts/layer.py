@@ -13,7 +13,9 @@ from torch.func import functional_call
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.gates import Choice
+from polyaccel.torch.experts.products import GroupedProducts, computed
 from polyaccel.torch.experts.routing import capacity_of, chosen_by_experts, kept_choices, route
+from polyaccel.torch.experts.rowwise import Rowwise
 
 Gate = Literal["softmax", "sigmoid", "expert choice"]
 Noise = Literal["learned", "sample", "jitter"]
@@ -42,30 +44,37 @@ class StackedExperts(nn.Module):
         super().__init__()
         experts = [make() for _ in range(num_experts)]
         self.num_experts = num_experts
-        self._names = {name: name.replace(".", "_") for name, _ in experts[0].named_parameters()}
-        if len(set(self._names.values())) < len(self._names) or any(True for _ in experts[0].buffers()):
+        self.names = {name: name.replace(".", "_") for name, _ in experts[0].named_parameters()}
+        """The stack of each parameter of an expert."""
+        self.products: GroupedProducts | None = None
+        """What computes experts of linear layers all at once; None for one expert after the other."""
+        if len(set(self.names.values())) < len(self.names) or any(True for _ in experts[0].buffers()):
             raise PolyaccelError(
                 f"{type(experts[0]).__name__} has buffers, or parameters whose names differ by dots alone",
                 cure="give experts made of parameters",
                 value=type(experts[0]).__name__,
             )
-        for name, own in self._names.items():
+        for name, own in self.names.items():
             values = [expert.get_parameter(name) for expert in experts]
             stack = nn.Parameter(torch.stack([one.detach() for one in values]), values[0].requires_grad)
             self.register_parameter(own, stack)
         self.__dict__["_expert"] = deepcopy(experts[0]).to("meta")
+        self.__dict__["rowwise"] = Rowwise.of(self.__dict__["_expert"])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of what each token's experts make of it, times their weights: (tokens, features) of `hidden_states`
         (tokens, features), `top_k_index` and `top_k_weights` (tokens, k). A number past the last expert is none."""
         routing = route(top_k_index, top_k_weights, self.num_experts)
-        rows = hidden_states.index_select(0, routing.tokens).split_with_sizes(routing.counts.tolist())
+        rows, counts = hidden_states.index_select(0, routing.tokens), routing.counts.tolist()
+        out = computed(self, rows, [(count,) for count in counts], self.products, None)
+        if out is not None:
+            return routing.combined(out, hidden_states)
         expert: nn.Module = self.__dict__["_expert"]
         expert.train(self.training)
-        stacks = {name: getattr(self, own).unbind() for name, own in self._names.items()}
+        stacks = {name: getattr(self, own).unbind() for name, own in self.names.items()}
         made = [
             _first(functional_call(expert, {name: stack[number] for name, stack in stacks.items()}, (each,)))
-            for number, each in enumerate(rows)
+            for number, each in enumerate(rows.split_with_sizes(counts))
             if len(each)
         ]
         return routing.combined(torch.cat(made), hidden_states) if made else torch.zeros_like(hidden_states)

@@ -5,11 +5,6 @@ numbers of each token's experts, and their weights. Each rank keeps some of ever
 where the module's own forward computes as if the rank's experts were all there are, and each row had chosen one of
 them: whatever a model does within an expert, it goes on doing. The weights are applied where the token is from.
 
-[Note: Gradients of experts]
-An expert gets the tokens of all ranks along the axis `expert`, so its gradient is the sum of theirs, and other ranks
-along that axis have no part of it. The engine takes the mean over ranks that hold the same ([Note: Means over ranks]),
-which would be the mean over fewer. So the sum is divided by the ranks along `expert` here.
-
 [Note: Experts without tokens]
 A backward pass travels too, and all ranks have to, also one whose experts got no token: its outputs hang on its inputs
 and parameters all the same. And gradients arrive in one order on all ranks, zeros where there is nothing to learn: a
@@ -32,7 +27,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
 from polyaccel.torch.experts.products import GroupedProducts, computed
-from polyaccel.torch.experts.ranks import plan_journey
+from polyaccel.torch.experts.ranks import SendingRoom, plan_journey
 from polyaccel.torch.experts.routing import route
 from polyaccel.torch.parallel.cut import WholeValues, keep_part
 from polyaccel.torch.parallel.layers import present
@@ -57,6 +52,7 @@ class SpreadExperts(nn.Module):
     spread: Spread
     products: GroupedProducts | None
     """What computes them; None for the module's own forward."""
+    room: SendingRoom
 
     def forward(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """What the module's own forward makes of `hidden_states` (tokens, features), the numbers of each token's
@@ -65,32 +61,16 @@ class SpreadExperts(nn.Module):
         communicator, counts = self.spread
         chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
         routing = route(chosen, shares, sum(counts))
-        journey = plan_journey(communicator, routing, counts)
-        came = journey.there(tokens.index_select(0, routing.tokens))
-        rows: Tensor = _Rescaled.apply(came, float(communicator.world_size))  # type: ignore[no-untyped-call]
-        found = computed(self, rows, journey.parts, self.products)
+        journey = plan_journey(communicator, routing, counts, self.room)
+        came = journey.there(tokens, routing.tokens)
+        found = computed(self, came, journey.parts, self.products, journey.room)
         if found is None:
             numbers = torch.repeat_interleave(torch.tensor(journey.counts)).to(came.device).unsqueeze(1)
-            found = super().forward(rows, numbers, torch.ones_like(numbers, dtype=came.dtype))
+            found = super().forward(came, numbers, torch.ones_like(numbers, dtype=came.dtype))
         out: Tensor = found
-        out = _Rescaled.apply(out, 1.0 / communicator.world_size)  # type: ignore[no-untyped-call]
         without = [] if len(came) else [one for one in self.parameters() if one.requires_grad]
         out = _Joined.apply(out, came, *map(present, without))  # type: ignore[no-untyped-call]
         return routing.combined(journey.back(out), tokens).view_as(hidden_states)
-
-
-class _Rescaled(torch.autograd.Function):
-    """Its input; the gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return rows.view_as(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
 
 
 class _Joined(torch.autograd.Function):
@@ -130,8 +110,10 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     values = WholeValues(
         {fqn: one for name, module in found.items() for fqn, one in module.named_parameters(name)}, ranks
     )
+    room = SendingRoom(communicator)
     for name, module in found.items():
         _spread(module, name, ranks, counts[name], values)
+        module.__dict__["room"] = room
     if communicator.world_size > 1 and communicator.ranks[communicator.rank] == 0:
         shown = ", ".join(f"{name} {even_parts(count, ranks.size)}" for name, _, count in facts)
         _log.info("experts on each of %d ranks: %s", ranks.size, shown)

@@ -22,6 +22,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_OPS, GROUPED_WEIGHT_GRAD, KernelTable
+from polyaccel.torch.experts.ranks import SendingRoom
+from polyaccel.torch.experts.rowwise import Rowwise
 from polyaccel.torch.parallel.layers import present
 from polyaccel.torch.profiling.operations import count_operations
 
@@ -56,10 +58,24 @@ class GroupedProducts:
         )
 
 
-def computed(module: Any, rows: Tensor, parts: Parts, products: GroupedProducts | None) -> Tensor | None:
+def computed(
+    module: Any, rows: Tensor, parts: Parts, products: GroupedProducts | None, room: SendingRoom | None
+) -> Tensor | None:
     """What the experts of `module` make of `rows` (rows, features), those of the first expert before those of the
-    second, of each as `parts` says. None where it has to be left to the module."""
-    if products is None or not _is_marked(module):
+    second, of each as `parts` says; in `room` where there is one. `module` has one expert's steps as `rowwise` and its
+    parameters' stacks by `names`, or is one of transformers. None where it has to be left to the module."""
+    if products is None:
+        return None
+    if isinstance(rowwise := module.__dict__.get("rowwise"), Rowwise):
+        stacks = {name: present(module._parameters[own]) for name, own in module.names.items()}
+
+        def linear(x: Tensor, name: str, is_last: bool) -> Tensor:
+            settings = products, parts, False, room if is_last else None
+            out: Tensor = _Grouped.apply(*settings, x, stacks[f"{name}.weight"], stacks.get(f"{name}.bias"))  # type: ignore[no-untyped-call]
+            return out
+
+        return rowwise(rows, linear) if products.suit(rows, list(stacks.values())) else None
+    if not _is_marked(module):
         return None
     first = "gate_up_proj" if module.has_gate else "up_proj"
     names = [first, "down_proj", *((f"{first}_bias", "down_proj_bias") if module.has_bias else ())]
@@ -69,16 +85,16 @@ def computed(module: Any, rows: Tensor, parts: Parts, products: GroupedProducts 
     if not products.suit(rows, list(weights.values())):
         return None
 
-    def layer(x: Tensor, name: str) -> Tensor:
-        bias = weights.get(f"{name}_bias")
-        is_transposed = bool(module.is_transposed)
-        out: Tensor = _Grouped.apply(products, parts, is_transposed, x, weights[name], bias)  # type: ignore[no-untyped-call]
+    def layer(x: Tensor, name: str, room: SendingRoom | None = None) -> Tensor:
+        settings = products, parts, bool(module.is_transposed), room
+        out: Tensor = _Grouped.apply(*settings, x, weights[name], weights.get(f"{name}_bias"))  # type: ignore[no-untyped-call]
         return out
 
     inner = layer(rows, first)
     activation: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
-    out = layer(activation(inner), "down_proj")
-    return cast(Tensor, module.post_expert_norm(out)) if module.has_post_expert_norm else out
+    if not module.has_post_expert_norm:
+        return layer(activation(inner), "down_proj", room)
+    return cast(Tensor, module.post_expert_norm(layer(activation(inner), "down_proj")))
 
 
 def _is_marked(module: Any) -> bool:
@@ -96,16 +112,19 @@ class _Grouped(torch.autograd.Function):
         products: GroupedProducts,
         parts: Parts,
         is_transposed: bool,
+        room: SendingRoom | None,
         rows: Tensor,
         weights: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         ctx.products, ctx.parts, ctx.is_transposed = products, parts, is_transposed
-        of_rows, of_weights = ctx.needs_input_grad[3:5]
+        of_rows, of_weights = ctx.needs_input_grad[4:6]
         ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None)
         counts = [sum(each) for each in parts]
         count_operations(2 * len(rows) * weights[0].numel())
-        out: Tensor = products.linear(rows, weights.transpose(1, 2) if is_transposed else weights, counts)
+        weights = weights.transpose(1, 2) if is_transposed else weights
+        to = None if room is None else room.rows(len(rows), weights.shape[1], rows.dtype)
+        out: Tensor = products.linear(rows, weights, counts, out=to)
         if bias is not None:
             for group, one in zip(torch.split(out, counts), bias, strict=True):
                 group += one
@@ -124,9 +143,9 @@ class _Grouped(torch.autograd.Function):
         if rows is not None:
             pair = (rows, grad) if ctx.is_transposed else (grad, rows)
             of_weights = products.weight_grad(*pair, parts)
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[6]:
             of_bias = _bias_grad(grad, parts)
-        return None, None, None, of_rows, of_weights, of_bias
+        return None, None, None, None, of_rows, of_weights, of_bias
 
 
 def _bias_grad(grad: Tensor, parts: Parts) -> Tensor:

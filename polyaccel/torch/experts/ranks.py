@@ -1,4 +1,17 @@
-"""Tokens travel to the ranks of their experts, and what was computed of them travels back."""
+"""Tokens travel to the ranks of their experts, and what was computed of them travels back.
+
+[Note: One copy each way]
+Rows of tokens are ordered by expert where they are sent, and by own expert, then by rank, where they are computed.
+Where ranks can read each other's memory (`takes_pieces`), rows are gathered right into memory that the others see, and
+each rank copies what is for it to where it belongs: one copy there, and one back. Elsewhere rows are put in order
+before and after.
+
+[Note: Gradients of experts]
+An expert gets the tokens of all ranks along the axis `expert`, so its gradient is the sum of theirs, and other ranks
+along that axis have no part of it. The engine takes the mean over ranks that hold the same ([Note: Means over ranks]),
+which would be the mean over fewer. So gradients are divided by the ranks along `expert` when they set out to experts,
+and multiplied again when they set out from there.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +23,51 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.comm.arguments import Pieces
 from polyaccel.comm.base import Communicator
 from polyaccel.torch.experts.routing import Routing
+
+_LEAST_NBYTES = 128 << 10
+
+
+class SendingRoom:
+    """Memory of `communicator` from which rows are sent, kept from one journey to the next."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._counts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def rows(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """(count, width) with anything in it: until the next call."""
+        numel = count * width
+        room = self._rooms.get(dtype)
+        if room is None or len(room) < numel:
+            rounded = max(numel + numel // 8, _LEAST_NBYTES // dtype.itemsize)
+            room = self._rooms[dtype] = self._communicator.allocate(rounded, dtype_of(dtype)).raw
+        return room[:numel].view(count, width)
+
+    def counts(self, sent: int, received: int) -> tuple[Tensor, Tensor]:
+        """Two int64 tensors on the host, of these lengths, with anything in them: until the next call."""
+        if (sent, received) not in self._counts:
+            self._counts[sent, received] = tuple(torch.empty(each, dtype=torch.int64) for each in (sent, received))  # type: ignore[assignment]
+        return self._counts[sent, received]
 
 
 class Journey(NamedTuple):
     """Where the pairs of a `Routing` go: rows of tokens, in the pairs' order, to the ranks that have their experts."""
 
     communicator: Communicator
+    room: SendingRoom | None
+    """None where rows are put in order here."""
     sent: tuple[int, ...]
     """How many rows go to each rank."""
     received: tuple[int, ...]
     """How many come from each."""
     order: Tensor
-    """(rows,), int64: of the rows that came, ordered by rank, those of the first own expert, then of the second, ...
+    """What comes from rank after rank, ordered by own expert, then by rank. With a `room`, (ranks, own experts, 2),
+    int64: in this order the first row of each part, and its rows. Else (rows,), int64: which of the rows that came.
     Empty on one rank, where rows stay where they are."""
     parts: tuple[tuple[int, ...], ...]
     """The rows of each own expert, by the rank that they come from."""
@@ -33,88 +77,135 @@ class Journey(NamedTuple):
         """The rows of each own expert."""
         return tuple(map(sum, self.parts))
 
-    def there(self, rows: Tensor) -> Tensor:
-        """(rows of own experts, features), ordered by expert, then by the rank that they come from, for `rows` (pairs,
-        features). Collective, in backward too."""
+    def there(self, tokens: Tensor, numbers: Tensor) -> Tensor:
+        """(rows of own experts, features), ordered by expert, then by the rank that they come from, for the pairs whose
+        tokens are `tokens[numbers]`: (tokens, features) and (pairs,). Collective, in backward too."""
         if self.communicator.world_size == 1:
-            return rows
-        out: Tensor = _Move.apply(rows, self.communicator, self.sent, self.received)  # type: ignore[no-untyped-call]
-        return out.index_select(0, self.order)
+            return tokens.index_select(0, numbers)
+        out: Tensor = _There.apply(tokens, numbers, self)  # type: ignore[no-untyped-call]
+        return out
 
     def back(self, rows: Tensor) -> Tensor:
-        """The reverse of `there`. Collective, in backward too."""
+        """(pairs, features) of (rows of own experts, features): the reverse of `there`. Collective, in backward too."""
         if self.communicator.world_size == 1:
             return rows
-        came = torch.empty_like(self.order)
-        came[self.order] = torch.arange(len(self.order), device=self.order.device)
-        out: Tensor = _Move.apply(  # type: ignore[no-untyped-call]
-            rows.index_select(0, came), self.communicator, self.received, self.sent
-        )
+        out: Tensor = _Back.apply(rows, self)  # type: ignore[no-untyped-call]
         return out
 
 
-def plan_journey(communicator: Communicator, routing: Routing, experts: Sequence[int]) -> Journey:
+def plan_journey(
+    communicator: Communicator, routing: Routing, experts: Sequence[int], room: SendingRoom | None = None
+) -> Journey:
     """Tell the other ranks how many rows come; rank r has the next `experts[r]` experts. Collective."""
     rank, ranks = communicator.rank, communicator.world_size
     if ranks == 1:
         rows = len(routing.tokens)
-        return Journey(
-            communicator, (rows,), (rows,), routing.tokens[:0], tuple((int(one),) for one in routing.counts.tolist())
-        )
+        counts = tuple((int(one),) for one in routing.counts.tolist())
+        return Journey(communicator, None, (rows,), (rows,), routing.tokens[:0], counts)
     ends = [0, *accumulate(experts)]
     own = experts[rank]
-    counts = routing.counts.contiguous()
-    told = counts.new_empty(ranks * own)
+    sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
+    room = (room or SendingRoom(communicator)) if sees_others else None
+    if room is None:
+        mine, told = routing.counts.contiguous(), routing.counts.new_empty(ranks * own)
+    else:
+        mine, told = room.counts(len(routing.counts), ranks * own)
+        mine.copy_(routing.counts)
     wrap = communicator.accelerator.wrap
     communicator.all_to_all(
-        wrap(told), wrap(counts), counts=[own] * ranks, source_counts=list(experts), label="tokens of experts"
+        wrap(told), wrap(mine), counts=[own] * ranks, source_counts=list(experts), label="tokens of experts"
     )
     table = told.view(ranks, own)
-    lines = [[int(one) for one in line] for line in table.tolist()] if own else [[] for _ in range(ranks)]
-    everywhere = [int(one) for one in counts.tolist()]
-    starts = [0, *accumulate(sum(line) for line in lines)]
-    parts = []
-    for expert in range(own):
-        for source in range(ranks):
-            begin = starts[source] + sum(lines[source][:expert])
-            parts.append(torch.arange(begin, begin + lines[source][expert]))
-    order = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    lines: list[list[int]] = table.tolist() if own else [[] for _ in range(ranks)]
+    everywhere: list[int] = mine.tolist()
     return Journey(
         communicator,
+        room,
         tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
         tuple(map(sum, lines)),
-        order.to(counts.device),
-        tuple(tuple(line[expert] for line in lines) for expert in range(own)),
+        _order(table) if room is None else _starts(table),
+        tuple(zip(*lines, strict=True)),
     )
 
 
-class _Move(torch.autograd.Function):
-    """Rows to other ranks, in order: the next `sent[r]` to rank r."""
+def _order(table: Tensor) -> Tensor:
+    ranks, own = table.shape
+    experts = torch.arange(own, device=table.device).repeat(ranks)
+    return torch.sort(torch.repeat_interleave(experts, table.reshape(-1)), stable=True).indices
 
+
+def _starts(table: Tensor) -> Tensor:
+    ranks, own = table.shape
+    by_expert = table.T.reshape(-1)
+    starts = (torch.cumsum(by_expert, 0) - by_expert).view(own, ranks).T
+    return torch.stack((starts, table), dim=2)
+
+
+class _There(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, communicator: Communicator, sent: tuple[int, ...], received: tuple[int, ...]
-    ) -> Tensor:
-        ctx.way = communicator, received, sent
-        return _moved(rows, communicator, sent, received)
+    def forward(ctx: Any, tokens: Tensor, numbers: Tensor, journey: Journey) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.journey, ctx.shape = journey, tokens.shape
+        room = None if journey.room is None else journey.room.rows(len(numbers), tokens.shape[1], tokens.dtype)
+        return _sent(torch.index_select(tokens, 0, numbers, out=room), journey)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        communicator, sent, received = ctx.way
-        return _moved(gradient, communicator, sent, received), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (numbers,) = ctx.saved_tensors
+        arrived = _returned(_scaled(gradient, float(ctx.journey.communicator.world_size), ctx.journey), ctx.journey)
+        return arrived.new_zeros(ctx.shape).index_add_(0, numbers, arrived), None, None
 
 
-def _moved(rows: Tensor, communicator: Communicator, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    width = rows.shape[1]
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        if journey.room is not None:
+            ours = journey.room.rows(len(rows), rows.shape[1], rows.dtype)
+            rows = rows if rows.data_ptr() == ours.data_ptr() else ours.copy_(rows)
+        return _returned(rows, journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sent(_scaled(gradient, 1.0 / ctx.journey.communicator.world_size, ctx.journey), ctx.journey), None
+
+
+def _scaled(gradient: Tensor, factor: float, journey: Journey) -> Tensor:
+    """See [Note: Gradients of experts]."""
+    room = None if journey.room is None else journey.room.rows(len(gradient), gradient.shape[1], gradient.dtype)
+    return torch.mul(gradient, factor, out=room)
+
+
+def _sent(rows: Tensor, journey: Journey) -> Tensor:
+    if journey.room is not None:
+        return _moved(rows, journey, journey.sent, journey.received, returns=False)
+    return _moved(rows, journey, journey.sent, journey.received, returns=False).index_select(0, journey.order)
+
+
+def _returned(rows: Tensor, journey: Journey) -> Tensor:
+    if journey.room is None:
+        before = torch.empty_like(rows)
+        rows = before.index_copy_(0, journey.order, rows)
+    return _moved(rows, journey, journey.received, journey.sent, returns=True)
+
+
+def _moved(rows: Tensor, journey: Journey, sent: Sequence[int], received: Sequence[int], *, returns: bool) -> Tensor:
+    communicator, width = journey.communicator, rows.shape[1]
     rows = rows.contiguous()
     out = rows.new_empty(sum(received), width)
     wrap = communicator.accelerator.wrap
+    pieces = None
+    if journey.room is not None:
+        own = journey.order.shape[1]
+        pieces = Pieces(wrap((journey.order * width).view(-1)), own, cuts_source=returns)
     communicator.all_to_all(
         wrap(out.view(-1)),
         wrap(rows.view(-1)),
         counts=[count * width for count in received],
         source_counts=[count * width for count in sent],
+        pieces=pieces,
         label="tokens to experts",
     )
     return out

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
+from polyaccel.ops import matrix_choice
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.experts import Mixture, balance_experts
 from polyaccel.torch.experts.gates import load_direction
@@ -72,7 +73,10 @@ def test_each_token_gets_its_experts_times_their_weights() -> None:
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 @pytest.mark.parametrize(("experts", "data", "stage"), [(2, 1, 1), (3, 1, 3), (2, 2, 2)])
-def test_ranks_that_share_experts_train_what_plain_torch_trains(name: str, experts: int, data: int, stage: int) -> None:
+def test_ranks_that_share_experts_train_what_plain_torch_trains(
+    name: str, experts: int, data: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(matrix_choice.VARIABLE, "off" if stage == 2 else "on")
     model, ranks = made(**SETTINGS[name]), experts * data
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

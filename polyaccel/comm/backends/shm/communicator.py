@@ -59,6 +59,7 @@ class ShmCommunicator(Communicator):
 
     natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    takes_pieces = True
     deterministic = True
     backend = "shm"
 
@@ -113,8 +114,11 @@ class ShmCommunicator(Communicator):
         if self._prepared_for != book.version or len(self._prepared) > _MOST_PREPARED:
             self._prepared.clear()
             self._prepared_for = book.version
-        prepared = self._prepared.get(key)
-        if prepared is None:
+        prepared = self._prepared.get(key) if collective.pieces is None else None
+        if prepared is None and collective.pieces is not None:
+            collective.check(self.rank, self.world_size)
+            prepared = self._group.prepare(op, collective, source)
+        elif prepared is None:
             collective.check(self.rank, self.world_size)
             whole = target if op in _WHOLE_IS_TARGET else source if op in _WHOLE_IS_SOURCE else None
             prepared = self._prepared[key] = self._group.prepare(op, collective, whole)

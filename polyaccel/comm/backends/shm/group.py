@@ -129,18 +129,20 @@ class ShmGroup:
             numel=0 if sent is not None else collective.numel,
             is_shared=is_shared,
             # What each rank sends another in an all-to-all is compared part by part.
-            parts=1 if sent is not None else _digest(counts, collective.bucket),
+            parts=(1 if collective.pieces is None else 2) if sent is not None else _digest(counts, collective.bucket),
             most=0 if sent is None else max(sent),
             base=place.base,
             length=place.length,
             delta=delta,
         )
-        source, target = collective.source, collective.target
+        source, target, pieces = collective.source, collective.target, collective.pieces
         addresses = (None if source is None else source.data_ptr(), None if target is None else target.data_ptr())
         where = [None if one is None else ctypes.addressof(one) for one in (bounds, in_bounds)]
+        if pieces is not None:
+            where += [pieces.table.data_ptr(), pieces.count, pieces.cuts_source]
         eager = ShmCall(told, *addresses, self._timeout_ns, self._spin_ns, 1, 0, *where)
         patient = ShmCall(told, *addresses, self._timeout_ns, 0, 0, 0, *where)
-        return PreparedCall(eager, patient, bounds, in_bounds)
+        return PreparedCall(eager, patient, bounds, in_bounds, pieces)
 
     def run(self, address: int) -> None:
         """Carry a prepared call through. Raises Failure, and whatever the handler of a signal raises."""

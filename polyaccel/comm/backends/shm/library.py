@@ -91,6 +91,10 @@ class ShmCall(ctypes.Structure):
         ("unused", c_int32),
         ("bounds", c_void_p),
         ("in_bounds", c_void_p),
+        ("pieces", c_void_p),
+        ("piece_count", c_int64),
+        ("cuts_in", c_int32),
+        ("unused_too", c_int32),
     )
 
 
