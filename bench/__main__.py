@@ -1,5 +1,6 @@
 """`python -m bench`: step times; `python -m bench backends`, `comm`, `experts`, `hosts`, `imports`, `jax`, `kernels`,
-`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor` and `trainer`."""
+`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`,
+`trainer` and `tuning`."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from bench.sequence import attention, longest
 from bench.steps import memory, ownership, replica, saves, times
 from bench.tensor import compare as tensor
 from bench.trainer import compare
+from bench.tuning import compare as tuning
 
 _COMMANDS = {
     "backends": backends.main,
@@ -34,6 +36,7 @@ _COMMANDS = {
     "start": start.main,
     "tensor": tensor.main,
     "trainer": compare.main,
+    "tuning": tuning.main,
 }
 
 

@@ -7,6 +7,7 @@ of its own kind (`StepPolicy`, `EngineSettings`, ...; `policies` makes them), so
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +43,7 @@ from polyaccel.policies.modules import param_dtype_of
 from polyaccel.policies.steps import place_of, plan_for, state_tier_options, step_plan_for, step_policy_of
 from polyaccel.policies.watching import alarms_of, monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
+from polyaccel.trial import ToldModel, tell_model
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
 from polyaccel.zero.parts import Communicators, GroupCommunicators, StepParts, Tiers
@@ -138,10 +140,18 @@ class Runtime:
         layout = self.plan(specs, adapter.unit_names, rooms=self._rooms(specs), parts=adapter.part_names())
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
+        if self.communicator.rank == 0:
+            tell_model(os.environ, lambda: self._told(specs, adapter.unit_names(), is_remote=is_remote))
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
         tiers = self.open_tiers(plan.offload, resident=resident)
         parts = StepParts(self.accelerator, self.communicators(layout, plan.traffic), tiers)
         return ZeroStep(plan, parts, adapter, optimizer, groups, timer)
+
+    def _told(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> ToldModel:
+        """What a tuner is told of the model, before there are buffers."""
+        memory = self.accelerator.memory_stats()
+        others = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "data"}
+        return ToldModel(specs, units, memory.allocated_nbytes, is_remote, memory.total_nbytes, others)
 
     def plan(
         self,

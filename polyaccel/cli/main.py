@@ -32,6 +32,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "run": Verb("polyaccel.cli.run", "start the ranks of a training script"),
         "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
         "plan": Verb("polyaccel.cli.plan.verb", "say what training will need in memory, traffic and disk, by setting"),
+        "tune": Verb("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
         "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
         "plugins": Verb("polyaccel.cli.plugins.verb", "list the installed plugins, check one, or begin a new one"),
         "ckpt": Verb("polyaccel.cli.ckpt.verb", "list, inspect, verify, compare, export and import checkpoints"),

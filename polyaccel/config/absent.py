@@ -118,33 +118,15 @@ ABSENT: tuple[Absent, ...] = (
     ),
     _alone("aio.use_gds", False, "file access from the device"),
     # Watching.
-    Absent(
-        "autotuning",
-        _under(
-            "autotuning",
-            enabled=False,
-            fast=True,
-            results_dir="autotuning_results",
-            exps_dir="autotuning_exps",
-            overwrite=True,
-            start_profile_step=3,
-            end_profile_step=5,
-            metric="throughput",
-            tuner_type="gridsearch",
-            tuner_early_stopping=5,
-            tuner_num_trials=50,
-            arg_mappings=None,
-            mp_size=1,
-            max_train_batch_size=None,
-            min_train_batch_size=1,
-            max_train_micro_batch_size_per_gpu=1024,
-            min_train_micro_batch_size_per_gpu=1,
-            num_tuning_micro_batch_sizes=3,
-        )
-        | {f"autotuning.model_info{BELOW}": None},
-        "compare settings with `polyaccel plan`",
-        switch="autotuning.enabled",
+    _tuning(
+        "trials are ordered by their foretold time, and the model is asked in the first of them",
+        autotuning__fast=True,
+        autotuning__mp_size=1,
+        autotuning__num_tuning_micro_batch_sizes=3,
+        autotuning__min_train_batch_size=1,
     ),
+    Absent("a model that is described in the config", {f"autotuning.model_info{BELOW}": None}),
+    _alone("autotuning.max_train_batch_size", None, "tuning of the global batch size", "set train_batch_size"),
     # Data.
     Absent(
         "the data efficiency library",

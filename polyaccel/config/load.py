@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from polyaccel.config.problems import take_absent, validate_tree
 from polyaccel.config.root import Config
 from polyaccel.config.text import parse_json
 from polyaccel.errors import ConfigError, InvariantError, Problem
+from polyaccel.trial import change_tree, trial_changes
 
 Source = str | Path | Mapping[str, Any] | Config
 MAX_DEPTH = 64
@@ -48,7 +50,8 @@ def load_config(source: Source, *, source_name: str | None = None) -> Config:
 
 
 def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
-    """Like `load_config`, but what is wrong is returned. Raises ConfigError only where there is no JSON object."""
+    """Like `load_config`, but what is wrong is returned. In a trial of the tuner the config gets the trial's changes.
+    Raises ConfigError only where there is no JSON object."""
     if isinstance(source, Config):
         return Draft(source, (), source_name or "config")
     tree, problems, name = read_tree(source, source_name)
@@ -56,6 +59,7 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += modernise(tree)
+    change_tree(tree, trial_changes(os.environ))
     absent, without_effect = take_absent(Config, tree)
     problems += absent
     auto_keys = take_auto(tree)

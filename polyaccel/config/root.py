@@ -12,10 +12,10 @@ from polyaccel.config.auto import AUTO, RULES
 from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import NonNegativeFloat, PluginTable, PositiveFloat, PositiveInt, Section
 from polyaccel.config.sections.activation_checkpointing import ActivationCheckpointingConfig
+from polyaccel.config.sections.autotuning import AutotuningConfig
 from polyaccel.config.sections.checkpoint import CheckpointConfig
 from polyaccel.config.sections.comm import CommConfig, CommsLoggerConfig
 from polyaccel.config.sections.elasticity import ElasticityConfig
-from polyaccel.config.sections.flops_profiler import FlopsProfilerConfig
 from polyaccel.config.sections.mesh import (
     ExpertParallelConfig,
     MeshConfig,
@@ -34,7 +34,7 @@ from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
-from polyaccel.config.sections.timers import AlarmsConfig, TimersConfig, TraceConfig
+from polyaccel.config.sections.timers import AlarmsConfig, FlopsProfilerConfig, TimersConfig, TraceConfig
 from polyaccel.config.sections.zero import ZeroConfig
 
 
@@ -130,6 +130,8 @@ class Config(Section):
     """What is timed beside phases."""
     alarms: AlarmsConfig = AlarmsConfig()
     """polyaccel's own: what is looked for while a run goes on."""
+    autotuning: AutotuningConfig = AutotuningConfig()
+    """What `polyaccel tune` tries."""
     dump_state: bool = False
     """Print the complete config with all defaults, once, when the engine is made (rank 0)."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None

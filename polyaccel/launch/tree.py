@@ -21,10 +21,11 @@ _PROC = Path("/proc")
 
 
 class JobTree:
-    """The processes of job `job_id`. Rank processes are added as they start; see [Note: Who belongs to a job]."""
+    """The processes of job `job_id`. Rank processes are added as they start; see [Note: Who belongs to a job]. What is
+    no job may mark its processes by another `variable` of the environment."""
 
-    def __init__(self, job_id: str) -> None:
-        self._mark = f"{JOB_ID}={job_id}".encode()
+    def __init__(self, job_id: str, variable: str = JOB_ID) -> None:
+        self._mark = f"{variable}={job_id}".encode()
         self._leaders: set[int] = set()
 
     def add(self, leader: int) -> None:

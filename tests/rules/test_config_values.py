@@ -11,6 +11,7 @@ READERS = (
     "config",  # defines the keys
     "cli",  # shows them
     "planning",  # plans for them
+    "tuning",  # changes them
     "policies",  # makes values of them
     "runtime.py",
     "torch/initialize.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,11 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file of variables that DeepSpeed's launcher passes on to other hosts; clients write it."""
 _ENVIRONMENT_VARIABLE = "DS_ENV_FILE"
 _PID_SUFFIX = ".deepspeed"
+BEST_FILE = "ds_config_optimal.json"
+"""What DeepSpeed calls the best config, in `autotuning.results_dir`."""
+_OPTION = "--autotuning"
+_NAMES = ("--deepspeed_config", "--deepspeed")
+_PROGRAM = "from polyaccel_deepspeed.commands import launch; raise SystemExit(launch())"
 
 
 def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -28,20 +34,30 @@ def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = JobParser(prog="deepspeed", description="start the ranks of a training script", allow_abbrev=False)
     add_options(parser)
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    parser.add_argument("--autotuning", default="", help="not available")
+    parser.add_argument("--autotuning", choices=("tune", "run"), default="", help="find the best settings; and train")
     parser.add_argument("--no_ssh_check", action="store_true", help="accepted")
     parser.add_argument("--log_level", default="info", help="accepted")
     parser.add_argument("-q", "--quiet", action="store_true", help="accepted")
     given = parser.parse_args(argv)
     given.save_pid = given.save_pid and _PID_SUFFIX
+    given.words = list(sys.argv[1:] if argv is None else argv)
     return given
 
 
 def launch_ranks(given: argparse.Namespace) -> int:
-    """Start the job's ranks and wait for them. Returns the job's exit code. Raises LaunchError."""
+    """Start the job's ranks and wait for them, with `--autotuning` after a search for its best settings, or only that.
+    Returns the job's exit code, 1 where no settings fit. Raises LaunchError."""
     from polyaccel.cli.run import run_job
 
-    return run_job(job(given), given)
+    made = job(given)
+    if given.autotuning:
+        best = tune(given, given.words, made)
+        if best is None or given.autotuning == "tune":
+            return 0 if best is not None else 1
+        named = config_of(given.arguments)
+        words = (word.replace(named, str(best)) if word.endswith(named) else word for word in made.arguments)
+        made = replace(made, arguments=tuple(words))
+    return run_job(made, given)
 
 
 def job(given: argparse.Namespace) -> Job:
@@ -49,11 +65,6 @@ def job(given: argparse.Namespace) -> Job:
     from polyaccel.cli.job import job_of, read_environment
     from polyaccel.cli.run import count_ranks
 
-    if given.autotuning:
-        raise LaunchError(
-            f"--autotuning {given.autotuning}: polyaccel has no such thing",
-            cure="leave it out; `polyaccel plan` compares settings",
-        )
     if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
         given.hostfile = DEFAULT_HOSTFILE
     elif given.hostfile is not None and not given.hostfile.is_file():
@@ -67,3 +78,48 @@ def job(given: argparse.Namespace) -> Job:
         if file.is_file():
             exports |= read_environment(file)
     return replace(made, exports={**exports, **made.exports}, names_local_rank=not given.no_local_rank)
+
+
+def config_of(arguments: Sequence[str]) -> str:
+    """The config that a script's arguments name. Raises LaunchError where they name none."""
+    for name in _NAMES:
+        for place, word in enumerate(arguments):
+            option, mark, value = word.partition("=")
+            found = value if mark else next(iter(arguments[place + 1 :]), "")
+            if option == name and found and not found.startswith("-"):
+                return found
+    raise LaunchError(
+        f"{_OPTION}, and no argument of the script names a config",
+        cure=f"give the script {_NAMES[0]} FILE, or use polyaccel tune FILE",
+    )
+
+
+def without_autotuning(argv: Sequence[str]) -> list[str]:
+    """The command's words without the first `--autotuning`, which is the launcher's."""
+    words = list(argv)
+    place = next((at for at, word in enumerate(words) if word.partition("=")[0] == _OPTION), len(words))
+    return words[:place] + words[place + (1 if "=" in "".join(words[place : place + 1]) else 2) :]
+
+
+def tune(given: argparse.Namespace, argv: Sequence[str], job: Job) -> Path | None:
+    """Find the best settings of `job`, whose command had the words `argv`; the file of the best config, None where
+    nothing fits. Raises PolyaccelError."""
+    from polyaccel.cli.tune import TunedJob, tune_job
+    from polyaccel.tuning import results
+    from polyaccel_deepspeed.config import log_changes, normalise
+
+    file = config_of(given.arguments)
+    tree, changes = normalise(file)
+    log_changes(changes)
+    is_here = list(job.hosts) == ["localhost"]
+    tuned = TunedJob(
+        config_file=file,
+        tree=tree,
+        command=(sys.executable, "-c", _PROGRAM, *without_autotuning(argv)),
+        world_size=job.world_size,
+        where=("--nproc", str(job.world_size)) if is_here else None,
+    )
+    answer, folder = tune_job(tuned, {})
+    if answer.best is None:
+        return None
+    return Path(shutil.copyfile(folder / results.BEST_FILE, folder / BEST_FILE))

@@ -31,7 +31,7 @@ _COLUMNS = (
 )
 _SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
 """One setting a stage: offload sends nothing to other ranks."""
-_WORDS = ("stage", "offload", "place", "activations", "blocks")
+_WORDS = ("stage", "offload", "place", "activations", "blocks", "setting")
 """Columns that have no figures."""
 _LEGEND = (
     "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "

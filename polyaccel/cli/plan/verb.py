@@ -67,6 +67,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="tokens of a row of a micro-batch: foretell the activations of MODEL, a directory",
     )
     parser.add_argument("--batch", type=_count, metavar="B", help="rows of a micro-batch; without it the config's")
+    parser.add_argument(
+        "--fit",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of a rank's device: which stage, micro-batch, offload, recomputation and mesh fit it, by the "
+        "foretold seconds of a step, and why the next does not",
+    )
+    parser.add_argument("--trials", type=Path, metavar="FOLDER", help="with --fit: what `polyaccel tune` found there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_pipeline(parser.add_argument_group("pipelines"))
     parser.set_defaults(func=run, print_usage=parser.print_usage)
@@ -156,7 +164,9 @@ def run(args: argparse.Namespace) -> int:
     absent = [name for name, value in given.items() if value is None]
     if absent:
         return _refused(args, f"the following arguments are required: {', '.join(absent)}")
-    if args.compute is not None and args.comm is None:
+    if args.trials is not None and args.fit is None:
+        return _refused(args, "--trials is for --fit")
+    if args.compute is not None and args.comm is None and args.fit is None:
         raise PolyaccelError(
             f"--compute {args.compute:g}, and nothing says how fast ranks can talk",
             cure="measure it: polyaccel comm bench --json FILE, then --comm FILE",
@@ -177,6 +187,10 @@ def run(args: argparse.Namespace) -> int:
 
         return run_stages(args, planned)
     model = _model_shape(args.model, config, mesh_of(config, args.world_size))
+    if args.fit is not None:
+        from polyaccel.cli.plan.fit import run_fit
+
+        return run_fit(args, planned, model)
     speeds = None if args.comm is None else SpeedTable.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)
     activations = foretold(args, config)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from polyaccel.accelerators.base import Accelerator
+from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
 from polyaccel.torch.profiling.operations import CountingMode
@@ -109,6 +111,12 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     if key not in _peaks:
         _peaks[key] = _measure(device, dtype)
     return _peaks[key]
+
+
+def product_speed(accelerator: Accelerator) -> float:
+    """Operations a second of large float32 products, or of bfloat16 where `accelerator` is a device of its own."""
+    device = torch_device_of(accelerator)
+    return measured_peak(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def test_hosts_and_devices_are_filtered(
     [
         (["--include", "a", "--exclude", "b"], "--include and --exclude cannot be given together"),
         (["--no_ssh"], "--no-ssh, and 2 hosts"),
-        (["--autotuning", "run"], "--autotuning run: polyaccel has no such thing"),
+        (["--autotuning", "run"], "--autotuning, and no argument of the script names a config"),
     ],
 )
 def test_what_cannot_be_started_is_one_sentence_and_a_cure(

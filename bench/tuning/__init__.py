@@ -1,0 +1,1 @@
+"""Planned against measured: what the tuner foretells of settings, and what they are."""

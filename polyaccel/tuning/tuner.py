@@ -1,0 +1,227 @@
+"""The tuner: trials of what is foretold to be best, one after the other, until nothing better is foretold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.config import ResolvedConfig
+from polyaccel.errors import PolyaccelError
+from polyaccel.planning.model import ModelShape
+from polyaccel.trial import ToldModel
+from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
+from polyaccel.tuning.foretelling import Foreteller, Foretold
+from polyaccel.tuning.rates import USUAL, Rates
+from polyaccel.tuning.records import TrialLog, TrialRecord
+from polyaccel.tuning.trials import TrialPlan, run_trial
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|MemoryError|SIGKILL|can't allocate|cannot allocate", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningQuestion:
+    """What is tuned: a config on so many ranks, tried by `plan` in folders below `trials_folder`.
+
+    `limit_nbytes` is the memory that a rank may use of its device, None what the device has. `speeds` are those of
+    collectives among the ranks; `rates` those of this machine.
+    """
+
+    config: ResolvedConfig
+    world_size: int
+    plan: TrialPlan
+    trials_folder: Path
+    limit_nbytes: int | None
+    speeds: SpeedTable | None = None
+    rates: Rates = USUAL
+
+    @property
+    def key(self) -> str:
+        """What tells this question from others: trials answer it alone."""
+        tree = {name: value for name, value in self.plan.config_tree.items() if name != "autotuning"}
+        steps = [self.plan.first_step, self.plan.last_step]
+        text = json.dumps([tree, self.plan.command, self.world_size, steps], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningAnswer:
+    """`best` is the trial of the shortest step that fits, None where none does; `foretold` are all candidates by what
+    is foretold of them in the end, the fastest of those that fit `limit_nbytes` first. `why` the tuner stopped."""
+
+    best: TrialRecord | None
+    records: tuple[TrialRecord, ...]
+    foretold: tuple[Foretold, ...]
+    limit_nbytes: int | None
+    why: str
+
+
+Tell = Callable[[str], object]
+
+
+def tune(question: TuningQuestion, log: TrialLog, tell: Tell) -> TuningAnswer:
+    """Try candidates until nothing better is foretold, or as the section `autotuning` says. Goes on where `log` ends;
+    `tell` gets a sentence for each trial.
+
+    Raises PolyaccelError where not even the least demanding candidate can be tried.
+    """
+    return _Search(question, log, tell).run()
+
+
+class _Search:
+    """A search while it goes on."""
+
+    def __init__(self, question: TuningQuestion, log: TrialLog, tell: Tell) -> None:
+        self._question, self._log, self._tell = question, log, tell
+        self._section = question.config.autotuning
+        self._foreteller: Foreteller | None = None
+        self._every: tuple[Candidate, ...] = ()
+        self._limit_nbytes = question.limit_nbytes
+
+    def run(self) -> TuningAnswer:
+        told = self._log.model()
+        if told is None or not any(record.is_good for record in self._log.records):
+            told = self._probe()
+        self._know(told)
+        why = ""
+        while not why:
+            ranked = self._ranked()
+            chosen = next((each for each in ranked if not self._is_hopeless(each)), None)
+            why = self._reason_to_stop(chosen)
+            if not why and chosen is not None:
+                self._try(chosen.candidate, chosen)
+        best = self._best()
+        assert self._foreteller is not None  # set by _know
+        self._foreteller.learn(self._log.records)
+        return TuningAnswer(
+            best=best,
+            records=tuple(self._log.records),
+            foretold=tuple(self._in_order(self._every)),
+            limit_nbytes=self._limit_nbytes,
+            why=why,
+        )
+
+    def _probe(self) -> ToldModel:
+        """The first trial: the config as it is, or, where that fails, what needs least."""
+        own = own_candidate(self._question.config)
+        tried = {record.candidate for record in self._log.records}
+        for candidate in (own, self._least(own)):
+            if candidate in tried:
+                continue
+            record = self._try(candidate, None)
+            told = self._log.model()
+            if record.is_good and told is not None:
+                return told
+        failure = next((record.failure for record in self._log.records if record.failure), "nothing was told")
+        raise PolyaccelError(
+            f"neither {own} nor {self._least(own)} could be tried: {failure}",
+            cure=f"run the script by itself; outputs are in {self._question.trials_folder}",
+            value=str(own),
+        )
+
+    def _least(self, own: Candidate) -> Candidate:
+        """What needs least memory of all that may be tried without knowing the device."""
+        section = self._section
+        least = min(
+            candidates(self._question.config, self._question.world_size, is_remote=False),
+            key=lambda each: (each.micro_batch / each.sharing, -each.stage, not each.recomputes),
+        )
+        return replace(least, stage=max(section.stages), recomputes=True in section.checkpointing)
+
+    def _know(self, told: ToldModel) -> None:
+        """Make everything that follows from the model."""
+        question = self._question
+        if self._limit_nbytes is None and told.is_remote and told.total_nbytes:
+            self._limit_nbytes = told.total_nbytes
+        self._foreteller = Foreteller(
+            question.config,
+            ModelShape("the script's model", told.specs, told.units),
+            question.world_size,
+            is_remote=told.is_remote,
+            base_nbytes=max(0, told.nbytes_before - told.nbytes),
+            speeds=question.speeds,
+            rates=question.rates,
+        )
+        self._every = candidates(question.config, question.world_size, is_remote=told.is_remote)
+
+    def _ranked(self) -> list[Foretold]:
+        """The candidates that are foretold to fit and have not been tried, the fastest first."""
+        assert self._foreteller is not None
+        self._foreteller.learn(self._log.records)
+        tried = {record.candidate for record in self._log.records}
+        fitting = self._in_order([each for each in self._every if each not in tried])
+        return [each for each in fitting if not each.excess(self._limit_nbytes)]
+
+    def _in_order(self, every: Sequence[Candidate]) -> list[Foretold]:
+        assert self._foreteller is not None
+        return in_order([self._foreteller.foretell(each) for each in every], self._limit_nbytes)
+
+    def _is_hopeless(self, foretold: Foretold) -> bool:
+        """Whether a trial that needed no more has failed for want of memory."""
+        assert self._foreteller is not None
+        return any(
+            foretold.device_nbytes >= self._foreteller.foretell(record.candidate).device_nbytes
+            for record in self._log.records
+            if _OUT_OF_MEMORY.search(record.failure)
+        )
+
+    def _reason_to_stop(self, chosen: Foretold | None) -> str:
+        records, section, best = self._log.records, self._section, self._best()
+        if chosen is None:
+            return "everything that is foretold to fit has been tried"
+        if len(records) >= section.tuner_num_trials:
+            return f"autotuning.tuner_num_trials = {section.tuner_num_trials} trials have been made"
+        if best is None:
+            return ""
+        stale = len(records) - 1 - records.index(best)
+        if section.tuner_early_stopping and stale >= section.tuner_early_stopping:
+            return f"the last {stale} trials were no better (autotuning.tuner_early_stopping)"
+        if (chosen.step_s or 0.0) > (best.step_s or 0.0) * (1 + section.margin):
+            return f"the next one, {chosen.candidate}, is foretold to take {chosen.step_s:.3g} s a step"
+        return ""
+
+    def _best(self) -> TrialRecord | None:
+        return best_of(self._log.records, self._limit_nbytes)
+
+    def _try(self, candidate: Candidate, foretold: Foretold | None) -> TrialRecord:
+        number = len(self._log.records) + 1
+        record, told = run_trial(self._question.plan, candidate, self._question.trials_folder / f"trial{number}")
+        if foretold is not None:
+            record = replace(record, foretold_s=foretold.step_s, foretold_nbytes=foretold.device_nbytes)
+        if told is not None and record.is_good:
+            self._log.keep_model(told)
+        self._log.add(record)
+        self._tell(f"trial {number}: {candidate}: {in_words(record)}")
+        return record
+
+
+def best_of(records: Sequence[TrialRecord], limit_nbytes: int | None) -> TrialRecord | None:
+    """The record of the shortest step within the limit."""
+    fitting = [
+        record for record in records if record.is_good and (limit_nbytes or 1 << 62) >= (record.peak_nbytes or 0)
+    ]
+    return min(fitting, key=lambda record: record.step_s or 0.0, default=None)
+
+
+def in_order(foretold: Sequence[Foretold], limit_nbytes: int | None, host_nbytes: int | None = None) -> list[Foretold]:
+    """Those that fit first, and of them the fastest; of equally fast ones what offloads less, then what needs less.
+    What does not fit follows by its needs."""
+
+    def place(each: Foretold) -> tuple[bool, float, tuple[int, int], int]:
+        is_too_large = bool(each.excess(limit_nbytes, host_nbytes))
+        seconds = 0.0 if is_too_large else each.step_s or 0.0
+        return is_too_large, seconds, each.candidate.setting.offloaded, each.device_nbytes
+
+    return sorted(foretold, key=place)
+
+
+def in_words(record: TrialRecord) -> str:
+    """What a trial found."""
+    if not record.is_good:
+        return f"failed: {record.failure}"
+    said = "" if record.foretold_s is None else f" (foretold {record.foretold_s:.3g} s)"
+    return f"{record.step_s:.3g} s a step{said}, {(record.peak_nbytes or 0) / (1 << 20):.0f} MiB"
