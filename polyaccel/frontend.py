@@ -51,7 +51,7 @@ def initialize(
 @overload
 def initialize(
     args: Any = None,
-    model: Callable[..., Any] | None = None,
+    model: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     optimizer: Any = None,
     *,
     params: Any,
@@ -92,7 +92,8 @@ def initialize(
 
     - `args`: parsed command-line arguments; `args.deepspeed_config` is the config if no other is given.
     - `model`: a `torch.nn.Module`; or for JAX a function `fn(params, batch, rng)` that returns a scalar loss, or (loss,
-      auxiliary output); or a module of flax or equinox.
+      auxiliary output); or a module of flax or equinox; or a list of functions `layer(params, value, rng)`, the layers
+      of a pipeline, the last of which gets (value, labels) and returns the loss.
     - `optimizer`: goes before the config's. For torch an instance, or a callable that makes one from parameters; for
       JAX an elementwise optax transformation.
     - `model_parameters`: parameters to train, or dicts of optimizer groups; by default all of a torch module's.
@@ -106,7 +107,8 @@ def initialize(
     - `config`: DeepSpeed's JSON as a path, a dict or url-safe base64.
     - `mesh_param`: (data-parallel ranks, sequence-parallel ranks), for a model that cuts its sequences itself.
     - `config_params`: DeepSpeed's older name of `config`.
-    - `params`: for JAX, the pytree of the function's parameters, whose floating leaves are trained.
+    - `params`: for JAX, the pytree of the function's parameters, whose floating leaves are trained; a list of them for
+      a list of functions.
     - `seed`: for JAX, of the random keys that the function gets; None is 0.
     - `stacked`: for JAX, names of subtrees of `params` whose arrays have a leading axis over layers, for
       `polyaccel.jax.scan_units`.

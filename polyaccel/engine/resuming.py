@@ -53,6 +53,8 @@ class TrainingRun:
     """Equal for optimizers that understand each other's states; None without an optimizer."""
     schedule: Any
     """The learning-rate schedule; None without one."""
+    beyond: Communicator | None = None
+    """The ranks that hold the other parameters of the same model; None where nobody does."""
     loading_nbytes: int | None = None
     """The memory that this rank may use for what a load keeps between verifying and taking over; None: its share of
     half of what the host has left."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from polyaccel.buffer import Buffer
+from polyaccel.comm.base import Communicator
 from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import ShardLayout, Slot
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 from polyaccel.zero.update.walk import StepResult
+
+T = TypeVar("T")
 
 
 class TrainedParams(Protocol):
@@ -74,3 +77,11 @@ class TrainedState(Protocol):
 
     def close(self) -> None:
         """Let go of everything."""
+
+
+def over_stages(beyond: Communicator | None, own: Mapping[str, T]) -> dict[str, T]:
+    """What the stages of a pipeline have under names of their own, as one mapping. `beyond` are the ranks that hold the
+    other parameters of the same model, None where nobody does. Collective where there are some."""
+    if beyond is None:
+        return dict(own)
+    return {name: value for told in beyond.all_gather_object(dict(own)) for name, value in told.items()}

@@ -5,7 +5,7 @@ The function's random keys follow from the seed and the count of micro-batches, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
@@ -13,6 +13,7 @@ from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.given_values import GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
+from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.custom_loading import OwnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
@@ -25,11 +26,13 @@ def contents_of(
     run: TrainingRun, stacking: Stacking, client_state: Mapping[str, Any], *, allows_bytes: bool
 ) -> SaveContents:
     """What this rank saves of the whole state of `run`, as it is now, whose layers are cut as `stacking` says;
-    `client_state` may have bytes if it `allows_bytes`. Raises PolyaccelError after half an update."""
+    `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
+    half an update."""
     run.zero.require_whole()
     run.zero.params.fence()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
-    scalars["param_steps"] = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
+    steps = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
+    scalars["param_steps"] = over_stages(run.beyond, steps)
     if isinstance(run.zero.optimizer, OptaxOptimizer):
         scalars["client_optimizer"] = {_OPTAX: dict(run.zero.optimizer.numbers)}
     if run.schedule is not None:
@@ -61,12 +64,14 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
+    elsewhere = over_stages(run.beyond, {param.fqn: True for param in run.zero.layout.params}).keys()
 
     def check() -> Takeover:
         return _check(
             run,
             stacking,
             saved,
+            elsewhere,
             optimizer_states=optimizer_states,
             schedule=schedule,
             name_map=name_map,
@@ -81,19 +86,21 @@ def _check(
     run: TrainingRun,
     stacking: Stacking,
     saved: CheckpointReader,
+    elsewhere: Collection[str],
     *,
     optimizer_states: bool,
     schedule: bool,
     name_map: NameMap | None,
     custom: OwnTree | None,
 ) -> Takeover:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`."""
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`. Any
+    stage of a pipeline has the parameters `elsewhere`."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
     reader: RenamedReader | GivenReader = renamed
     values = SavedValues.of(reader)
     if custom is None:
-        check_names(run.zero, reader, strict=True)
+        check_names(run.zero, reader, strict=True, elsewhere=elsewhere)
     else:
         given = custom.values(saved, run.accelerator.allocate)
         given.check(shapes)

@@ -14,6 +14,7 @@ from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
+from polyaccel.comm.base import Communicator
 from polyaccel.engine.base import Engine
 from polyaccel.engine.resuming import TrainingRun
 from polyaccel.engine.timing import OUTSIDE
@@ -44,6 +45,9 @@ class JaxEngine(Engine):
     engine: in views mode they are arrays over its memory, which change with each step, and `jnp.array(x)` keeps a
     value; in native mode, and where parameters are sharded, they are copies.
     """
+
+    _beyond: Communicator | None = None
+    """The ranks that hold the other parameters of the same model; None where nobody does."""
 
     def __init__(
         self, fn: LossFn, params: Any, runtime: Runtime, hyperparameters: Mapping[str, Any], stacked: Sequence[str] = ()
@@ -239,6 +243,7 @@ class JaxEngine(Engine):
             groups=None if kind is None else self.optimizer.param_groups,
             optimizer_kind=kind,
             schedule=self.lr_scheduler,
+            beyond=self._beyond,
             loading_nbytes=self._saver.policy.staging_nbytes,
         )
 

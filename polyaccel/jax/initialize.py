@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from polyaccel.jax.modules import as_function
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.pipeline.layers import LayerList
+from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
+from polyaccel.pipeline.choice import chosen_table
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.zero.plan.policy import Placement
@@ -49,14 +52,23 @@ def initialize(
     mesh = native_mesh() if parsed.jax.execution == "native" else None
     runtime = compose(parsed, world_size=None if mesh is None else mesh.world_size)
     runtime.apply_to_process()
-    _check_config(runtime, is_native=mesh is not None)
+    layers = LayerList.of(model, params) if isinstance(model, (list, tuple)) else None
+    _check_config(runtime, is_native=mesh is not None, is_list=layers is not None)
     slices, hyperparameters = _make_optimizer(runtime, optimizer)
-    fn, tree = as_function(model, params)
-    engine: JaxEngine = (
-        ViewsEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
-        if mesh is None
-        else NativeEngine(fn, tree, runtime, slices, hyperparameters, seed, mesh)
-    )
+    engine: JaxEngine
+    if layers is not None and runtime.mesh.size_of(("pipe",)) > 1:
+        asked, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
+        count = runtime.config.gradient_accumulation_steps
+        table = chosen_table(asked.schedule, stages, count, asked.chunks or None)
+        method = "parameters" if asked.partition == "best" else asked.partition
+        engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, method)
+    else:
+        fn, tree = as_function(model, params) if layers is None else (layers, list(params))
+        engine = (
+            ViewsEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
+            if mesh is None
+            else NativeEngine(fn, tree, runtime, slices, hyperparameters, seed, mesh)
+        )
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in hyperparameters:
@@ -66,11 +78,14 @@ def initialize(
     return engine
 
 
-def _check_config(runtime: Runtime, *, is_native: bool) -> None:
+def _check_config(runtime: Runtime, *, is_native: bool, is_list: bool) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
     problems = _native_problems(runtime) if is_native else []
     for axis, key, size in shared_axes(config):
+        if axis == "pipe" and not is_native:
+            problems += _pipeline_problems(runtime, key, size, is_list=is_list)
+            continue
         expected = f"asks for ranks along the axis {axis!r}, and functions of JAX train on that of data alone"
         problems.append(Problem(key, size, expected, "leave it out"))
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
@@ -100,6 +115,26 @@ def _check_config(runtime: Runtime, *, is_native: bool) -> None:
         problems.append(Problem("activation_checkpointing.keep", others, "not available for JAX", 'keep "matmul"'))
     if problems:
         raise ConfigError(problems, source="initialize")
+
+
+def _pipeline_problems(runtime: Runtime, key: str, stages: int, *, is_list: bool) -> Iterator[Problem]:
+    """Settings of the config that stages of JAX do not have."""
+    section = runtime.config.pipeline
+    if not is_list:
+        cure = "give initialize a list of functions layer(params, value, rng), and params as a list of as many"
+        yield Problem(key, stages, "cuts a model that is a list of layers, and this is one function", cure)
+    if runtime.policy.params is Placement.SHARDED:
+        zero, expected = runtime.config.zero_optimization.stage, "stages of JAX have their parameters whole"
+        yield Problem("zero_optimization.stage", zero, expected, "use stage 0 to 2")
+    if section.partition.lower() == "measured":
+        expected, cure = "functions of JAX are not tried", 'use "parameters", "uniform" or "type:REGEX"'
+        yield Problem("pipeline.partition", section.partition, expected, cure)
+    if interval := section.activation_checkpoint_interval:
+        cure = "use jax.checkpoint in the layers"
+        yield Problem("pipeline.activation_checkpoint_interval", interval, "not available for JAX", cure)
+    if runtime.config.activation_checkpointing.enabled:
+        key, expected = "activation_checkpointing.enabled", "not available for stages of JAX"
+        yield Problem(key, True, expected, "use jax.checkpoint in the layers")
 
 
 def _native_problems(runtime: Runtime) -> list[Problem]:

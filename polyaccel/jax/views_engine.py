@@ -36,8 +36,11 @@ class ViewsEngine(JaxEngine):
     ) -> None:
         are_sharded = runtime.policy.params is Placement.SHARDED
         super().__init__(fn, params, runtime, hyperparameters, stacked if are_sharded else ())
-        self._key = jax.random.fold_in(jax.random.key(seed), self.communicator.rank)
-        self.zero = runtime.zero_step(self.adapter, slice_optimizer, self.optimizer.param_groups, self.timer)
+        self._stage_runtime = runtime.of_stage()
+        self._beyond = self._stage_runtime.beyond
+        self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
+        groups = self.optimizer.param_groups
+        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer)
         self._function: LossFunction | ShardedFunction = self._loss_function
         if are_sharded:
             params_in_programs = ShardedParams(self.zero, self.accelerator)

@@ -21,6 +21,7 @@ from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.picture import foretold_picture
+from polyaccel.pipeline.program import ProgramStep, TaskTime, program_of, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 from polyaccel.torch.api.data import call_with, loss_of, to_device
 from polyaccel.torch.delayed_linears import DelayedLinears
@@ -29,17 +30,7 @@ from polyaccel.torch.params.units import parts_of_parameters
 from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.pipeline.passing import (
-    Passing,
-    ProgramStep,
-    Results,
-    TaskTime,
-    mean_of,
-    pair_of,
-    program_of,
-    spans_of,
-    with_stages,
-)
+from polyaccel.torch.pipeline.passing import Passing, Results, mean_of, pair_of
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
 from polyaccel.torch.states.whole_model import own_blocks, require_fitting, write_whole_model

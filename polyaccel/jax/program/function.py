@@ -106,15 +106,7 @@ class LossFunction:
             key, expected = "activation_checkpointing.enabled", "the function has no units to recompute"
             cure = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
             raise ConfigError([Problem(key, True, expected, cure)])
-        loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            raise PolyaccelError(
-                f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
-                cure="return a scalar such as losses.mean(), or (loss, auxiliary output)",
-                value=jnp.shape(loss),
-            )
-        wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
-        return jnp.reshape(loss, ()).astype(wide), aux
+        return loss_and_aux(found)
 
     def _cast(self, value: Any) -> Any:
         return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
@@ -139,6 +131,20 @@ class LossFunction:
             return None
         found = (fqn for fqn, original in self._originals.items() if address_of(original()) == address)
         return self._views.owner_of(constant) or next(found, None)
+
+
+def loss_and_aux(found: Any) -> tuple[Any, Any]:
+    """(loss as at least float32, auxiliary output) of what a user's function gave. Raises PolyaccelError where that has
+    no scalar loss."""
+    loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise PolyaccelError(
+            f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
+            cure="return a scalar such as losses.mean(), or (loss, auxiliary output)",
+            value=jnp.shape(loss),
+        )
+    wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
+    return jnp.reshape(loss, ()).astype(wide), aux
 
 
 def as_inputs(batch: Any) -> Any:

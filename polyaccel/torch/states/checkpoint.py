@@ -14,10 +14,11 @@ from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.frozen_base import base_checksums
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, check_names, try_out, wanted_state
+from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.packing import unpacked
-from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, over_stages
+from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun
 from polyaccel.torch.states.custom_loading import CustomLoad, CustomLoading
 from polyaccel.torch.states.extra_states import (
     saved_extra_states,
@@ -79,7 +80,7 @@ def load_run(
         names = {param.fqn for param in run.zero.layout.params}
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
-    elsewhere = over_stages(run.zero, {param.fqn: True for param in run.zero.layout.params}).keys()
+    elsewhere = over_stages(run.zero.beyond, {param.fqn: True for param in run.zero.layout.params}).keys()
 
     def check() -> Takeover:
         return _check(run, saved, base, wanted, loading, elsewhere)

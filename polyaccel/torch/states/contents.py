@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import TensorPiece
@@ -14,6 +14,7 @@ from polyaccel.checkpoint.views.given_values import BUFFER
 from polyaccel.engine.frozen_base import base_checksums
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import TrainingRun
+from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.plain import is_plain
 from polyaccel.torch.adapter import TorchAdapter
@@ -27,7 +28,6 @@ from polyaccel.torch.states.saved_buffers import module_buffers
 from polyaccel.types import ParamSpec
 from polyaccel.zero.step import ZeroStep
 
-T = TypeVar("T")
 CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
 
 
@@ -52,7 +52,7 @@ def contents_of(
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
-    scalars["param_steps"] = over_stages(run.zero, run.zero.steps)
+    scalars["param_steps"] = over_stages(run.zero.beyond, run.zero.steps)
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
         scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)
@@ -106,13 +106,6 @@ def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
             yield TensorPiece(
                 name, BUFFER, tuple(values.shape), dtype_of(values.dtype), 0, run.accelerator.wrap(values)
             )
-
-
-def over_stages(zero: ZeroStep, own: Mapping[str, T]) -> dict[str, T]:
-    """What the stages of a pipeline have under names of their own, as one mapping. Collective where there are some."""
-    if zero.beyond is None:
-        return dict(own)
-    return {name: value for told in zero.beyond.all_gather_object(dict(own)) for name, value in told.items()}
 
 
 def _is_left_out(param: ParamSpec) -> bool:

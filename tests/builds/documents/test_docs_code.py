@@ -39,6 +39,7 @@ RUN = {
     "polyaccel run --nproc 2 train.py",
     "polyaccel run --nproc 2 stages.py",
     "polyaccel run --nproc 2 model_stages.py",
+    "polyaccel run --nproc 2 jax_stages.py",
     "torchrun --standalone --nproc-per-node 2 train.py",
     "mpirun -n 2 python train.py",
 }

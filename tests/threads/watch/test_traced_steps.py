@@ -13,9 +13,9 @@ from torch import nn
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.pipeline.program import TaskTime, spans_of
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.pipeline.passing import TaskTime, spans_of
 from polyaccel.watch.traces.analysis import report_of
 from polyaccel.watch.traces.chrome import read_trace
 

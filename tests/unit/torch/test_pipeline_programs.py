@@ -6,9 +6,9 @@ import pytest
 
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageReceive, StageSend
+from polyaccel.pipeline.program import program_of
 from polyaccel.pipeline.schedules import make_table
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
-from polyaccel.torch.pipeline.passing import program_of
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "inference"])

@@ -1,0 +1,1 @@
+"""A list of functions of JAX as the layers of a pipeline, of which a stage has some."""
