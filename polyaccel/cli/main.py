@@ -38,6 +38,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "ckpt": Verb("polyaccel.cli.ckpt.verb", "list, inspect, verify, compare, export and import checkpoints"),
         "comm": Verb("polyaccel.cli.comm.verb", "measure collectives, or say where the ranks of a failed job diverged"),
         "trace": Verb("polyaccel.cli.trace", "say where the time of traced steps went"),
+        "watch": Verb("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
         "doctor": Verb("polyaccel.cli.doctor.verb", "say what works on this machine and what does not"),
     }
 )

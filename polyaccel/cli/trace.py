@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from polyaccel.watch.run_folder import TRACE_FILE
 from polyaccel.watch.traces.analysis import report_of
 from polyaccel.watch.traces.chrome import read_trace
-from polyaccel.watch.traces.recorder import TRACE_FILE
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -15,16 +15,12 @@ from polyaccel.comm.base import Communicator
 from polyaccel.engine.metrics import JsonlMonitor, Monitor
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.registry import PluginGroup, load_plugin
-from polyaccel.watch.run_log import LOG_FILE, RunLog
+from polyaccel.watch.page.document import write_page
+from polyaccel.watch.run_folder import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE
+from polyaccel.watch.run_log import RunLog
 from polyaccel.watch.stream import MonitorStream
 
 log = getLogger(__name__)
-RUN_FILE = "run.json"
-"""In a run's folder: what `about_run` tells, the number of ranks, and when the run was last started."""
-RANKS_FOLDER = "ranks"
-"""Below it: `N.jsonl` with the steps of rank N, from 1 on, and `N.log.jsonl` with its warnings and errors."""
-MOST_RANK_FILES = 256
-"""Ranks that write files of their own: more than anybody looks at, and less than a file server minds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +66,9 @@ def open_stream(
 
 
 def _open_files_of_rank(folder: Path, rank: int) -> tuple[Monitor | None, list[Callable[[], object]]]:
-    """The file of a rank's own steps (None: rank 0's are the monitors'), and what closes its log. One that cannot be
-    written is left out with a warning, as is a folder that this host does not see, without one."""
+    """The file of a rank's own steps (None: rank 0's are the monitors'), and what is to be done at the end: to close
+    the log, on rank 0 to write the report. A file that cannot be written is left out with a warning, and all are where
+    this host does not see the folder."""
     if rank >= MOST_RANK_FILES or not (folder / RUN_FILE).is_file():
         return None, []
     own = None
@@ -80,7 +77,10 @@ def _open_files_of_rank(folder: Path, rank: int) -> tuple[Monitor | None, list[C
             own = JsonlMonitor(f"{RANKS_FOLDER}/{rank}.jsonl")
             own.open(folder, {})
         path = folder / LOG_FILE if rank == 0 else folder / RANKS_FOLDER / f"{rank}.{LOG_FILE}"
-        return own, [RunLog(path, rank).finish]
+        ends: list[Callable[[], object]] = [RunLog(path, rank).finish]
+        if rank == 0:
+            ends.append(lambda: write_page(folder / REPORT_FILE, [folder]))
+        return own, ends
     except (ConfigError, OSError) as error:
         log.warning("rank %d writes no files of its own to the run's folder: %s", rank, error)
         return own, []

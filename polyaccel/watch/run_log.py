@@ -11,14 +11,12 @@ from typing import TextIO
 from polyaccel.engine.console import OwnHandler
 from polyaccel.engine.metrics import cut_unfinished_line
 
-LOG_FILE = "log.jsonl"
-"""In a run's folder: a JSON object a line, with `time` (seconds since 1970), `level` and `text`."""
 _MOST_CHARACTERS = 4000
 
 
 class RunLog(OwnHandler):
-    """Appends what polyaccel's log says, from level info on (on ranks other than 0 warnings and errors only), and at
-    the end how the run ended. A file that cannot be written is given up, and nobody is told twice."""
+    """Appends what polyaccel's log says, from level info on (on ranks other than 0 warnings and errors only), and when
+    the run began and how it ended. A file that cannot be written is given up, and nobody is told twice."""
 
     def __init__(self, path: Path, rank: int) -> None:
         """Raises OSError."""
@@ -27,11 +25,12 @@ class RunLog(OwnHandler):
         cut_unfinished_line(path)
         self._file: TextIO | None = path.open("a", encoding="utf-8")
         self._rank = rank
+        self.handle(_record(logging.INFO, "the run has begun", "running"))
         logging.getLogger("polyaccel").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._append(record.created, record.levelname.lower(), record.getMessage())
+            self._append(record)
         except Exception:  # a full disk must not end training
             self._give_up()
 
@@ -43,16 +42,20 @@ class RunLog(OwnHandler):
         if error is not None and not isinstance(error, SystemExit):
             what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "ended by an error"
             said = f": {type(error).__name__}: {error}" if str(error) else f": {type(error).__name__}"
-            self.handle(_record(logging.ERROR, f"rank {self._rank} {what}{said}"))
-        elif self._rank == 0:
-            self.handle(_record(logging.INFO, "the run has ended"))
+            self.handle(_record(logging.ERROR, f"rank {self._rank} {what}{said}", "failed"))
+        else:
+            self.handle(_record(logging.INFO, "the run has ended", "ended"))
         self._give_up()
 
-    def _append(self, time_s: float, level: str, text: str) -> None:
-        if self._file is not None:
-            line = {"time": round(time_s, 3), "level": level, "text": text[:_MOST_CHARACTERS]}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+    def _append(self, record: logging.LogRecord) -> None:
+        if self._file is None:
+            return
+        line: dict[str, object] = {"time": round(record.created, 3), "level": record.levelname.lower()}
+        line["text"] = record.getMessage()[:_MOST_CHARACTERS]
+        if state := getattr(record, "state_of_run", ""):
+            line["state"] = state
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
     def _give_up(self) -> None:
         logging.getLogger("polyaccel").removeHandler(self)
@@ -61,5 +64,7 @@ class RunLog(OwnHandler):
             file.close()
 
 
-def _record(level: int, text: str) -> logging.LogRecord:
-    return logging.LogRecord("polyaccel.watch", level, __file__, 0, text, None, None)
+def _record(level: int, text: str, state: str) -> logging.LogRecord:
+    record = logging.LogRecord("polyaccel.watch", level, __file__, 0, text, None, None)
+    record.state_of_run = state
+    return record

@@ -14,12 +14,12 @@ from typing import Any
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.watch.record import Entry, RecordingCommunicator
 from polyaccel.engine.timing import PhaseTimer
+from polyaccel.watch.run_folder import TRACE_FILE
 from polyaccel.watch.traces.chrome import write_trace
 from polyaccel.watch.traces.clock import clock_offsets
 from polyaccel.watch.traces.spans import Span
 
 log = getLogger(__name__)
-TRACE_FILE = "trace.json"
 
 
 class RunTrace:

@@ -16,7 +16,8 @@ import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.opening import RUN_FILE, open_stream
+from polyaccel.watch.opening import open_stream
+from polyaccel.watch.run_folder import RUN_FILE
 from polyaccel.watch.run_log import RunLog
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -87,12 +88,16 @@ def test_a_log_goes_on_and_says_how_the_run_ended(tmp_path: Path) -> None:
     except RuntimeError:
         other.finish()
     log.error("nobody writes this down")
+    assert [line.get("state") for line in lines(path)] == [None, "running", None, "ended"]
+    assert lines(tmp_path / "ranks" / "1.log.jsonl")[-1]["state"] == "failed"
     assert [(line["level"], line["text"]) for line in lines(path)] == [
         ("info", "before"),
+        ("info", "the run has begun"),
         ("warning", "a warning of 1"),
         ("info", "the run has ended"),
     ]
     assert [(line["level"], line["text"]) for line in lines(tmp_path / "ranks" / "1.log.jsonl")] == [
+        ("info", "the run has begun"),
         ("warning", "a warning of 1"),
         ("error", "rank 1 ended by an error: RuntimeError: rank 0 is gone"),
     ]
@@ -113,4 +118,4 @@ logging.getLogger("polyaccel.any").info("shown in both")
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stderr == "[polyaccel] shown in both\n"
-    assert [line["text"] for line in lines(path)] == ["shown in both"]
+    assert [line["text"] for line in lines(path)] == ["the run has begun", "shown in both"]

@@ -1,0 +1,221 @@
+"use strict";
+// Charts as SVG, drawn anew at the width that their card has. A chart is a value: { unit, lines or areas, marks }.
+
+const SVG = "http://www.w3.org/2000/svg";
+const HEIGHT = 210, TOP = 20, BOTTOM = 26, RIGHT = 10;
+
+function make(name, attributes = {}, ...inside) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...inside.filter((one) => one !== null && one !== undefined));
+  return node;
+}
+
+function draw(name, attributes = {}, text = null) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "stroke" || key === "fill") node.style[key] = value; // which takes var(--name)
+    else node.setAttribute(key, value);
+  }
+  if (text !== null) node.textContent = text;
+  return node;
+}
+
+// Numbers in words: of each unit a scale that fits the greatest, so that an axis has one unit.
+const UNITS = {
+  "": [[1, ""]],
+  s: [[1e-6, "µs"], [1e-3, "ms"], [1, "s"], [60, "min"]],
+  B: [[1, "B"], [1024, "KiB"], [1024 ** 2, "MiB"], [1024 ** 3, "GiB"], [1024 ** 4, "TiB"]],
+};
+
+function scaleOf(unit, most) {
+  const steps = UNITS[unit];
+  if (steps === undefined) return [1, unit];
+  let chosen = steps[0];
+  for (const step of steps) if (Math.abs(most) >= step[0]) chosen = step;
+  return chosen;
+}
+
+function digits(value, precision = 4) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
+  if (size >= 1e6 || size < 1e-3) {
+    const [mantissa, exponent] = value.toExponential(Math.max(0, precision - 2)).split("e");
+    return `${String(Number(mantissa))}e${Number(exponent)}`;
+  }
+  const text = Number(value.toPrecision(precision));
+  return text.toLocaleString("en", { maximumFractionDigits: 6 });
+}
+
+function words(value, unit) {
+  if (value === null || value === undefined) return "–";
+  const [scale, name] = scaleOf(unit, value);
+  return `${digits(value / scale)}${name ? " " + name : ""}`;
+}
+
+function ticksOf(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
+  const ticks = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) ticks.push(at * step);
+  return ticks;
+}
+
+function bounds(values) {
+  let low = Infinity, high = -Infinity;
+  for (const list of values) {
+    for (const value of list) {
+      if (value === null) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  return [low, high];
+}
+
+// The top of an axis on which single peaks, as of a first step, may be cut off so that the rest can be read.
+function cutAt(ys, high) {
+  const values = ys.flat().filter((value) => value !== null).sort((one, other) => one - other);
+  const usual = values[Math.floor(0.97 * (values.length - 1))];
+  return values.length > 8 && usual > 0 && high > 3 * usual ? 1.4 * usual : high;
+}
+
+// The mean of the values around each, over a fortieth of all.
+function smoothed(ys) {
+  const reach = Math.max(1, Math.floor(ys.length / 80));
+  return ys.map((value, at) => {
+    if (value === null) return null;
+    const near = ys.slice(Math.max(0, at - reach), at + reach + 1).filter((one) => one !== null);
+    return near.reduce((sum, one) => sum + one, 0) / near.length;
+  });
+}
+
+// The frame of a chart: axes with their unit, and where a value stands.
+function frame(node, { unit, fromZero, cuts }, xs, ys) {
+  const width = Math.max(260, Math.floor(node.clientWidth || 380));
+  node.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+  node.setAttribute("height", HEIGHT);
+  let [left, right] = bounds(xs), [low, high] = bounds(ys);
+  if (left === right) { left -= 0.5; right += 0.5; }
+  const peak = high;
+  if (cuts) high = cutAt(ys, high);
+  if (fromZero) low = Math.min(0, low), high = Math.max(0, high);
+  if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= fromZero && low === 0 ? 0 : room; high += room; }
+  else { const room = (high - low) * 0.05; high += room; if (!(fromZero && low === 0)) low -= room; }
+  const [scale, name] = scaleOf(unit, Math.max(Math.abs(low), Math.abs(high)));
+  const ticks = ticksOf(low / scale, high / scale, 4);
+  const spacing = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
+  const most = Math.max(...ticks.map(Math.abs));
+  const precision = Math.min(9, Math.max(2, Math.ceil(Math.log10(Math.max(1, most / spacing))) + 2));
+  const labels = ticks.map((tick) => digits(Math.abs(tick) < spacing * 1e-6 ? 0 : tick, precision));
+  const margin = 12 + 7 * Math.max(...labels.map((label) => label.length));
+  const x = (value) => margin + ((width - margin - RIGHT) * (value - left)) / (right - left);
+  const y = (value) => Math.max(TOP - 4, TOP + ((HEIGHT - TOP - BOTTOM) * (high - value)) / (high - low));
+  const parts = [];
+  ticks.forEach((tick, at) => {
+    const place = y(tick * scale).toFixed(1);
+    parts.push(draw("line", { class: "grid", x1: margin, x2: width - RIGHT, y1: place, y2: place }));
+    parts.push(draw("text", { x: margin - 6, y: Number(place) + 4, "text-anchor": "end" }, labels[at]));
+  });
+  if (name) parts.push(draw("text", { x: 0, y: 11, class: "unit" }, name));
+  if (peak > high) parts.push(draw("text", { x: margin + 4, y: 11 }, `peaks cut off, up to ${words(peak, unit)}`));
+  const wholes = ticksOf(left, right, Math.max(3, Math.floor((width - margin) / 90))).filter(Number.isInteger);
+  for (const tick of wholes) {
+    const place = x(tick), near = place > width - 30 ? "end" : "middle";
+    const shown = tick.toLocaleString("en");
+    parts.push(draw("text", { x: near === "end" ? width - RIGHT : place, y: HEIGHT - 10, "text-anchor": near }, shown));
+    parts.push(draw("line", { class: "axis", x1: place, x2: place, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4 }));
+  }
+  parts.push(draw("line", { class: "axis", x1: margin, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
+  parts.push(draw("text", { x: width - RIGHT, y: 11, "text-anchor": "end" }, "by step"));
+  return { width, margin, x, y, parts, left, right };
+}
+
+function pathOf(xs, ys, x, y) {
+  let path = "", pen = "M";
+  for (let at = 0; at < xs.length; at += 1) {
+    if (ys[at] === null || ys[at] === undefined) { pen = "M"; continue; }
+    path += `${pen}${x(xs[at]).toFixed(1)} ${y(ys[at]).toFixed(1)}`;
+    pen = "L";
+    const alone = (at === 0 || ys[at - 1] === null) && (at + 1 >= xs.length || ys[at + 1] === null);
+    if (alone) path += "h0.1";
+  }
+  return path;
+}
+
+// A filled shape between two rows of values; where one is missing there is none.
+function areaPath(xs, lows, highs, x, y) {
+  let path = "", from = 0;
+  for (let at = 0; at <= xs.length; at += 1) {
+    if (at < xs.length && highs[at] !== null && lows[at] !== null) continue;
+    if (at - from > 0) {
+      const there = [], back = [];
+      for (let one = from; one < at; one += 1) {
+        there.push(`${x(xs[one]).toFixed(1)} ${y(highs[one]).toFixed(1)}`);
+        back.unshift(`${x(xs[one]).toFixed(1)} ${y(lows[one]).toFixed(1)}`);
+      }
+      path += `M${there.join("L")}L${back.join("L")}Z`;
+    }
+    from = at + 1;
+  }
+  return path;
+}
+
+// lines: [{ name, colour, dash, x, y, low, high }], with `smooths` pale below the means of neighbouring values.
+function drawLines(node, chart) {
+  const all = chart.lines.flatMap((line) => (line.low ? [line.y, line.low, line.high] : [line.y]));
+  const at = frame(node, chart, chart.lines.map((line) => line.x), all);
+  for (const line of chart.lines) {
+    if (line.low) at.parts.push(draw("path", { class: "band", fill: line.colour, d: areaPath(line.x, line.low, line.high, at.x, at.y) }));
+    const smooths = chart.smooths && line.y.length > 80;
+    if (smooths) at.parts.push(draw("path", { class: "curve raw", stroke: line.colour, d: pathOf(line.x, line.y, at.x, at.y) }));
+    const shown = smooths ? smoothed(line.y) : line.y;
+    at.parts.push(draw("path", { class: "curve", stroke: line.colour, "stroke-dasharray": line.dash ?? "", d: pathOf(line.x, shown, at.x, at.y) }));
+  }
+  finish(node, chart, at);
+}
+
+// areas: [{ name, colour, y }] over one x, one above the other.
+function drawAreas(node, chart) {
+  const tops = [];
+  let below = chart.x.map(() => 0);
+  for (const area of chart.areas) {
+    const top = below.map((value, at) => value + (area.y[at] ?? 0));
+    tops.push([below, top]);
+    below = top;
+  }
+  const extra = (chart.lines ?? []).map((line) => line.y);
+  const at = frame(node, { ...chart, fromZero: true }, [chart.x], [below, ...extra]);
+  chart.areas.forEach((area, one) => {
+    const xs = chart.x.length > 1 ? chart.x : [at.left, at.right];
+    const [low, high] = chart.x.length > 1 ? tops[one] : tops[one].map((list) => [list[0], list[0]]);
+    at.parts.push(draw("path", { fill: area.colour, d: areaPath(xs, low, high, at.x, at.y) }));
+  });
+  for (const line of chart.lines ?? []) {
+    at.parts.push(draw("path", { class: "curve", stroke: line.colour, "stroke-dasharray": line.dash ?? "", d: pathOf(chart.x, line.y, at.x, at.y) }));
+  }
+  finish(node, chart, at);
+}
+
+function finish(node, chart, at) {
+  for (const mark of chart.marks ?? []) {
+    if (mark.step < at.left || mark.step > at.right) continue;
+    const tick = draw("line", { class: mark.kind, x1: at.x(mark.step), x2: at.x(mark.step), y1: TOP, y2: TOP + 10 });
+    tick.append(draw("title", {}, `step ${mark.step}: ${mark.text}`));
+    at.parts.push(tick);
+  }
+  node.replaceChildren(...at.parts);
+  node.place = at;
+}
+
+// The index of the value that stands nearest to a step.
+function nearest(xs, step) {
+  let low = 0, high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < step) low = middle; else high = middle;
+  }
+  return high < 0 ? -1 : Math.abs(xs[low] - step) <= Math.abs(xs[high] - step) ? low : high;
+}

@@ -1,0 +1,229 @@
+// The page: what runs tell becomes cards. What a run has no records of is left out.
+
+const PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "other", "outside"];
+const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+const ASK_MS = 1000;
+const cards = new Cards(make("div", { class: "cards" }));
+
+const partColour = (at) => `var(--part${at % 10})`;
+const CALLS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv", "barrier", "all_gather_object"];
+const callColour = (name) => partColour(CALLS.includes(name) ? CALLS.indexOf(name) + 1 : 0);
+const phaseColour = (name) => partColour(PHASES.includes(name) ? PHASES.indexOf(name) : 8 + (name.length % 2));
+const has = (list) => list !== undefined && list.some((value) => value !== null);
+const last = (list) => (list ?? []).reduce((found, value) => (value === null ? found : value), null);
+
+// A line of each run for each of some figures: runs differ by colour, figures of one run by dashes.
+function lineChart(runs, key, title, names, { unit = "", fromZero = false, from = "figures", marks = false, smooths = false, cuts = false, note = "" } = {}) {
+  const lines = [];
+  runs.forEach((run, at) => {
+    const told = run[from];
+    names.forEach(([name, said], which) => {
+      if (!has(told.figures[name])) return;
+      const shown = runs.length > 1 ? `${runLetter(at)}${names.length > 1 ? " " + said : ""}` : said;
+      const line = { name: shown, colour: runColour(at), dash: DASHES[which % 4], x: told.step, y: told.figures[name] };
+      if (told.low) { line.low = told.low[name]; line.high = told.high[name]; }
+      lines.push(line);
+    });
+  });
+  if (!lines.length) return;
+  const marked = marks ? runs.flatMap((run) => [...run.marks.map((mark) => ({ ...mark, kind: "mark" })),
+    ...run.alarms.map((alarm) => ({ ...alarm, kind: "alarm" }))]) : [];
+  const ticks = [marked.some((mark) => mark.kind === "mark") ? "red: not finite, or skipped" : "", marked.some((mark) => mark.kind === "alarm") ? "amber: alarms" : ""];
+  const said = [note, ticks.filter((one) => one).join(", ")].filter((one) => one).join("; ");
+  cards.chart(key, title, { unit, fromZero, smooths, cuts, lines, marks: marked }, { note: said });
+}
+
+function areaChart(run, at, several, key, title, parts, { unit, note = "", lines = [] }) {
+  const x = run.figures.step;
+  const areas = parts.filter((part) => has(part.y) && part.y.some((value) => value > 0));
+  if (!areas.length) return;
+  cards.chart(`${key}.${at}`, title, { unit, x, areas, cuts: unit === "s", lines: lines.filter((line) => has(line.y)) }, { note, run: several ? at : null });
+}
+
+// The figures `before/NAME` (and `before/NAME/last`) of a run, as parts of an area.
+function partsOf(run, before, end = "", colour = null, order = []) {
+  const names = Object.keys(run.figures.figures).filter((name) => name.startsWith(before + "/") && name.endsWith(end));
+  const short = (name) => name.slice(before.length + 1, end ? -end.length : undefined);
+  names.sort((one, other) => order.indexOf(short(one)) - order.indexOf(short(other)));
+  return names.map((name, at) => ({ name: short(name), colour: colour ? colour(short(name)) : partColour(at + 1), y: run.figures.figures[name] }));
+}
+
+function byRank(run, at, several, key, title, name, options) {
+  const lines = Object.entries(run.ranks).filter(([, told]) => has(told.figures[name])).map(([rank, told]) => ({
+    name: `rank ${rank}`, colour: rankColour(Number(rank)), x: told.step, y: told.figures[name],
+  }));
+  if (lines.length > 1) cards.chart(`${key}.${at}`, title, { ...options, lines }, { note: options.note, run: several ? at : null });
+}
+
+const WAITING = "in collectives, a step; the others wait for the rank that waits least";
+
+function showWaits(run, at, several) {
+  if (!run.waits) return;
+  const { pairs, steps } = run.waits, options = { run: several ? at : null };
+  const ranks = [...new Set(pairs.flatMap((pair) => pair.slice(0, 2)))].sort((one, other) => one - other);
+  options.note = `a step, on the average of ${steps.toLocaleString("en")}: what a rank waits longer than the one that waits least`;
+  if (ranks.length <= 8) return cards.holding(`waits.${at}`, "Who waits for whom", options, waitMatrix(pairs, steps));
+  const waited = ranks.map((rank) => [`rank ${rank}`, pairs.filter((pair) => pair[1] === rank).reduce((sum, pair) => sum + pair[2], 0) / steps]);
+  return held(`waits.${at}`, "For whom the others wait", options, bars(waited, "s", (one) => rankColour(ranks[one])));
+}
+
+function showTotals(run, at, several) {
+  const ranks = Object.keys(run.totals).map(Number);
+  if (ranks.length < 2 || ranks.length > 64) return;
+  const rows = ranks.map((rank) => {
+    const told = run.totals[rank], shown = run.ranks[rank].figures;
+    const share = told.seconds ? `${digits((100 * told.waited_s) / told.seconds, 3)} %` : "–";
+    return [rankName(rank), words(told.seconds / told.steps, "s"), share, words(told.sent_nbytes / told.steps, "B"), words(last(shown.peak_memory_nbytes), "B")];
+  });
+  cards.holding(`ranks.${at}`, "Ranks", { run: several ? at : null, note: `means of ${run.totals[0]?.steps.toLocaleString("en") ?? "all"} steps` }, table(["", "a step", "waiting", "sent a step", "memory"], rows));
+}
+
+// A card around a picture that is drawn at the width that it gets.
+function held(key, title, options, node, { before = [], after = [] } = {}) {
+  cards.holding(key, title, options, ...before, node, ...after);
+  cards.resized.observe(node);
+  requestAnimationFrame(node.redraw);
+}
+
+function showTrace(run, at, several) {
+  if (!run.trace) return;
+  const options = { wide: true, run: several ? at : null };
+  const found = [...new Set(run.trace.rows.flatMap((row) => row.spans.map((span) => span[0])))];
+  const names = [...PHASES.filter((name) => found.includes(name)), ...found.filter((name) => !PHASES.includes(name) && name !== "waiting")];
+  const legend = make("ul", { class: "legend" }, ...names.map((name) => make("li", {}, swatch({ colour: phaseColour(name), filled: true }), name)),
+    make("li", {}, swatch({ colour: "var(--error)", filled: true }), "waiting for communication"));
+  const node = lanes(run.trace, phaseColour);
+  held(`trace.${at}`, `${run.trace.steps} traced steps`, { ...options, note: "what every rank did, on one clock; trace.json has all of it for ui.perfetto.dev" }, node, {
+    before: [legend], after: [make("details", {}, make("summary", {}, "Where the time went"), make("pre", {}, run.trace.report))],
+  });
+}
+
+function showTracedWaits(run, at, several) {
+  if (run.trace?.pairs.length && new Set(run.trace.pairs.flatMap((pair) => pair.slice(0, 2))).size <= 16)
+    cards.holding(`trace-waits.${at}`, "Who waited for whom, traced", { note: "a step: at each meeting all wait for the rank that comes last", run: several ? at : null }, waitMatrix(run.trace.pairs, run.trace.steps));
+}
+
+function showBalance(run, at, several) {
+  const lines = Object.keys(run.experts).map((layer, which) => ({ name: layer, colour: partColour(which + 1), dash: DASHES[Math.floor(which / 9) % 4], x: run.figures.step, y: run.figures.figures[`experts/${layer}/balance`] ?? [] })).filter((line) => has(line.y));
+  if (lines.length) cards.chart(`balance.${at}`, "Balance of experts", { unit: "", fromZero: true, smooths: true, lines }, { note: "most tokens of an expert over the mean; 1 is even", run: several ? at : null });
+}
+
+function showTokens(runs, several) {
+  const layers = [...new Set(runs.flatMap((run) => Object.keys(run.experts)))];
+  layers.slice(0, 8).forEach((layer, which) => runs.forEach((run, at) => {
+    const rows = (run.experts[layer] ?? []).map((tokens, expert) => [`${expert}`, tokens]);
+    if (rows.length) held(`experts.${at}.${layer}`, `Tokens by expert, ${layer}`, { note: "in the last step, of all ranks", run: several ? at : null }, bars(rows, "", () => partColour(which + 1)));
+  }));
+}
+
+function showPictures(run, at, several) {
+  const titles = { "pipeline.svg": "The pipeline's table", "flops_profile.svg": "Where the operations are" };
+  for (const [name, text] of Object.entries(run.pictures)) {
+    const image = make("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`, alt: titles[name] ?? name, tabindex: "0" });
+    cards.holding(`picture.${at}.${name}`, titles[name] ?? name, { wide: true, run: several ? at : null }, make("div", { class: "picture" }, image));
+  }
+}
+
+function showLog(run, at, several) {
+  const options = { run: several ? at : null, wide: !several };
+  if (run.log.length || run.alarms.length) cards.holding(`log.${at}`, "Log and alarms", options, logLines(run.log, run.alarms));
+}
+
+function showConfig(run, at, several) {
+  const options = { run: several ? at : null, wide: !several };
+  if (run.facts.config) cards.holding(`config.${at}`, "Config", options, make("details", {}, make("summary", {}, "as it was asked for, with packages"), make("pre", {}, JSON.stringify(run.facts, null, 2))));
+}
+
+function headOf(run, at, several) {
+  const facts = run.facts, config = facts.config ?? {};
+  const said = [];
+  if (facts.ranks) said.push(`${facts.ranks} rank${facts.ranks > 1 ? "s" : ""}`);
+  if (config.zero_optimization?.stage !== undefined) said.push(`ZeRO stage ${config.zero_optimization.stage}`);
+  for (const type of ["fp16", "bf16"]) if (config[type]?.enabled) said.push(type);
+  for (const [axis, size] of Object.entries(facts.mesh ?? {})) if (axis !== "data" && size > 1) said.push(`${axis} ${size}`);
+  if (facts.plugins?.accelerator) said.push(facts.plugins.accelerator.split(" ")[0]);
+  if (facts.started) said.push(`started ${new Date(facts.started).toLocaleString("en-GB")}`);
+  if (run.unread) said.push(`${run.unread} lines could not be read`);
+  const title = make("h2", {}, ...(several ? [badge(at)] : []), run.name);
+  if (run.state) title.append(make("span", { class: `state ${run.state}` }, run.state));
+  const figures = run.last.figures;
+  const tiles = [["step", run.last.step, ""], ["loss", figures.loss, ""], ["samples/s", figures.samples_per_s, ""],
+    ["tokens/s", figures.tokens_per_s, ""], ["a step", figures.step_time_s, "s"], ["memory, rank 0", figures.peak_memory_nbytes, "B"],
+    ["TFLOPS a rank", figures.tflops, ""]];
+  const shown = tiles.filter((tile) => tile[1] !== undefined && tile[1] !== null).map(([name, value, unit]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, name === "step" ? value.toLocaleString("en") : words(value, unit))));
+  return make("div", { class: "head" }, title, make("p", {}, said.join(" · ")), make("dl", { class: "tiles" }, ...shown));
+}
+
+function show(runs) {
+  const several = runs.length > 1, main = document.getElementById("runs");
+  const heads = runs.map((run, at) => headOf(run, at, several));
+  for (const old of main.querySelectorAll(".head, noscript")) old.remove();
+  main.prepend(...heads);
+  if (!cards.place.isConnected) main.append(cards.place);
+  document.title = `${runs.map((run) => run.name).join(", ")} – polyaccel`;
+  cards.begin();
+  const thinned = runs.some((run) => run.figures.low) ? "; shaded: from the least to the greatest" : "";
+  const noisy = { smooths: true, note: runs.some((run) => run.figures.step.length > 80) ? `bold: the mean of neighbouring steps${thinned}` : "" };
+  lineChart(runs, "loss", "Loss", [["loss", "loss"]], { marks: true, ...noisy });
+  lineChart(runs, "norm", "Gradient norm", [["grad_norm", "before clipping"], ["grad_norm_clipped", "after clipping"]], { fromZero: true, marks: true, cuts: true, ...noisy });
+  if (runs.some((run) => (run.figures.figures.loss_scale ?? []).some((value) => value !== null && value !== 1))) lineChart(runs, "scale", "Loss scale", [["loss_scale", "loss scale"]], { fromZero: true, marks: true });
+  const groups = [...new Set(runs.flatMap((run) => Object.keys(run.figures.figures).filter((name) => /^lr(_\d+)?$/.test(name))))];
+  const isOne = runs.every((run) => groups.every((name) => JSON.stringify(run.figures.figures[name]) === JSON.stringify(run.figures.figures.lr)));
+  lineChart(runs, "lr", "Learning rate", isOne ? [["lr", "learning rate"]] : groups.map((name, at) => [name, `group ${at}`]), { fromZero: true });
+  lineChart(runs, "tokens", "Tokens a second", [["tokens_per_s", "of all ranks"]], { fromZero: true, ...noisy });
+  lineChart(runs, "samples", "Samples a second", [["samples_per_s", "of all ranks"]], { fromZero: true, ...noisy });
+  lineChart(runs, "flops", "Operations", [["tflops", "TFLOPS a rank"]], { fromZero: true, ...noisy });
+  lineChart(runs, "mfu", "Utilisation", [["model_flops_utilisation", "of a large product's rate"]], { fromZero: true, ...noisy });
+  for (const tag of [...new Set(runs.flatMap((run) => Object.keys(run.events.figures)))].slice(0, 24)) lineChart(runs, `event.${tag}`, tag, [[tag, tag]], { from: "events" });
+  cards.place.className = `cards${several ? ` several of${Math.min(runs.length, 3)}` : ""}`;
+  const each = (one) => runs.forEach((run, at) => one(run, at, several));
+  each((run, at) => areaChart(run, at, several, "phases", "Time of a step by phase", partsOf(run, "phase_s", "", phaseColour, PHASES), { unit: "s", note: "of rank 0's host" }));
+  each((run, at) => areaChart(run, at, several, "device-phases", "Time of the device by phase", partsOf(run, "device_phase_s", "", phaseColour, PHASES), { unit: "s", note: "of rank 0's device, a step" }));
+  each((run, at) => areaChart(run, at, several, "purposes", "Memory by purpose", partsOf(run, "memory_nbytes"), { unit: "B", note: "of rank 0", lines: [{ name: "most in use", colour: "var(--ink)", dash: "4 3", y: run.figures.figures.peak_memory_nbytes ?? [] }] }));
+  if (!runs.some((run) => Object.keys(run.ranks).length > 1)) lineChart(runs, "memory", "Memory", [["peak_memory_nbytes", "most in use"]], { unit: "B", fromZero: true });
+  each((run, at) => areaChart(run, at, several, "waits-by-call", "Waiting by collective", partsOf(run, "collectives", "/waited_s", callColour, CALLS), { unit: "s", note: "of rank 0, a step" }));
+  each((run, at) => areaChart(run, at, several, "sent-by-call", "Sent by collective", partsOf(run, "collectives", "/sent_nbytes", callColour, CALLS), { unit: "B", note: "by rank 0, a step" }));
+  each((run, at) => byRank(run, at, several, "rank-waits", "Waiting by rank", "waited_s", { unit: "s", fromZero: true, cuts: true, smooths: true, note: WAITING }));
+  each(showWaits);
+  each((run, at) => byRank(run, at, several, "rank-times", "Step time by rank", "step_time_s", { unit: "s", fromZero: true, cuts: true, smooths: true }));
+  each((run, at) => byRank(run, at, several, "rank-memory", "Memory by rank", "peak_memory_nbytes", { unit: "B", fromZero: true, note: "the most in use on each device so far" }));
+  each(showTotals);
+  each((run, at) => areaChart(run, at, several, "tiers", "Tiers", partsOf(run, "tiers"), { unit: "B", note: "moved by rank 0 between device, host and files, a step" }));
+  each(showBalance);
+  showTokens(runs, several);
+  each(showTrace);
+  each(showTracedWaits);
+  each(showPictures);
+  each(showLog);
+  each(showConfig);
+  cards.end();
+}
+
+async function follow() {
+  const news = document.getElementById("news");
+  let have = "", waits = ASK_MS;
+  for (;;) {
+    try {
+      const reply = await fetch(`news?have=${have}`, { cache: "no-store" });
+      if (!reply.ok) throw new Error(String(reply.status));
+      const told = await reply.json();
+      if (told.runs) {
+        have = told.revision;
+        const began = performance.now();
+        show(told.runs);
+        waits = Math.max(ASK_MS, 10 * (performance.now() - began)); // a large page is drawn less often
+      }
+      news.textContent = `live, looked at ${new Date().toLocaleTimeString("en-GB")}`;
+      news.className = "";
+      document.body.dataset.revision = have;
+    } catch (error) {
+      news.textContent = "polyaccel watch has ended: this is the last that it told";
+      news.className = "lost";
+    }
+    await new Promise((done) => setTimeout(done, waits));
+  }
+}
+
+const { runs } = JSON.parse(document.getElementById("data").textContent);
+if (runs === null) follow();
+else { show(runs); document.getElementById("news").textContent = "as it was when this file was written"; }
