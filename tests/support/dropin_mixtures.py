@@ -79,6 +79,8 @@ def trained(case: str, ep_size: int, stage: int) -> dict[str, Any]:
     assert has_moe_layers(model) == (True, 4)
     assert {is_moe_param(one) for one in model.mixtures.parameters()} == {True, False}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config_of(stage))
+    assert engine.has_moe_layers
+    assert engine.num_experts == [4, 4]
     rank = deepspeed.comm.get_rank()
     if ep_size > 1:
         name = groups._get_max_expert_size_name()

@@ -9,4 +9,6 @@ for run in zero1:2 zero2:2 zero3:2 bf16:3 bf16-zero3:2 fp16:2 fp16-zero3:2 offlo
 done
 "$1" -m deepspeed.checkpoint.ds_to_universal --inject_missing_state \
     --input_folder zero1/global_step4 --output_folder universal/global_step4
+rm -rf experts experts.json
+PYTHONPATH=../../support "$1" -m torch.distributed.run --nproc-per-node 4 make_experts.py
 rm -f */zero_to_fp32.py */zero_to_torch.py

@@ -10,6 +10,7 @@ import torch
 from polyaccel.comm import get_local_rank
 from polyaccel.config import ResolvedConfig
 from polyaccel.torch.engine import TorchEngine
+from polyaccel_deepspeed.experts.layer import MoE
 
 
 class Getters(TorchEngine):
@@ -52,6 +53,18 @@ class Getters(TorchEngine):
 
     def _place_along(self, axis: str) -> int:
         return self.mesh.coordinates(self.communicator.rank).get(axis, 0)
+
+    # Experts.
+
+    @property
+    def num_experts(self) -> list[int]:
+        """How many experts each of the model's layers of experts has, on all ranks together."""
+        return [one.num_experts for one in self.module.modules() if isinstance(one, MoE)]
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts (`deepspeed.moe.layer.MoE`)."""
+        return bool(self.num_experts)
 
     # Batches and steps.
 

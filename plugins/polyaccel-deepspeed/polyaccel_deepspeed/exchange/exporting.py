@@ -42,9 +42,16 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[OutTensor], pro
     """Write the checkpoint below `out`, one tensor at a time, and `latest_universal` last. Returns the names of what
     lies directly in `out`.
 
-    Raises CheckpointError for damage, and where parameters have had different numbers of updates, for DeepSpeed counts
-    one a group.
+    Raises CheckpointError for damage, for experts, and where parameters have had different numbers of updates, for
+    DeepSpeed counts one a group.
     """
+    if stacks := [tensor.name for tensor in tensors if ".deepspeed_moe.experts." in tensor.name]:
+        raise CheckpointError(
+            f"{stacks[0]} has experts of DeepSpeed's MoE, which universal checkpoints cannot tell apart: every rank "
+            "there calls its first expert 0",
+            cure="export the weights with --format safetensors",
+            value=stacks[:8],
+        )
     folder = out / check_tag(reader.tag)
     steps = {fqn: int(count) for fqn, count in reader.scalars.get("param_steps", {}).items()}
     trained = {tensor.name for tensor in tensors if tensor.tensor.kind == PARAM} & steps.keys()

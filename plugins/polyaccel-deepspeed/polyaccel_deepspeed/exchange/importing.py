@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
@@ -29,6 +30,7 @@ from polyaccel.exchange.exporting import BUFFER
 from polyaccel.exchange.formats.torch_bin import in_tensor
 from polyaccel.exchange.importing import Incoming, InTensor
 from polyaccel.plain import is_plain
+from polyaccel_deepspeed.exchange.experts import FILE, Stacks, owners, stack_of
 
 PARAM = "param"
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
@@ -38,7 +40,7 @@ OWN_KEYS = frozenset(
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
         "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
         "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config",
-        "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info",
+        "ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts", "ds_autoep_layers",
     }
 )  # fmt: skip
 """What DeepSpeed writes beside the client state."""
@@ -70,7 +72,7 @@ def read(source: Path) -> Incoming:
     """
     folder = _folder(source)
     models = _by_rank(folder, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-    if not models or len(list(folder.glob("*mp_rank_01*"))) or list(folder.glob("layer_*")):
+    if not models or len(list(folder.glob("*mp_rank_01*"))) or _by_rank(folder, r"layer_(\d+)-.*"):
         what = "tensor or pipeline parallel ranks saved it" if models else "it has no mp_rank_00_model_states.pt"
         raise CheckpointError(
             f"{folder} is no checkpoint of ZeRO that can be read: {what}",
@@ -95,7 +97,8 @@ def read(source: Path) -> Incoming:
         found, steps = _stage_3(states, model) if flat else _stages_1_and_2(states, model)
         groups = _mapping(states[0], "optimizer_state_dict" if flat else "base_optimizer_state", folder)["param_groups"]
         scaler = states[0].get("loss_scaler")
-    tensors = [*found, *_untrained(model, models, {tensor.fqn for tensor in found})]
+    named = {tensor.fqn for tensor in found}
+    tensors = [*found, *_untrained(model, models, named), *_other_experts(folder, named)]
     return _with_progress(Incoming(tensors, steps=steps, groups=_hyperparameters(groups)), model, scaler)
 
 
@@ -123,25 +126,42 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
 def _stages_1_and_2(
     states: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[list[InTensor], dict[str, int]]:
-    tensors, steps = list[InTensor](), dict[str, int]()
+    tensors, steps, stacks = list[InTensor](), dict[str, int](), Stacks()
     for index, shapes in enumerate(model["param_shapes"]):
-        for fqn, shape in shapes.items():
-            parts: dict[str, list[Tensor]] = {}
-            for rank in states:
-                fragment = rank["param_slice_mappings"][index].get(fqn)
-                if fragment is None:
-                    continue
-                numel, start = fragment.numel, fragment.start
-                kept = rank["base_optimizer_state"]["state"][index]
-                parts.setdefault(PARAM, []).append(
-                    rank["single_partition_of_fp32_groups"][index][start : start + numel]
-                )
-                for kind in _STATES:
-                    if kind in kept:
-                        parts.setdefault(kind, []).append(kept[kind][start : start + numel])
-                steps[fqn] = int(kept.get("step", 0))
-            tensors += [_joined(fqn, kind, tuple(shape), each) for kind, each in parts.items()]
-    return tensors, steps
+        config = model.get("ds_config") or {}
+        local: dict[str, set[int]] = {}  # the numbers of experts on a rank
+        for stack, number in filter(None, map(stack_of, shapes)):
+            local.setdefault(stack, set()).add(number)
+        for place, ranks in enumerate(owners(shapes, states, index, config)):
+            for fqn, shape in shapes.items():
+                parts, step = _fragments(fqn, index, [states[rank] for rank in ranks])
+                expert = stack_of(fqn)
+                steps[fqn if expert is None else expert[0]] = step
+                for kind, each in parts.items():
+                    if expert is None:
+                        tensors.append(_joined(fqn, kind, tuple(shape), each))
+                    else:
+                        number = place * len(local[expert[0]]) + expert[1]
+                        stacks.add(expert[0], kind, number, tuple(shape), each)
+    return [*tensors, *starmap(_joined, stacks.whole())], steps
+
+
+def _fragments(fqn: str, index: int, states: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Tensor]], int]:
+    """By kind, what ranks have of a parameter of group `index`, and how many updates it has had."""
+    parts: dict[str, list[Tensor]] = {}
+    step = 0
+    for rank in states:
+        fragment = rank["param_slice_mappings"][index].get(fqn)
+        if fragment is None:
+            continue
+        numel, start = fragment.numel, fragment.start
+        kept = rank["base_optimizer_state"]["state"][index]
+        parts.setdefault(PARAM, []).append(rank["single_partition_of_fp32_groups"][index][start : start + numel])
+        for kind in _STATES:
+            if kind in kept:
+                parts.setdefault(kind, []).append(kept[kind][start : start + numel])
+        step = int(kept.get("step", 0))
+    return parts, step
 
 
 def _stage_3(states: Sequence[Mapping[str, Any]], model: Mapping[str, Any]) -> tuple[list[InTensor], dict[str, int]]:
@@ -217,6 +237,17 @@ def _untrained(model: Mapping[str, Any], files: Sequence[Path], trained: set[str
             )
         else:
             yield in_tensor(fqn, PARAM, tensor, files[0])
+
+
+def _other_experts(folder: Path, known: set[str]) -> Iterator[InTensor]:
+    """Experts' parameters that no optimizer has, from files of their own."""
+    stacks = Stacks()
+    for file in sorted(file for file in folder.iterdir() if re.fullmatch(FILE, file.name)):
+        for fqn, tensor in _loaded(file).items():
+            expert = stack_of(fqn)
+            if expert is not None and expert[0] not in known:
+                stacks.add(expert[0], PARAM, expert[1], tuple(tensor.shape), [tensor.reshape(-1)])
+    yield from starmap(_joined, stacks.whole())
 
 
 def _joined(fqn: str, kind: str, shape: tuple[int, ...], parts: Sequence[Tensor]) -> InTensor:

@@ -1,0 +1,117 @@
+"""A checkpoint of experts that a real DeepSpeed 0.19.8 wrote loads here, and training goes on with DeepSpeed's losses.
+
+`tests/golden/deepspeed/experts` was made by `make_experts.py` there: four ranks at ZeRO 2, of which two share experts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed_runs import GOLDEN, taken_over
+from dropin_mixtures import batch, built
+from polyaccel_deepspeed.exchange.experts import owners
+from polyaccel_deepspeed.exchange.exporting import write
+from polyaccel_deepspeed.exchange.importing import read
+
+from polyaccel.checkpoint import open_checkpoint
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
+from polyaccel.exchange.exporting import chosen
+from polyaccel.testkit.ranks.threads import run_threads
+
+CASE = "top 1 in order of nothing dropped"
+LOSSES = json.loads((GOLDEN / "experts.json").read_text())
+"""By rank, DeepSpeed's losses of eight steps."""
+STACK = "mixtures.1.deepspeed_moe.experts.2_weight"
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSpeed's checkpoint, as one of ours."""
+    return taken_over("experts", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize(("ep_size", "stage"), [(2, 3), (4, 1)])
+def test_training_goes_on_with_the_losses_of_deepspeed(taken: Path, ep_size: int, stage: int) -> None:
+    torch.manual_seed(7)
+    models = [built(CASE, (ep_size, ep_size)) for _ in range(4)]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+    }
+
+    def go_on(communicator: Communicator) -> list[float]:
+        model = models[communicator.rank]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        named = {"params": [*model.parameters()], "name": "all"}
+        groups = split_params_into_different_moe_groups_for_optimizer(named)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, dist_init_required=False)
+        engine.load_checkpoint(str(taken))
+        losses = []
+        for step in range(4, 8):
+            loss, _ = engine(batch(step, communicator.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    for rank, losses in enumerate(run_threads(4, go_on)):
+        assert losses == pytest.approx(LOSSES[rank][4:], rel=1e-5)
+
+
+def test_stacks_have_the_weights_of_files_of_experts() -> None:
+    found = {tensor.kind: tensor for tensor in read(GOLDEN / "experts").tensors if tensor.fqn == STACK}
+    assert found.keys() == {"param", "exp_avg", "exp_avg_sq"}
+    data = bytearray(found["param"].read(0, 4 * 12 * 16))
+    whole = torch.frombuffer(data, dtype=torch.float32).view(4, 12, 16)
+    for expert in range(4):
+        file = GOLDEN / "experts" / "global_step4" / f"layer_1_expert_{expert}_mp_rank_00_model_states.pt"
+        saved = torch.load(file, weights_only=True)
+        assert torch.equal(
+            whole[expert], saved[f"mixtures.1.deepspeed_moe.experts.deepspeed_experts.{expert}.2.weight"]
+        )
+
+
+def test_universal_checkpoints_have_no_place_for_experts(taken: Path, tmp_path: Path) -> None:
+    reader = open_checkpoint(taken)
+    with pytest.raises(CheckpointError, match=r"mixtures\.\d\.\S+ has experts of DeepSpeed's MoE"):
+        write(tmp_path, reader, tuple(chosen(reader, ["param"], None)), lambda nbytes: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "experts", tmp_path / "copy")
+    folder = tmp_path / "copy" / "global_step4"
+    model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    for group in model["param_shapes"]:  # as where the optimizer has no experts: they are frozen
+        for name in [name for name in group if ".experts." in name]:
+            del group[name]
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    stacks = {tensor.fqn: tensor.shape for tensor in read(tmp_path / "copy").tensors if ".experts." in tensor.fqn}
+    assert stacks[STACK] == (4, 12, 16)
+    (folder / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"there are experts \[0, 1, 3\]"):
+        read(tmp_path / "copy")
+
+
+def test_which_ranks_have_which_experts() -> None:
+    shapes = ["layer.deepspeed_moe.experts.deepspeed_experts.0.weight"]
+    states: list[dict[str, Any]] = [{"partition_count": [8, 2]}] * 8
+    assert owners(["layer.weight"], states, 0, {}) == [[*range(8)]]
+    assert owners(shapes, states, 1, {}) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    data_first = {"use_data_before_expert_parallelism": True}
+    assert owners(shapes, states, 1, data_first) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(CheckpointError, match="experts of 7 ranks are in 2 parts"):
+        owners(shapes, states[:7], 1, {})
