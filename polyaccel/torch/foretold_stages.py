@@ -8,8 +8,11 @@ needs at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from polyaccel.pipeline.table import PipelineOp, PipelineTable, live_counts
 from polyaccel.planning.activations import StageNeeds
 from polyaccel.policies.modules import ModuleRules, RecomputePolicy
 from polyaccel.torch.delayed_linears import DelayedLinears
+from polyaccel.torch.experts.models import are_experts
 from polyaccel.torch.params.meta_shapes import shape_of_module
 from polyaccel.torch.passes import LaterProduct
 from polyaccel.torch.pipeline.cut import CutModel
@@ -61,18 +65,31 @@ def foretell_stages(
     partition_method: str,
     *,
     autocast: str | None = None,
+    share: Prepare = lambda _: None,
+    spread: Prepare | None = None,
     prepare: Prepare = lambda _: None,
 ) -> tuple[StageNeeds, ...]:
     """The needs of every stage of the model that `build` makes, which trains by `table`, on micro-batches of `shape`,
-    (rows, tokens); without one, of parameters alone. `partition_method` as in the config's section `pipeline`.
+    (rows, tokens); without one, of parameters alone. `partition_method` as in the config's section `pipeline`. Ranks
+    `share` the layers of the whole model, and what a stage has is `prepare`d to run. `spread` gives parameters the
+    shapes that ranks have of them, after which nothing runs: only without a `shape`.
 
     Raises PipelineError for a model that cannot be cut, PolyaccelError for one that takes no tokens and labels.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), one_sequence_a_row():
-        stages, shapes = [], []
+        stages, shapes, numels = [], [], None
+        if spread is not None:
+            model = build()
+            share(model)
+            spread(model)
+            numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
         for stage in range(table.stages):
             model = build().train()
-            cut = CutModel(model, table.placement, stage, partition_method)
+            share(model)
+            with _experts_without_values(model) if shape is None else nullcontext():
+                cut = CutModel(model, table.placement, stage, partition_method, numels=numels)
+            if spread is not None:
+                spread(model)
             summary = f"stage {stage} of a {type(model).__name__}"
             shapes.append(shape_of_module(model, summary, rules))
             as_in_an_engine(model, rules)
@@ -96,6 +113,25 @@ def foretell_stages(
         )
         for stage, cut in enumerate(stages)
     )
+
+
+@contextmanager
+def _experts_without_values(model: nn.Module) -> Iterator[None]:
+    """Which experts tokens choose depends on values, and there are none: inside, experts give something that every
+    weight of theirs is in."""
+    found = [module for module in model.modules() if are_experts(module)]
+    for module in found:
+        module.__dict__["forward"] = partial(_of_all_weights, module)
+    try:
+        yield
+    finally:
+        for module in found:
+            module.__dict__.pop("forward", None)
+
+
+def _of_all_weights(module: nn.Module, hidden: Tensor, *chosen: Any) -> Tensor:
+    behind = [one for one in chosen if isinstance(one, Tensor) and one.is_floating_point()]
+    return hidden + sum(one.sum().to(hidden.dtype) for one in (*module.parameters(), *behind))
 
 
 class _Way:

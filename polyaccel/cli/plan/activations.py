@@ -9,6 +9,7 @@ from typing import Any
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
+from polyaccel.mesh import Mesh
 from polyaccel.planning.activations import ActivationNeeds
 from polyaccel.policies.modules import cut_rules_of, module_rules_of, recompute_policy_of
 
@@ -39,27 +40,13 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
             cure="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
-    from polyaccel.accelerators.detect import host_accelerator
-    from polyaccel.comm.parts.absent import AbsentRanks
-    from polyaccel.torch.parallel.choose import plan_by
-    from polyaccel.torch.parallel.cut import cut_model
     from polyaccel.torch.params.meta_shapes import model_of_directory
     from polyaccel.torch.recompute.foretelling import foretell_activations
-    from polyaccel.torch.sequence import use
-    from polyaccel.torch.sequence.settings import SequenceSettings
-    from polyaccel.torch.settings import TileSettings
-    from polyaccel.torch.tiles.models import TiledModel
 
     def share(model: Any) -> None:
         """Do to a model what `initialize` does on the first rank."""
-        accelerator = host_accelerator()
-        if (ranks := mesh.size_of(("tensor",))) > 1:
-            cut_model(model, AbsentRanks(ranks, accelerator), plan_by(model, ranks, cut_rules_of(config)))
-        section = config.sequence_parallel
-        if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
-            use(model, AbsentRanks(ranks, accelerator), SequenceSettings(section.method, section.core_attention))
-        if config.tiled_compute.enabled:
-            TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))
+        share_layers(model, config, mesh)
+        share_sequences(model, config, mesh)
 
     rows = args.batch or config.train_micro_batch_size_per_gpu
     return foretell_activations(
@@ -70,3 +57,32 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
         autocast=config.torch_autocast.dtype if config.torch_autocast.enabled else None,
         prepare=share,
     )
+
+
+def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
+    """Cut `model` as the first of its tensor ranks has it, if there are some. It runs on tensors without values."""
+    if (ranks := mesh.size_of(("tensor",))) > 1:
+        from polyaccel.accelerators.detect import host_accelerator
+        from polyaccel.comm.parts.absent import AbsentRanks
+        from polyaccel.torch.parallel.choose import plan_by
+        from polyaccel.torch.parallel.cut import cut_model
+
+        cut_model(model, AbsentRanks(ranks, host_accelerator()), plan_by(model, ranks, cut_rules_of(config)))
+
+
+def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
+    """Let `model` run on the first rank's share of sequences, and in tiles, where `config` says so."""
+    section = config.sequence_parallel
+    if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
+        from polyaccel.accelerators.detect import host_accelerator
+        from polyaccel.comm.parts.absent import AbsentRanks
+        from polyaccel.torch.sequence import use
+        from polyaccel.torch.sequence.settings import SequenceSettings
+
+        settings = SequenceSettings(section.method, section.core_attention)
+        use(model, AbsentRanks(ranks, host_accelerator()), settings)
+    if config.tiled_compute.enabled:
+        from polyaccel.torch.settings import TileSettings
+        from polyaccel.torch.tiles.models import TiledModel
+
+        TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))

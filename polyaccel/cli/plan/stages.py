@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from polyaccel.cli.plan.activations import share_layers, share_sequences
 from polyaccel.cli.plan.tables import WIDTH, column_table, short_bytes, short_count, titled
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
@@ -32,7 +34,7 @@ _LEGEND = (
 
 def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
     """Print what every stage needs. The exit code is 1 when limits were given and no setting lets all stages fit them.
-    Raises PolyaccelError for a model that is not a directory, and for ranks that share layers or sequences too."""
+    Raises PolyaccelError for a model that is a number, and for activations where ranks share experts."""
     config = planned.config
     mesh = mesh_of(config, args.world_size)
     table = _table(config, mesh.size_of(("pipe",)))
@@ -55,45 +57,55 @@ def _table(config: ResolvedConfig, stages: int) -> PipelineTable:
 
 
 def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTable) -> tuple[StageNeeds, ...]:
-    if not Path(args.model).is_dir():
-        raise PolyaccelError(
-            f"nothing says along which blocks {args.model!r} is cut into {table.stages} stages",
-            cure='give a directory with a config.json, or leave "pipeline" out; polyaccel plan --pipeline says what '
-            "stages do and how long",
-            value=args.model,
-        )
-    axes = mesh_of(config, args.world_size).axes
-    shared = [axis.name for axis in axes if axis.name not in ("data", "pipe") and axis.size > 1]
-    if shared:
-        raise PolyaccelError(
-            f"what stages need is not planned where ranks stand along {' and '.join(shared)}",
-            cure="plan for stages and data ranks alone",
-            value=tuple(shared),
-        )
+    mesh = mesh_of(config, args.world_size)
     if config.pipeline.partition == "measured":
         raise PolyaccelError(
             "layers that are dealt by their time cannot be dealt before they run", cure='say "partition": "parameters"'
         )
+    expert_ranks = mesh.size_of(("expert",))
+    if expert_ranks > 1 and args.sequence_length is not None:
+        raise PolyaccelError(
+            f"the activations of stages are not foretold where {expert_ranks} ranks share experts: how many tokens go "
+            "where is not known",
+            cure="leave --sequence-length out",
+            value=expert_ranks,
+        )
+    from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
     from polyaccel.torch.foretold_stages import foretell_stages
-    from polyaccel.torch.params.meta_shapes import model_of_directory
-    from polyaccel.torch.settings import TileSettings
-    from polyaccel.torch.tiles.models import TiledModel
 
-    def tile(model: Any) -> None:
-        if config.tiled_compute.enabled:
-            TiledModel(model, TileSettings(**config.tiled_compute.model_dump(exclude={"enabled"})))
+    def spread(model: Any) -> None:
+        if has_experts(model):
+            cut_expert_shapes(model, expert_ranks)
 
     rows = args.batch or config.train_micro_batch_size_per_gpu
     method = config.pipeline.partition
     return foretell_stages(
-        lambda: model_of_directory(Path(args.model)),
+        _builder(args, table.stages),
         None if args.sequence_length is None else (rows, args.sequence_length),
         module_rules_of(config),
         recompute_policy_of(config),
         table,
         "parameters" if method == "best" else method,
         autocast=config.torch_autocast.dtype if config.torch_autocast.enabled else None,
-        prepare=tile,
+        share=lambda model: share_layers(model, config, mesh),
+        spread=spread if expert_ranks > 1 else None,
+        prepare=lambda model: share_sequences(model, config, mesh),
+    )
+
+
+def _builder(args: argparse.Namespace, stages: int) -> Callable[[], Any]:
+    """What makes the model that `args.model` names, a directory or `module:function`."""
+    from polyaccel.torch.params.meta_shapes import model_of_directory, model_of_function
+
+    if Path(args.model).is_dir():
+        return lambda: model_of_directory(Path(args.model))
+    if ":" in args.model:
+        return lambda: model_of_function(args.model, "on tensors without values")
+    raise PolyaccelError(
+        f"nothing says along which blocks {args.model!r} is cut into {stages} stages",
+        cure='give a directory with a config.json or module:function, or leave "pipeline" out; polyaccel plan '
+        "--pipeline says what stages do and how long",
+        value=args.model,
     )
 
 

@@ -34,23 +34,33 @@ def _as_it_is(model: nn.Module) -> None:
 def shape_of_function(path: str, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:
     """The model that `module:function` returns when it is called without arguments on the meta device, after `change`.
 
+    Raises PolyaccelError as `model_of_function`.
+    """
+    with torch.device("meta"):
+        model = model_of_function(path, "on the meta device")
+    return shape_of_module(model, f"{path}()", rules, change)
+
+
+def model_of_function(path: str, where: str) -> nn.Module:
+    """The model that `module:function` returns when it is called without arguments. `where` says in errors on what
+    tensors.
+
     The module is looked for in the working directory too. Raises PolyaccelError when it has no such function, when that
     fails or returns no module.
     """
     build = _function(path)
-    with torch.device("meta"):
-        try:
-            model = build()
-        except Exception as error:
-            raise PolyaccelError(
-                f"{path}() failed on the meta device: {type(error).__name__}: {error}",
-                cure="it is called without arguments and must not compute with values",
-                value=path,
-            ) from error
+    try:
+        model = build()
+    except Exception as error:
+        raise PolyaccelError(
+            f"{path}() failed {where}: {type(error).__name__}: {error}",
+            cure="it is called without arguments and must not compute with values",
+            value=path,
+        ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise PolyaccelError(f"{path}() returned a {kind}", cure="return a torch.nn.Module", value=kind)
-    return shape_of_module(model, f"{path}()", rules, change)
+    return model
 
 
 def shape_of_directory(directory: Path, rules: ModuleRules, change: Change = _as_it_is) -> ModelShape:

@@ -43,8 +43,9 @@ class CutModel:
 
     `placement` is the stage of each chunk, in the order in which a micro-batch passes them. `partition_method` as in
     the config's section `pipeline`: the first block weighs as much as it and what comes before, the last as it and what
-    comes after. `weigh` says for "measured" what the blocks of a model weigh. Raises PipelineError for a model that
-    cannot be cut, naming the place.
+    comes after. `weigh` says for "measured" what the blocks of a model weigh; `numels` how many elements a rank will
+    have of each parameter, where those are not its own. Raises PipelineError for a model that cannot be cut, naming the
+    place.
     """
 
     schedule = None
@@ -57,6 +58,7 @@ class CutModel:
         stage: int,
         partition_method: str,
         weigh: Callable[[nn.Module, BlockList], Sequence[float]] | None = None,
+        numels: Mapping[str, int] | None = None,
     ) -> None:
         self.placement, self.stage, self.num_stages = tuple(placement), stage, max(placement) + 1
         self.loss_fn: Callable[..., Any] | None = getattr(model, "loss_fn", None)
@@ -70,7 +72,7 @@ class CutModel:
         if weigh is not None and partition_method.lower() == "measured":
             weights = weigh(model, blocks)
         else:
-            weights = self._weights(trial, partition_method)
+            weights = self._weights(trial, partition_method, numels or {})
         self.parts = split_layers(weights, len(self.placement))
         """The blocks of each chunk."""
         self.stages = tuple(stage for stage, part in zip(self.placement, self.parts, strict=True) for _ in part)
@@ -181,12 +183,14 @@ class CutModel:
         finally:
             self._list._modules.update(absent)
 
-    def _weights(self, trial: Trial, method: str) -> list[float]:
+    def _weights(self, trial: Trial, method: str, told: Mapping[str, int]) -> list[float]:
         last = len(self.names) - 1
         numels = [0] * len(self.names)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, parts in trial.users.items():
+            numel = told.get(names[parameter], parameter.numel()) if parameter.requires_grad else 0
             for block in {min(part, last) for part in parts}:
-                numels[block] += parameter.numel() if parameter.requires_grad else 0
+                numels[block] += numel
         kinds = [type(block).__name__ for block in self._list.children()]
         return layer_weights(method, kinds, numels)
 

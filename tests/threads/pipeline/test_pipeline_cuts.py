@@ -11,6 +11,7 @@ from block_models import Gates, gates
 from hf_models import tiny
 from pipeline_models import pipeline_config
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
@@ -68,9 +69,8 @@ def routed() -> Any:
 
 
 def translating() -> Any:
-    model = tiny("bert", dtype=torch.float32, num_hidden_layers=3)
-    model.config.is_encoder_decoder = True
-    return model
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
+    return T5ForConditionalGeneration(T5Config(num_layers=3, num_decoder_layers=2, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,10 @@ def translating() -> Any:
         (backwards, "Gates cannot be cut into stages: it called gates.3 where gates.0 comes in order"),
         (lambda: Skips(4), "a value of gates.0 reaches gates.2 by another way than through gates.1"),
         (routed, "a value of model.layers.1 reaches what the model gives by another way than through model.layers.2"),
-        (translating, r"it is an encoder and a decoder \(bert.encoder.layer of 3 BertLayer\)"),
+        (
+            translating,
+            r"an encoder and a decoder \(encoder.block of 3 T5Block and decoder.block of 2 T5Block\)",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_named(make, said):

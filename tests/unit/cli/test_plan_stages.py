@@ -53,14 +53,71 @@ def test_every_stage_is_planned_by_the_table(llama: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    "changes", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}], ids=["tensor", "sequence"]
+)
+def test_ranks_share_what_a_stage_has(llama: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for each in (CONFIG, CONFIG | changes):
+        assert plan(llama, each, "--sequence-length", "64", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)["stages"])
+    for alone, shared in zip(*found, strict=True):
+        assert shared["blocks"] == alone["blocks"]
+        assert 0.4 * alone["activations_peak_nbytes"] < shared["activations_peak_nbytes"]
+        assert shared["activations_peak_nbytes"] < 0.85 * alone["activations_peak_nbytes"]
+        cut = [own["peak_nbytes"]["device"] for own in shared["settings"] if own["is_own"]]
+        whole = [own["peak_nbytes"]["device"] for own in alone["settings"] if own["is_own"]]
+        assert (cut < whole) == ("tensor_parallel" in changes)
+
+
+def test_experts_are_counted_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    described = transformers.MixtralConfig(
+        **sizes, num_key_value_heads=2, num_hidden_layers=3, num_local_experts=4, architectures=["MixtralForCausalLM"]
+    )
+    described.save_pretrained(tmp_path)
+    found = []
+    for changes in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}):
+        assert plan(tmp_path, CONFIG | changes, "--json") == 0
+        stages = json.loads(capsys.readouterr().out)["stages"]
+        assert [stage["blocks"] for stage in stages] == [["0-1"], ["2-2"]]
+        found.append([own["peak_nbytes"]["device"] for stage in stages for own in stage["settings"] if own["is_own"]])
+    experts = 2 * 3 * 32 * 64  # elements of a layer that the other rank has
+    whole, spread = found
+    assert whole[0] - spread[0] >= 2 * experts * 16
+    assert whole[1] - spread[1] >= experts * 16
+    shared = CONFIG | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    assert plan(tmp_path, shared, "--sequence-length", "64") == 1
+    assert "are not foretold where 2 ranks share experts" in capsys.readouterr().err
+
+
+def test_a_function_makes_a_model_that_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "import torch",
+        "def build():",
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))",
+        "    model.dummy_inputs = torch.zeros(1, 8)",
+        "    return model",
+    )
+    (tmp_path / "planned_by_a_function.py").write_text("\n".join(lines))
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "ds.json", "planned_by_a_function:build", "-n", "2", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["blocks"] for stage in stages] == [["0-2"], ["3-4"]]
+    assert [stage["numel"] for stage in stages] == [3 * 72, 2 * 72]
+
+
+@pytest.mark.parametrize(
     ("changes", "model", "said"),
     [
         ({}, "7e9", "nothing says along which blocks '7e9' is cut into 2 stages"),
-        ({"sequence_parallel_size": 2}, None, "is not planned where ranks stand along sequence"),
+        ({}, "nowhere:build", "nowhere:build cannot be imported"),
         ({"pipeline": {"stages": 2, "partition": "measured"}}, None, "cannot be dealt before they run"),
         ({"pipeline": {"stages": 4}}, None, "3 layers for 4 parts of a pipeline"),
     ],
-    ids=["a number", "sequence ranks", "measured", "too many stages"],
+    ids=["a number", "no function", "measured", "too many stages"],
 )
 def test_what_cannot_be_planned_is_said(
     llama: Path, changes: dict[str, Any], model: str | None, said: str, capsys: pytest.CaptureFixture[str]
