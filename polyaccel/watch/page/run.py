@@ -57,7 +57,7 @@ class WatchedRun:
         self._marks: deque[dict[str, Any]] = deque(maxlen=_MOST_MARKS)
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
         self._lines: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
-        self._ends: dict[int, str | None] = {}
+        self._ends: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._pictures: dict[str, str] = {}
         self._trace: dict[str, Any] | None = None
@@ -200,9 +200,9 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """`running`, `ended` or `failed` as the ranks' logs say; "" where there is none."""
-        ends = set(self._ends.values())
-        return next((one for one in ("failed", "running", "ended") if one in ends), "")
+        """`failed` where the log of any rank says so, else what rank 0's says, `running` or `ended`: rank 0 writes the
+        steps that are shown, and others close theirs a moment earlier or later. "" where there is none."""
+        return "failed" if "failed" in self._ends.values() else self._ends.get(0, "")
 
     def shown(self) -> dict[str, Any]:
         """All that the page shows, ready for strict JSON."""
