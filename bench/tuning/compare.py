@@ -1,7 +1,7 @@
 """What the tuner chooses beside an exhaustive search, and what it foretells beside what is measured.
 
 First the tuner runs, as `polyaccel tune` does, with a limit of memory and of trials. Then every setting of the search
-is measured, and compared with what was foretold of it when the tuner had ended. Memory is the most that rank 0's
+is measured, and compared with what was foretold of it when the tuner had ended. Memory is the most that any rank's
 process had resident. A setting that the tuner tried is measured again, so that its choice is not judged by its own
 figures. The figures of a search that was stopped stay in --folder, and the next one goes on.
 """
@@ -33,7 +33,8 @@ from polyaccel.tuning.trials import TrialPlan, run_trial
 from polyaccel.tuning.tuner import TuningAnswer, best_of, in_order
 
 _RANKS = 2
-_TRIALS = 8
+_TRIALS, _MARGIN = 8, 0.5
+_SMALL_BUCKET_NUMEL = 1_000_000
 _ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """What is tuned: two micro-batches below the largest and two bucket sizes beside the stages, and recomputation."""
+    """What is tuned: stages, micro-batches, recomputation and bucket sizes, 48 settings of 8 samples."""
     return {
         "train_batch_size": args.batch,
         "train_micro_batch_size_per_gpu": 1,
@@ -91,7 +92,10 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": 1},
         "autotuning": {
             "memory_limit": args.limit,
+            "bucket_sizes": [_SMALL_BUCKET_NUMEL],
             "tuner_num_trials": _TRIALS,
+            "tuner_early_stopping": 0,
+            "margin": _MARGIN,
             "start_profile_step": 2,
             "end_profile_step": 1 + args.steps,
             "trial_timeout": 300.0,

@@ -14,8 +14,10 @@ from typing import Any
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import data_ranks, shared_axes
 from polyaccel.config.sections.offload import OffloadDevice
+from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.planning.forecast import Setting
 
+_USUAL_BUCKET_NUMEL: int = ZeroConfig().reduce_bucket_size
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
@@ -86,6 +88,7 @@ class Candidate:
         if self.offload != "none":
             words.append(f"offload {self.offload}" + (f"/{self.offload_param}" if self.offload_param != "none" else ""))
         words += ["recomputed"] if self.recomputes else []
+        words += [f"buckets of {self.bucket_numel:,}"] if self.bucket_numel < _USUAL_BUCKET_NUMEL else []
         words += [f"{axis} {size}" for axis, size in (("tensor", self.tensor), ("sequence", self.sequence)) if size > 1]
         return ", ".join(words)
 
@@ -171,5 +174,6 @@ def quiet_changes(folder: Path) -> Mapping[str, Any]:
         "elasticity": {"enabled": False},
         "flops_profiler": {"enabled": False},
         "trace": None,
+        "alarms": {"enabled": False},
         "wall_clock_breakdown": False,
     }

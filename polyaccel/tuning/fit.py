@@ -25,21 +25,21 @@ class WeightedSum:
     """A figure as a sum of features. Without measurements the weights are those that are known; each measurement moves
     them as far as it says more than that.
 
-    The most likely weights where errors are normal: of measurements by `error` of their value, of each weight by its
-    spread.
+    The most likely weights where errors are normal: of measurements by a share of their value that each one says, of
+    each weight by its spread.
     """
 
-    def __init__(self, known: Mapping[str, Weight], error: float) -> None:
+    def __init__(self, known: Mapping[str, Weight]) -> None:
         self._known = dict(known)
-        self._error = error
         self.weights = {name: weight.value for name, weight in known.items()}
 
-    def fit(self, measured: Sequence[tuple[Features, float]]) -> None:
-        """Take the weights that `measured` (features, the figure) tell, and what is known of them."""
+    def fit(self, measured: Sequence[tuple[Features, float, float]]) -> None:
+        """Take the weights that `measured` (features, the figure, by what share it may be off) tell, and what is known
+        of them."""
         names = [name for name, weight in self._known.items() if weight.spread > 0]
         rows, targets = [], []
-        for features, figure in measured:
-            scale = 1 / (self._error * max(abs(figure), 1e-12))
+        for features, figure, error in measured:
+            scale = 1 / (error * max(abs(figure), 1e-12))
             rest = figure - sum(self._known[name].value * size for name, size in features.items() if name not in names)
             rows.append([scale * features.get(name, 0.0) * self._known[name].spread for name in names])
             targets.append(scale * (rest - sum(features.get(name, 0.0) * self._known[name].value for name in names)))

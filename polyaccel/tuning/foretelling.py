@@ -36,6 +36,8 @@ _KEPT_SHARE = 0.4
 """Of activations, where blocks are computed again: their inputs, the one block that is computed, and the head."""
 _RECOMPUTING_NBYTES = 72 << 20
 """What a process on a host loads when it first computes blocks again: torch's modules for dispatch in Python."""
+_PASSING_NBYTES = 80 << 20
+"""What a process on a host takes with its first passes, whatever their rows: libraries, threads, buffers of ranks."""
 _TRIAL_ERROR = 0.03
 
 
@@ -120,9 +122,10 @@ class Foreteller:
         good = [record for record in records if record.is_good]
         self._time, self._memory = self._known_time(good), self._known_memory(good)
         if self._time is not None:
-            self._time.fit([(self._time_features(one.candidate), one.step_s or 0.0) for one in good])
-        rests = [self._rest(one) for one in good]
-        self._memory.fit([(self._memory_features(one.candidate), rest) for one, rest in zip(good, rests, strict=True)])
+            self._time.fit(
+                [(self._time_features(one.candidate), one.step_s or 0.0, max(_TRIAL_ERROR, one.spread)) for one in good]
+            )
+        self._memory.fit([(self._memory_features(one.candidate), self._rest(one), _TRIAL_ERROR) for one in good])
 
     def foretell(self, candidate: Candidate) -> Foretold:
         """The needs of a candidate and the seconds of its step, by all that is known now."""
@@ -210,46 +213,49 @@ class Foreteller:
             "files": (1.0, 0.7),
             "shared": (0.1 * sample_s, 0.2 * sample_s),
         }
-        return WeightedSum({name: Weight(*pair, least=0.0) for name, pair in known.items()}, _TRIAL_ERROR)
+        return WeightedSum({name: Weight(*pair, least=0.0) for name, pair in known.items()})
 
     def _memory_features(self, candidate: Candidate) -> Features:
         rows = candidate.micro_batch / candidate.sharing
         return {
             "always": 1.0,
-            "rows": rows,
+            "rows": rows * (self._kept_share() if candidate.recomputes else 1.0),
             "recomputed": 1.0 * candidate.recomputes,
             "recomputed rows": rows * candidate.recomputes,
             "sharded": 1.0 * (candidate.stage > 0),
             "gathering": 1.0 * (candidate.stage == 3),
         }
 
+    def _kept_share(self) -> float:
+        """Of a row's activations, what is there where blocks are computed again."""
+        kept, recomputed = self._pass.kept_nbytes, self._pass.recomputed_nbytes
+        return recomputed / kept if kept and recomputed is not None else _KEPT_SHARE
+
     def _known_memory(self, good: Sequence[TrialRecord]) -> WeightedSum:
+        """The weights before `good` trials correct them. One trial cannot tell what grows with its rows from what does
+        not. On a host, pages of parameters that ranks share count a second time where they were written."""
         known = self._pass
-        rows, spread = known.kept_nbytes, 0.2
-        recomputed = known.recomputed_nbytes
-        always, states = known.fixed_nbytes, 0.05 * self._model_nbytes()
-        if rows is None:
-            rows, spread = 0.0, 0.0
-            if good:
-                first = good[0]
-                rest = self._rest(first)
-                used = first.candidate.micro_batch / first.candidate.sharing
-                share = _KEPT_SHARE if first.candidate.recomputes else 1.0
-                rest = max(1.0, rest - first.candidate.recomputes * (0 if self._is_remote else _RECOMPUTING_NBYTES))
-                always, rows, spread = 0.3 * rest, 0.7 * rest / used / share, 0.3
-        if recomputed is None:
-            recomputed = _KEPT_SHARE * rows
+        rows, always, states = known.kept_nbytes, known.fixed_nbytes, 0.05 * self._model_nbytes()
         loaded = 0.0 if self._is_remote else float(_RECOMPUTING_NBYTES)
+        mapped = 0.0 if self._is_remote or self._world_size == 1 else float(self._model_nbytes())
+        spread = 0.2
+        if rows is None:
+            rows = 0.0
+            if good:
+                first = self._memory_features(good[0].candidate)
+                rest = self._rest(good[0]) - loaded * first["recomputed"] - mapped * first["sharded"]
+                rest = max(0.2 * self._rest(good[0]), rest)
+                always = min(0.5 * rest, 0.0 if self._is_remote else float(_PASSING_NBYTES))
+                rows, spread = (rest - always) / first["rows"], 0.6
         return WeightedSum(
             {
-                "always": Weight(always, max(0.5 * always, states)),
-                "rows": Weight(rows, spread * rows),
+                "always": Weight(always, max(0.7 * always, states)),
+                "rows": Weight(rows, spread * rows, least=0.0),
                 "recomputed": Weight(loaded, max(states, 0.03 * self._base_nbytes)),
-                "recomputed rows": Weight(recomputed - rows, 0.4 * rows),
-                "sharded": Weight(0.0, states),
+                "recomputed rows": Weight(0.0, 0.15 * rows),
+                "sharded": Weight(mapped, max(states, 0.5 * mapped)),
                 "gathering": Weight(0.0, states),
-            },
-            _TRIAL_ERROR,
+            }
         )
 
     def _model_nbytes(self) -> int:

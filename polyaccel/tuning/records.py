@@ -18,12 +18,14 @@ TRIALS_FILE, MODEL_FILE = "trials.jsonl", "model.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """A trial that has ended. `step_s` is the median of its measured steps, `phase_s` the medians of their phases, and
-    `peak_nbytes` the most device memory of rank 0; all None, or empty, where `failure` says why there are none.
+    """A trial that has ended. `step_s` is the median of its measured steps, `spread` half of what lies between the
+    shortest and the longest, as a share of it, `phase_s` the medians of their phases, and
+    `peak_nbytes` the most device memory of any rank; all None, or empty, where `failure` says why there are none.
     `foretold_s` and `foretold_nbytes` are what the planner had said before it, None where it could not."""
 
     candidate: Candidate
     step_s: float | None = None
+    spread: float = 0.0
     phase_s: Mapping[str, float] = field(default_factory=dict)
     peak_nbytes: int | None = None
     failure: str = ""

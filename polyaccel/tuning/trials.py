@@ -68,17 +68,19 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
     command = _with_arguments(plan, candidate, config)
     began = monotonic()
     failure = _supervise(plan, command, folder)
-    steps = _steps(folder)
+    steps = _steps(_figures(folder)[0])
     measured = [step for step in steps if step["step"] >= plan.first_step]
     if failure or not measured:
         why = failure or f"it ended after {len(steps)} steps, and step {plan.first_step} is the first that counts"
         record = TrialRecord(candidate=candidate, failure=why, wall_s=monotonic() - began)
     else:
+        times = [step["step_time_s"] for step in measured]
         record = TrialRecord(
             candidate=candidate,
-            step_s=median(step["step_time_s"] for step in measured),
+            step_s=median(times),
+            spread=(max(times) - min(times)) / (2 * median(times)),
             phase_s={name: median(step["phase_s"][name] for step in measured) for name in measured[0]["phase_s"]},
-            peak_nbytes=max(step["peak_memory_nbytes"] for step in measured),
+            peak_nbytes=max(step["peak_memory_nbytes"] for each in _figures(folder) for step in _steps(each)),
             wall_s=monotonic() - began,
         )
     return record, _told(folder)
@@ -204,23 +206,28 @@ def _ends_with_us() -> Callable[[], None] | None:
     return setup
 
 
-def _steps(folder: Path) -> list[dict[str, Any]]:
-    """The steps that the trial has made so far; lines that are not whole yet are left for later."""
+def _figures(folder: Path) -> list[Path]:
+    """The files with the steps of each rank, rank 0 first."""
+    return [folder / JsonlMonitor.FILE_NAME, *folder.glob("ranks/[0-9]*.jsonl")]
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    """The steps that a file has so far; lines that are not whole yet are left for later."""
     try:
-        text = (folder / JsonlMonitor.FILE_NAME).read_text(encoding="utf-8", errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = []
     for line in text.splitlines():
         with suppress(ValueError):
             tree = json.loads(line)
-            if "step_time_s" in tree:
+            if "peak_memory_nbytes" in tree:
                 found.append(tree)
     return found
 
 
 def _last_step(folder: Path) -> int:
-    return max((step["step"] for step in _steps(folder)), default=0)
+    return max((step["step"] for step in _steps(_figures(folder)[0])), default=0)
 
 
 def _told(folder: Path) -> ToldModel | None:

@@ -180,7 +180,9 @@ class _Search:
         stale = len(records) - 1 - records.index(best)
         if section.tuner_early_stopping and stale >= section.tuner_early_stopping:
             return f"the last {stale} trials were no better (autotuning.tuner_early_stopping)"
-        if (chosen.step_s or 0.0) > (best.step_s or 0.0) * (1 + section.margin):
+        assert self._foreteller is not None
+        least_s = max(best.step_s or 0.0, self._foreteller.foretell(best.candidate).step_s or 0.0)
+        if (chosen.step_s or 0.0) > least_s * (1 + section.margin + best.spread):
             return f"the next one, {chosen.candidate}, is foretold to take {chosen.step_s:.3g} s a step"
         return ""
 

@@ -77,6 +77,16 @@ def test_a_trial_that_ends_too_soon_says_why(program: str, said: str, tmp_path: 
     assert record.failure == said
 
 
+def test_the_rank_that_needs_most_memory_counts(tmp_path: Path) -> None:
+    program = (
+        "(folder / 'ranks').mkdir(); (folder / 'ranks' / '1.log.jsonl').write_text('{}')\n"
+        "(folder / 'ranks' / '1.jsonl').write_text(json.dumps({'step': 1, 'peak_memory_nbytes': 9}) + '\\n{\"st')\n"
+        "for n in range(1, 5): write(n, n)"
+    )
+    record, _ = run_trial(plan(program), OWN, tmp_path / "trial")
+    assert (record.step_s, record.peak_nbytes) == (3, 9)
+
+
 def test_steps_that_were_made_count_where_a_script_is_short(tmp_path: Path) -> None:
     record, _ = run_trial(plan("for n in (1, 2, 3): write(n, n)"), OWN, tmp_path / "trial")
     assert (record.step_s, record.failure) == (2.5, "")

@@ -36,9 +36,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, trials: int, *words: str, module: str = "polyaccel") -> subprocess.Popen[str]:
-    own = ["tune", "--trials", str(trials), "ds.json"] if module == "polyaccel" else []
-    command = [sys.executable, "-m", module, *own, *words]
+def start(folder: Path, trials: int, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "polyaccel", "tune", "--trials", str(trials), "ds.json", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -75,6 +74,7 @@ def test_a_script_is_tuned_as_it_is_and_a_kill_loses_no_trial(folder: Path) -> N
     assert best["train_batch_size"] == 8
     assert (results / "front.svg").read_text().startswith("<svg")
     assert json.loads((results / "comm.json").read_text())["world_size"] == 2
+    assert json.loads((results / "rates.json").read_text())["update_device_s"] > 0
 
 
 def test_a_script_that_fails_is_told_with_its_last_words(folder: Path) -> None:
