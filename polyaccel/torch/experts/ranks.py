@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Pieces
 from polyaccel.comm.base import Communicator
 from polyaccel.torch.experts.routing import Routing
@@ -71,6 +72,8 @@ class Journey(NamedTuple):
     Empty on one rank, where rows stay where they are."""
     parts: tuple[tuple[int, ...], ...]
     """The rows of each own expert, by the rank that they come from."""
+    tables: dict[int, Buffer]
+    """By features of a row, the numbers of `order` in elements; as they are asked for."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ def plan_journey(
     if ranks == 1:
         rows = len(routing.tokens)
         counts = tuple((int(one),) for one in routing.counts.tolist())
-        return Journey(communicator, None, (rows,), (rows,), routing.tokens[:0], counts)
+        return Journey(communicator, None, (rows,), (rows,), routing.tokens[:0], counts, {})
     ends = [0, *accumulate(experts)]
     own = experts[rank]
     sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
@@ -125,6 +128,7 @@ def plan_journey(
         tuple(map(sum, lines)),
         _order(table) if room is None else _starts(table),
         tuple(zip(*lines, strict=True)),
+        {},
     )
 
 
@@ -198,8 +202,9 @@ def _moved(rows: Tensor, journey: Journey, sent: Sequence[int], received: Sequen
     wrap = communicator.accelerator.wrap
     pieces = None
     if journey.room is not None:
-        own = journey.order.shape[1]
-        pieces = Pieces(wrap((journey.order * width).view(-1)), own, cuts_source=returns)
+        if width not in journey.tables:
+            journey.tables[width] = wrap((journey.order * width).view(-1))
+        pieces = Pieces(journey.tables[width], journey.order.shape[1], cuts_source=returns)
     communicator.all_to_all(
         wrap(out.view(-1)),
         wrap(rows.view(-1)),

@@ -33,7 +33,7 @@ class Model(nn.Module):
 
     @staticmethod
     def expert() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 20), nn.SiLU(), nn.Linear(20, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, 32), nn.SiLU(), nn.Linear(32, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.first(x)

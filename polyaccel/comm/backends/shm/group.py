@@ -64,12 +64,20 @@ class PreparedCall:
     and heeds signals, and of the call for a helper.
     """
 
-    __slots__ = ("_structures", "eager", "patient")
+    __slots__ = ("_held", "_patient", "_structure", "eager")
 
-    def __init__(self, eager: ShmCall, patient: ShmCall, *held: object) -> None:
-        self.eager = ctypes.addressof(eager)
-        self.patient = ctypes.addressof(patient)
-        self._structures = eager, patient, held
+    def __init__(self, structure: ShmCall, *held: object) -> None:
+        self.eager = ctypes.addressof(structure)
+        self._structure, self._held = structure, held
+        self._patient: ShmCall | None = None
+
+    @property
+    def patient(self) -> int:
+        if self._patient is None:
+            patient = ShmCall.from_buffer_copy(self._structure)
+            patient.spin_ns = patient.heeds_signals = 0
+            self._patient = patient
+        return ctypes.addressof(self._patient)
 
 
 class ShmGroup:
@@ -140,9 +148,8 @@ class ShmGroup:
         where = [None if one is None else ctypes.addressof(one) for one in (bounds, in_bounds)]
         if pieces is not None:
             where += [pieces.table.data_ptr(), pieces.count, pieces.cuts_source]
-        eager = ShmCall(told, *addresses, self._timeout_ns, self._spin_ns, 1, 0, *where)
-        patient = ShmCall(told, *addresses, self._timeout_ns, 0, 0, 0, *where)
-        return PreparedCall(eager, patient, bounds, in_bounds, pieces)
+        call = ShmCall(told, *addresses, self._timeout_ns, self._spin_ns, 1, 0, *where)
+        return PreparedCall(call, bounds, in_bounds, pieces)
 
     def run(self, address: int) -> None:
         """Carry a prepared call through. Raises Failure, and whatever the handler of a signal raises."""
