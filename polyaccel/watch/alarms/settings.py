@@ -14,14 +14,14 @@ class AlarmSettings:
     `every` optimizer steps the ranks tell each other their figures, of which `window` are compared with a new one.
     """
 
-    every: int = 10
-    window: int = 50
-    loss: float = 10.0
-    grad_norm: float = 10.0
-    straggler: float = 0.1
-    data: float = 0.1
-    memory_growth: float = 0.02
-    replicas: int = 100
+    every: int
+    window: int
+    loss: float
+    grad_norm: float
+    straggler: float
+    data: float
+    memory_growth: float
+    replicas: int
 
 
 class ToldDigest(NamedTuple):

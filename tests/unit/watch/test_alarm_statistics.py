@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyaccel.config.sections.timers import AlarmsConfig
 from polyaccel.engine.metrics import Alarm, StepMetrics
 from polyaccel.watch.alarms.machines import MachineAlarms
 from polyaccel.watch.alarms.replicas import alarms_of_digests
@@ -18,7 +19,7 @@ from polyaccel.watch.alarms.robust import Creep, Window
 from polyaccel.watch.alarms.settings import AlarmSettings, RankFigures, ToldDigest
 from polyaccel.watch.alarms.training import TrainingAlarms
 
-SETTINGS = AlarmSettings()
+SETTINGS = AlarmSettings(**AlarmsConfig().model_dump(exclude={"enabled"}))
 SEEDS = st.integers(0, 2**32 - 1)
 
 
