@@ -1,6 +1,6 @@
 """`python -m bench`: step times; `python -m bench backends`, `comm`, `experts`, `hosts`, `imports`, `jax`, `kernels`,
-`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`,
-`trainer` and `tuning`."""
+`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`, `trainer`,
+`tuning` and `watching`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bench.steps import memory, ownership, replica, saves, times
 from bench.tensor import compare as tensor
 from bench.trainer import compare
 from bench.tuning import compare as tuning
+from bench.watching import compare as watching
 
 _COMMANDS = {
     "backends": backends.main,
@@ -37,6 +38,7 @@ _COMMANDS = {
     "tensor": tensor.main,
     "trainer": compare.main,
     "tuning": tuning.main,
+    "watching": watching.main,
 }
 
 

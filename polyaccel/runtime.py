@@ -46,6 +46,8 @@ from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.trial import ToldModel, tell_model
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
+from polyaccel.watch.traces.recorder import RunTrace
+from polyaccel.watch.traces.tiers import TracedTier
 from polyaccel.zero.parts import Communicators, GroupCommunicators, StepParts, Tiers
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.placement import Offload
@@ -72,6 +74,8 @@ class Runtime:
     """The element type in which floating parameters are held; None: as the model has them."""
     mesh: Mesh
     """The axes along which the ranks stand."""
+    trace: RunTrace | None = None
+    """What records the steps that are traced."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
     before_leaving: list[Callable[[], object]] = field(default_factory=list)
@@ -97,7 +101,7 @@ class Runtime:
             mesh=self.mesh,
             loss_scaler=self.loss_scaler(),
             monitor=monitor,
-            trace=trace_of(self.config, self.communicator),
+            trace=self.trace,
             alarms=alarms_of(self.config, self.communicator, self.mesh, monitor),
             about=self.about,
         )
@@ -239,6 +243,8 @@ class Runtime:
         options = replace(state_tier_options(states), run_id=run_id, rank=rank, piece_numel=params.buffer_size)
         for each in dict.fromkeys((device, tier)):
             each.open(self.accelerator, host, options)
+        if self.trace is not None and tier is not device:
+            tier = TracedTier(tier, self.trace)
         options = TierOptions(
             run_id=f"{run_id}-params",
             rank=rank,
@@ -252,6 +258,8 @@ class Runtime:
         of_params = {place: _new_tier(names[place]) for place in dict.fromkeys(offload.params.values())}
         for each in of_params.values():
             each.open(self.accelerator, host, options)
+        if self.trace is not None:
+            of_params = {place: TracedTier(each, self.trace) for place, each in of_params.items()}
         return Tiers.around(device, {place_of(states.device): tier}, of_params)
 
     def storage(self, location: str) -> Storage:
@@ -342,6 +350,7 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_siz
         step_policy=step_policy_of(config),
         param_dtype=param_dtype,
         mesh=mesh_of(config, world_size or communicator.world_size),
+        trace=trace_of(config, communicator),
     )
 
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from polyaccel.watch.run_folder import TRACE_FILE
-from polyaccel.watch.traces.analysis import report_of
 from polyaccel.watch.traces.chrome import read_trace
+from polyaccel.watch.traces.report import report_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

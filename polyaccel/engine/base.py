@@ -183,7 +183,7 @@ class Engine(ABC):
             trace=parts.trace,
             alarms=parts.alarms,
         )
-        self._recorder.planned_memory = lambda: self.zero.planned_memory()
+        self._recorder.memory = lambda: self.zero.memory
         self.timer = self._recorder.timer
         if parts.alarms is not None:
             parts.alarms.attach(self.timer, lambda: self.zero.params)

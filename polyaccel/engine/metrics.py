@@ -104,6 +104,12 @@ class StepMetrics:
     """Elements that this rank sent to others in this step."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Host seconds by phase (`PhaseTimer`); together they are `step_time_s`."""
+    memory_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Where monitors write or `memory_breakdown` is on, at the end of the step: bytes by purpose, in the words of
+    `polyaccel plan`, counted from this rank's buffers (of those that are there only inside a step the most so far), and
+    `in use`, all that the device has."""
+    planned_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """What the plan of the step foretold, in the same words: in the first step, and when it changes."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
     """By layer, where the config asks (`expert_parallel.watch`)."""
     collectives: Mapping[str, CallFigures] = field(default_factory=dict)

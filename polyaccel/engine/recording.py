@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Protocol
+from typing import Any, Protocol
 
 from polyaccel.accelerators.base import Accelerator, MemoryStats
 from polyaccel.arrival import STEP, tell_launcher
@@ -17,7 +17,7 @@ from polyaccel.engine.measures.device_laps import DeviceLaps
 from polyaccel.engine.measures.memory import by_purpose, memory_in_use
 from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.state import TrainedParams
+from polyaccel.engine.state import TrainedMemory, TrainedParams
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.zero.update.walk import StepResult
 
@@ -38,6 +38,19 @@ class Reporting:
     synchronizes: bool = False
 
 
+class StepProfiler(Protocol):
+    """A framework's own profiler."""
+
+    framework: str
+
+    def start(self) -> None:
+        """Begin. Raises RuntimeError where another profiler is at work."""
+
+    def stop(self) -> tuple[Sequence[Mapping[str, Any]], float]:
+        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
+        microseconds."""
+
+
 class StepTrace(Protocol):
     """What every rank did in a few steps, as `watch` records it. Seconds are those of the wall clock."""
 
@@ -47,6 +60,9 @@ class StepTrace(Protocol):
 
     def attach(self, timer: PhaseTimer) -> None:
         """Record the phases of `timer`."""
+
+    def profile_by(self, profiler: StepProfiler) -> None:
+        """Let the framework's own `profiler` record these steps too, if that is wanted."""
 
     def add_source(self, source: Callable[[], Iterable[tuple[str, float, float]]]) -> None:
         """Ask `source` at the end of each recorded step for operations of a pipeline: name, begin and end."""
@@ -107,8 +123,10 @@ class StepRecorder:
         self.alarms = alarms
         if trace is not None:
             trace.attach(self.timer)
-        self.planned_memory: Callable[[], Iterable[tuple[str, int]]] = tuple
-        """Bytes by purpose that the plan of a step knows of."""
+        self.memory: Callable[[], TrainedMemory | None] = lambda: None
+        """What knows the purpose of memory."""
+        self._foretold: TrainedMemory | None = None
+        """Whose plan was told."""
         self.begin()
 
     def begin(self) -> None:
@@ -140,6 +158,7 @@ class StepRecorder:
             self._accelerator.synchronize()
         phase_s = self.timer.take()
         elapsed = sum(phase_s.values())
+        memory = self._accelerator.memory_stats()
         self.last = StepMetrics(
             step=counters.global_steps,
             loss=loss,
@@ -151,12 +170,14 @@ class StepRecorder:
             samples=counters.global_samples,
             step_time_s=elapsed,
             samples_per_s=counters.train_batch_size / elapsed,
-            peak_memory_nbytes=(memory := self._accelerator.memory_stats()).peak_nbytes,
+            peak_memory_nbytes=memory.peak_nbytes,
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,
             experts=experts,
             collectives=self._calls.take(),
             device_phase_s=self.timer.take_device(),
+            memory_nbytes=self._memory_by_purpose(memory),
+            planned_nbytes=self._plan_if_new(),
             **self.work.take(elapsed),
         )
         self._sent_before = sent
@@ -170,6 +191,21 @@ class StepRecorder:
         if self._print_every is not None and self.last.step % self._print_every == 0:
             self._print(self.last)
         return self.last
+
+    def _memory_by_purpose(self, memory: MemoryStats) -> dict[str, int]:
+        """What is in use, where anybody looks at it."""
+        known = self.memory() if self._monitor.enabled or self._reporting.memory else None
+        if known is None:
+            return {}
+        return {name: nbytes for name, nbytes in known.held() if nbytes} | {"in use": memory.allocated_nbytes}
+
+    def _plan_if_new(self) -> dict[str, int]:
+        """What was foretold, where that is looked at and was not told before."""
+        known = self.memory() if self._monitor.enabled or self._reporting.memory else None
+        if known is None or known is self._foretold:
+            return {}
+        self._foretold = known
+        return {name: nbytes for name, nbytes in known.planned() if nbytes}
 
     def close(self) -> None:
         """Let the monitors write what is left, and close them."""
@@ -194,8 +230,10 @@ class StepRecorder:
                 log.info("  device ms, of the last step that it has ended: %s", _shares(metrics.device_phase_s))
         if self._reporting.memory:
             log.info("  memory: %s", memory_in_use(self._accelerator))
-            if purposes := by_purpose(self.planned_memory()):
+            known = self.memory()
+            if known is not None and (purposes := by_purpose(known.planned())):
                 log.info("  of that, by the plan: %s", purposes)
+                log.info("  of that, by the buffers: %s", by_purpose(known.held()))
 
 
 def _shares(seconds: Mapping[str, float]) -> str:

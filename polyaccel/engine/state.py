@@ -31,6 +31,16 @@ class TrainedParams(Protocol):
         """The bits of one of `replicas`."""
 
 
+class TrainedMemory(Protocol):
+    """The memory of a `TrainedState` on this rank: bytes by purpose, the same words for both."""
+
+    def planned(self) -> Iterable[tuple[str, int]]:
+        """What was foretold, as far as a plan of buffers knows it."""
+
+    def held(self) -> Iterable[tuple[str, int]]:
+        """What is there now, and of what is there only inside a step the most that there was."""
+
+
 class TrainedState(Protocol):
     """The part of a step that engines and checkpoints use. `ZeroStep` has it, for the engine's own buffers."""
 
@@ -51,8 +61,8 @@ class TrainedState(Protocol):
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no update has used yet."""
 
-    def planned_memory(self) -> Iterable[tuple[str, int]]:
-        """Bytes of this rank by purpose, as far as a plan of buffers knows them."""
+    @property
+    def memory(self) -> TrainedMemory: ...
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Use the gradients, which were multiplied with `loss_scale`, and forget them. Collective."""

@@ -25,6 +25,7 @@ from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.units import UnitRecomputation
+from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
@@ -71,6 +72,8 @@ class JaxEngine(Engine):
         profile = profile_settings_of(runtime.config) if self.communicator.rank == 0 else None
         total = sum(spec.numel for spec in specs)
         self._work = BatchWork(self._recorder.work, self._traced, first_dtype(specs), profile, total)
+        if self._recorder.trace is not None:
+            self._recorder.trace.profile_by(JaxStepProfiler())
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
 

@@ -61,7 +61,8 @@ def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | N
     if config.trace is None:
         return None
     first, last = config.trace.steps
-    return RunTrace(communicator, first, last, Path(config.trace.folder or config.run_folder or "."))
+    folder = Path(config.trace.folder or config.run_folder or ".")
+    return RunTrace(communicator, first, last, folder, wants_profiler=config.trace.profiler)
 
 
 def alarms_of(config: ResolvedConfig, communicator: Communicator, mesh: Mesh, monitor: MetricSink) -> RunAlarms | None:

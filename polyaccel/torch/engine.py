@@ -73,8 +73,8 @@ class TorchEngine(nn.Module, Engine):
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
-        notes = lambda: self.adapter.enter_notes()  # noqa: E731 - of an adapter that may be made anew
-        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes)
+        trace, notes = self._recorder.trace, lambda: self.adapter.enter_notes()  # of an adapter that may be made anew
+        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes, trace)
         whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
         self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()

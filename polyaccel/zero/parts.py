@@ -3,6 +3,7 @@ place."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
@@ -136,6 +137,7 @@ class Staging:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self._buffers: dict[tuple[Tier, str, DType], Buffer] = {}
+        self._places: dict[tuple[Tier, str, DType], Place] = {}
 
     def borrow(self, tier: Tier, use: str, planned: PlannedBuffer, numel: int) -> Buffer:
         """`numel` elements where the kernels of `tier` reach them, undefined, until the next call for the same tier,
@@ -144,7 +146,15 @@ class Staging:
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = tier.stage(planned.numel, planned.dtype)
+            self._places[key] = planned.place
         return buffer.view(0, numel)
+
+    def held(self) -> Mapping[Place, int]:
+        """The bytes of its buffers, by place."""
+        found: Counter[Place] = Counter()
+        for key, buffer in self._buffers.items():
+            found[self._places[key]] += buffer.nbytes
+        return found
 
     def clear(self) -> None:
         """Let go of everything."""

@@ -25,10 +25,10 @@ from polyaccel.zero.buckets.changes import take_over_changes
 from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter
 from polyaccel.zero.buckets.params import ParamOwner, ParamStore
 from polyaccel.zero.buckets.uses import Uses
+from polyaccel.zero.memory import StepMemory
 from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
-from polyaccel.zero.plan.memory import memory_by_purpose
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
 from polyaccel.zero.update.by_hand import ByHand
@@ -96,6 +96,8 @@ class ZeroStep:
             for index, slot in enumerate(gradients.bucket.slots)
         }
         self._states = StateStore(plan, parts.tiers, self.params, optimizer, groups, self._staging)
+        kept = self.params, self._gradients, self._states, self._in_flight.pool, self._staging
+        self.memory = StepMemory(plan, *kept)
         self._facts = GradientFacts(
             plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.beyond
         )
@@ -146,10 +148,6 @@ class ZeroStep:
     def holds_gradients(self) -> bool:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
         return self._in_pass or any(gradients.has_content for gradients in self._gradients)
-
-    def planned_memory(self) -> list[tuple[str, int]]:
-        """Bytes of this rank by purpose, by the plan of its buffers."""
-        return memory_by_purpose(self.plan)
 
     def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the

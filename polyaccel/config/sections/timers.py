@@ -36,6 +36,9 @@ class TraceConfig(Section):
     """The first and the last optimizer step that are traced, from 1."""
     folder: str | None = None
     """The folder of `trace.json`; null is `run_folder`, or the working directory."""
+    profiler: bool = False
+    """Add what the framework's own profiler records of these steps: torch's operators and a device's kernels, XLA's
+    operations. The steps take longer, and the file may become large."""
 
     @model_validator(mode="after")
     def _in_order(self) -> TraceConfig:

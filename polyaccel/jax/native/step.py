@@ -19,6 +19,16 @@ from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 from polyaccel.zero.update.walk import StepResult
 
 
+class UnknownMemory:
+    """Memory of which nobody knows the purpose."""
+
+    def planned(self) -> tuple[()]:
+        return ()
+
+    def held(self) -> tuple[()]:
+        return ()
+
+
 class NativeStep:
     """Parameters, gradients, optimizer states and their exchange for one layout, on this process's devices.
 
@@ -36,6 +46,7 @@ class NativeStep:
         self.layout = layout
         self.params = memory
         self.optimizer = optimizer
+        self.memory = UnknownMemory()
         self._program = program
         self._update_of = update_of
         self._gradients: Gradients | None = None
@@ -156,10 +167,6 @@ class NativeStep:
     def holds_gradients(self) -> bool:
         """Whether there are gradients that no update has used yet."""
         return self._gradients is not None or self._is_incomplete
-
-    def planned_memory(self) -> tuple[()]:
-        """Nothing: JAX has the memory."""
-        return ()
 
     def discard_gradients(self) -> None:
         """Forget all gradients."""

@@ -15,6 +15,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.recording import StepRecorder
+from polyaccel.torch.profiling.kineto import KinetoProfiler
 from polyaccel.torch.profiling.operations import CountingMode
 from polyaccel.torch.profiling.step_profile import StepProfile
 from polyaccel.torch.profiling.unit_spans import unit_spans
@@ -47,6 +48,8 @@ class ForwardWork:
         """`specs` are the parameters of `module` as they are whole, `units` the names of modules that traces tell."""
         self._module, self._units = module, units
         self._trace = recorder.trace
+        if self._trace is not None:
+            self._trace.profile_by(KinetoProfiler())
         self._counter = counter = recorder.work
         self._steps = steps
         self._profile: StepProfile | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import time
 from typing import Any, Protocol
@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 class UnitTrace(Protocol):
     """The part of a trace that units are told to."""
+
+    @property
+    def is_on(self) -> bool: ...
 
     def span(self, kind: str, name: str, begin_s: float, end_s: float) -> None: ...
 
@@ -50,3 +53,22 @@ def unit_spans(module: nn.Module, units: Collection[str], trace: UnitTrace) -> I
     finally:
         for handle in handles:
             handle.remove()
+
+
+def timed_again(name: str, function: Callable[..., Any], trace: UnitTrace) -> Callable[..., Any]:
+    """`function`, the forward pass of the block `name`; `trace` is told of each call after the first one, in which it
+    is computed again."""
+    calls = 0
+
+    def timed(*inputs: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1 or not trace.is_on:
+            return function(*inputs, **named)
+        began_s = time()
+        try:
+            return function(*inputs, **named)
+        finally:
+            trace.span("unit", f"again {name}", began_s, time())
+
+    return timed

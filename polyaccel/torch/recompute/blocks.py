@@ -33,6 +33,7 @@ from polyaccel.errors import ConfigError, Problem
 from polyaccel.planning.recomputation import Level, PassCosts, choose_levels, describe
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.params.units import find_blocks
+from polyaccel.torch.profiling.unit_spans import UnitTrace, timed_again
 from polyaccel.torch.recompute.measuring import PassRecorder
 from polyaccel.torch.recompute.operations import DEFAULT, contexts_for, kept_operations
 from polyaccel.torch.recompute.regions import ActiveRegions, RecomputedRegions, RunOptions, configured, is_inside_region
@@ -57,6 +58,7 @@ class Recomputation:
         accelerator: Accelerator,
         along: Callable[[Collection[str]], Communicator],
         enter_notes: Callable[[], saved_tensors_hooks | None],
+        trace: UnitTrace | None = None,
     ) -> None:
         self.blocks: RecomputedBlocks | None = None
         self._active: ActiveRegions | None = None
@@ -65,6 +67,7 @@ class Recomputation:
             self._active = ActiveRegions(regions, expects=not policy.recomputes_blocks)
             if policy.recomputes_blocks:
                 self.blocks = RecomputedBlocks(module, policy, regions, enter_notes)
+                self.blocks.trace = trace
 
     def forward_pass(self, *inputs: Any) -> AbstractContextManager[None]:
         """Around a forward pass of the module on `inputs`."""
@@ -107,6 +110,8 @@ class RecomputedBlocks:
             Level.OPERATIONS: RunOptions(contexts=contexts, enter_notes=enter_notes),
         }
         self._enter_notes = enter_notes
+        self.trace: UnitTrace | None = None
+        """What is told of each block that is computed again."""
         self._recorder: PassRecorder | None = None
         """That of the trial under way."""
         self._choices: list[tuple[Shapes, dict[tuple[str, int], Level]]] = []
@@ -196,6 +201,8 @@ class RecomputedBlocks:
         level = self._levels.get(key, self._usual)
         if level is Level.EVERYTHING:
             return function(*args, **named)
+        if self.trace is not None and self.trace.is_on:
+            function = timed_again(name, function, self.trace)
         return regions.run(function, args, named, self._ways[level])
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.watch.page.figures import rounded
-from polyaccel.watch.traces.analysis import Trace, meetings_of, report_of
+from polyaccel.watch.traces.analysis import Trace, meetings_of
 from polyaccel.watch.traces.chrome import read_trace
+from polyaccel.watch.traces.report import report_of
 
 _MOST_OPEN = 1000
 _MOST_SPANS = 3000

@@ -10,6 +10,8 @@ from itertools import pairwise
 from polyaccel.watch.traces.spans import Span
 
 _LEAST_WAIT_S = 1e-5
+MESSAGES = ("send", "recv", "batch")
+"""Operations in which not all ranks of a group meet."""
 Trace = Mapping[int, Sequence[Span]]
 
 
@@ -21,6 +23,7 @@ class TracedMeeting:
     group: tuple[int, ...]
     number: int
     bucket: int | None
+    label: str
     came_s: Mapping[int, float]
     ended_s: Mapping[int, float]
     waited_s: Mapping[int, float]
@@ -53,7 +56,7 @@ def meetings_of(trace: Trace) -> list[TracedMeeting]:
         for span in spans:
             if span.kind == "collective":
                 operation = span.more.get("operation", span.name)
-                if operation in ("send", "recv", "batch"):
+                if operation in MESSAGES:
                     continue
                 key = tuple(span.more["group"]), span.more["number"], operation
                 found[key].setdefault(rank, span)
@@ -63,6 +66,7 @@ def meetings_of(trace: Trace) -> list[TracedMeeting]:
             group,
             number,
             next(iter(own.values())).more.get("bucket"),
+            next(iter(own.values())).more.get("label") or "",
             {rank: span.begin_s for rank, span in own.items()},
             {rank: span.end_s for rank, span in own.items()},
             {rank: span.more["waited_s"] for rank, span in own.items()},
@@ -133,43 +137,3 @@ def _work(spans: Sequence[Span], rank: int, begin_s: float, end_s: float) -> lis
         name = max(inside, key=lambda span: span.begin_s).name if inside else "other"
         sums[name] = sums.get(name, 0.0) + right - left
     return [PathPart(rank, name, seconds) for name, seconds in reversed(sums.items())]
-
-
-def report_of(trace: Trace) -> str:
-    """What `polyaccel trace` prints."""
-    steps = {rank: [span for span in spans if span.kind == "step"] for rank, spans in trace.items()}
-    if not any(steps.values()):
-        return "the trace has no step"
-    begin_s = min(span.begin_s for own in steps.values() for span in own)
-    end_s = max(span.end_s for own in steps.values() for span in own)
-    count, whole_s = max(map(len, steps.values())), end_s - begin_s
-    lines = [f"{count} steps of {len(trace)} ranks, {1e3 * whole_s / count:.1f} ms each", "", "exposed communication"]
-    for rank, spans in sorted(trace.items()):
-        alone_s = exposed_s(spans, begin_s, end_s)
-        lines.append(f"  rank {rank}: {1e3 * alone_s / count:.1f} ms a step ({100 * alone_s / whole_s:.1f} %)")
-    lines += ["", "late to meetings"]
-    late: dict[int, float] = defaultdict(float)
-    worst: dict[int, TracedMeeting] = {}
-    meetings = meetings_of(trace)
-    for meeting in meetings:
-        late[meeting.last] += meeting.late_s
-        if meeting.last not in worst or meeting.late_s > worst[meeting.last].late_s:
-            worst[meeting.last] = meeting
-    for rank, seconds in sorted(late.items(), key=lambda item: -item[1]):
-        times = sum(meeting.last == rank for meeting in meetings)
-        most = worst[rank]
-        bucket = "" if most.bucket is None else f" of bucket {most.bucket}"
-        lines.append(
-            f"  rank {rank}: last at {times} of {len(meetings)}, {1e3 * seconds / count:.1f} ms a step; at most "
-            f"{1e3 * most.late_s:.1f} ms, {most.operation} {most.number}{bucket}"
-        )
-    lines += ["", "critical path"]
-    sums: dict[tuple[str, int], float] = defaultdict(float)
-    for part in critical_path(trace, begin_s):
-        sums[part.what, part.rank] += part.seconds
-    total = sum(sums.values()) or 1.0
-    for (what, rank), seconds in sorted(sums.items(), key=lambda item: -item[1]):
-        if seconds / total >= 0.005:
-            share = f"({100 * seconds / total:.1f} %)"
-            lines.append(f"  {what} on rank {rank}: {1e3 * seconds / count:.1f} ms a step {share}")
-    return "\n".join(lines)

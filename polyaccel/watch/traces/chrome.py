@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.watch.traces.clock import ClockOffset
+from polyaccel.watch.traces.profiled import PROFILER, merged
 from polyaccel.watch.traces.spans import Span
 
-_TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5}
+_TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
 """Of each kind its row below the rank. What of a kind overlaps, as collectives do, is told by asynchronous events."""
-_OVERLAPS = ("collective", "unit")
+_OVERLAPS = ("collective", "tier", "unit")
 _VERSION = 1
 
 
 def write_trace(
-    path: Path, ranks: Sequence[int], spans: Sequence[Sequence[Span]], offsets: Sequence[ClockOffset]
+    path: Path,
+    ranks: Sequence[int],
+    spans: Sequence[Sequence[Span]],
+    offsets: Sequence[ClockOffset],
+    profiled: Mapping[int, Sequence[Sequence[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Write the spans of each rank, on rank 0's clock, which begins with the first of them. Raises OSError."""
+    """Write the spans of each rank, on rank 0's clock, which begins with the first of them, and by rank what a profiler
+    recorded (`kept_events`). Raises OSError."""
     pairs = list(zip(spans, offsets, strict=True))
     begin_s = min((span.begin_s + at.ahead_s for own, at in pairs for span in own), default=0.0)
     events: list[dict[str, Any]] = []
@@ -29,6 +36,7 @@ def write_trace(
         shift_s = offset.ahead_s - begin_s
         for number, span in enumerate(own):
             events += _events(rank, number, span, shift_s)
+        events += merged(rank, profiled.get(rank, ()), 1e6 * shift_s)
     clock = [
         {"rank": rank, "offset_s": one.ahead_s, "error_s": one.error_s}
         for rank, one in zip(ranks, offsets, strict=True)
@@ -51,6 +59,8 @@ def read_trace(path: Path) -> dict[int, list[Span]]:
         found: dict[int, list[Span]] = {int(one["rank"]): [] for one in whole["otherData"]["clock"]}
         open_: dict[tuple[int, str], dict[str, Any]] = {}
         for event in whole["traceEvents"]:
+            if event.get("cat") == PROFILER:
+                continue
             if event["ph"] == "X":
                 begin_s = event["ts"] / 1e6
                 found[event["pid"]].append(

@@ -13,10 +13,12 @@ from typing import Any
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.watch.record import Entry, RecordingCommunicator
+from polyaccel.engine.recording import StepProfiler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.watch.run_folder import TRACE_FILE
 from polyaccel.watch.traces.chrome import write_trace
 from polyaccel.watch.traces.clock import clock_offsets
+from polyaccel.watch.traces.profiled import kept_events
 from polyaccel.watch.traces.spans import Span
 
 log = getLogger(__name__)
@@ -25,10 +27,16 @@ log = getLogger(__name__)
 class RunTrace:
     """Records the optimizer steps `first` to `last` of this rank, and writes those of all ranks to one file in `folder`
     when the last has ended. A run that goes on behind `first` begins at once; one that ends before `last` writes none.
+    `wants_profiler`: what the framework's own profiler records goes there too.
     """
 
-    def __init__(self, communicator: Communicator, first: int, last: int, folder: Path) -> None:
+    def __init__(
+        self, communicator: Communicator, first: int, last: int, folder: Path, *, wants_profiler: bool = False
+    ) -> None:
         self.is_on = False
+        self.wants_profiler = wants_profiler
+        self._profiler: StepProfiler | None = None
+        self._is_profiling = False
         self._communicator = communicator
         self._first, self._last, self._folder = first, last, folder
         self._recorder = communicator.recorder if isinstance(communicator, RecordingCommunicator) else None
@@ -42,6 +50,10 @@ class RunTrace:
     def attach(self, timer: PhaseTimer) -> None:
         """Record the phases of `timer`."""
         self._timer = timer
+
+    def profile_by(self, profiler: StepProfiler) -> None:
+        """Let `profiler` record the traced steps, if that is wanted."""
+        self._profiler = profiler if self.wants_profiler else None
 
     def add_source(self, source: Callable[[], Iterable[tuple[str, float, float]]]) -> None:
         """At the end of each traced step, take the operations of a pipeline that `source` gives: name, begin, end."""
@@ -81,6 +93,12 @@ class RunTrace:
             self._recorder.kept = []
         if self._timer is not None:
             self._timer.on_lap = self._on_lap
+        if self._profiler is not None:
+            try:
+                self._profiler.start()
+                self._is_profiling = True
+            except RuntimeError as error:
+                log.warning("the trace has nothing of the profiler of %s: %s", self._profiler.framework, error)
 
     def _on_lap(self, phase: str, begins: bool) -> None:
         now_s = time()
@@ -95,6 +113,10 @@ class RunTrace:
 
     def _finish(self) -> None:
         self.is_on = False
+        profiled: list[list[Any]] = []
+        if self._profiler is not None and self._is_profiling:
+            self._is_profiling = False
+            profiled = kept_events(self._profiler.framework, *self._profiler.stop())
         if self._timer is not None:
             self._timer.on_lap = None
         if self._recorder is not None:
@@ -103,17 +125,21 @@ class RunTrace:
                 self._add_call(call)
         self._open.clear()
         self._open_units.clear()
-        data = zlib.compress(json.dumps([asdict(span) for span in self._spans]).encode())
+        told = {"spans": [asdict(span) for span in self._spans], "profiled": profiled}
+        data = zlib.compress(json.dumps(told).encode())
         self._spans.clear()
         offsets = clock_offsets(self._communicator)
         gathered = self._communicator.all_gather_bytes(data)
         if self._communicator.rank != 0:
             return
-        spans = [[Span(**span) for span in json.loads(zlib.decompress(one))] for one in gathered]
+        everything = [json.loads(zlib.decompress(one)) for one in gathered]
+        spans = [[Span(**span) for span in one["spans"]] for one in everything]
+        ranks = self._communicator.ranks
+        of_profilers = {rank: one["profiled"] for rank, one in zip(ranks, everything, strict=True)}
         path = self._folder / TRACE_FILE
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_trace(path, self._communicator.ranks, spans, offsets)
+            write_trace(path, ranks, spans, offsets, of_profilers)
         except OSError as error:
             log.warning("the trace could not be written: %s", error)
             return

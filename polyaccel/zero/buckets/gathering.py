@@ -61,11 +61,11 @@ class Gathering:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicators = communicators
-        self._second = SecondCopies(communicators)
+        self.second = SecondCopies(communicators)
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
-        self._pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
+        self.pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
         self.course = Course({index: place.bucket.numel for index, place in self._buckets.items()})
         self.live_numel = 0
         """Elements gathered at present, those under way included; the same on all ranks."""
@@ -185,7 +185,7 @@ class Gathering:
     def refresh(self, index: int) -> None:
         """This rank's slice has new values: free the bucket, or gather it again if it is held. Collective."""
         place = self._buckets[index]
-        self._second.forget(index)
+        self.second.forget(index)
         if place.full is None:
             return
         if place.holds == 0:
@@ -196,7 +196,7 @@ class Gathering:
 
     def note_change(self, index: int) -> None:
         """A user changed values of the bucket, alike on all ranks."""
-        self._second.forget(index)
+        self.second.forget(index)
 
     @contextmanager
     def peek(self, index: int) -> Iterator[Buffer]:
@@ -210,13 +210,13 @@ class Gathering:
             return
         self._make_room(place.bucket.numel)
         self._count_live(place.bucket.numel)
-        full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+        full = self.pool.acquire(place.bucket.numel, place.own.dtype)
         try:
             self._gather(place, full, self._start_fetch(place, full), exact=True, async_op=False)
             yield full
         finally:
             self._count_live(-place.bucket.numel)
-            self._pool.release(full)
+            self.pool.release(full)
 
     def free_idle(self) -> None:
         """Free every bucket without holds, prefetched ones too: parameters are about to change, or a step
@@ -230,14 +230,14 @@ class Gathering:
         held."""
         self.require_idle()
         self.free_idle()
-        self._second.trim()
+        self.second.trim()
         self.is_suspended = True
 
     def trim(self) -> None:
         """Free every bucket without holds, and give the memory back."""
         self.free_idle()
-        self._pool.trim()
-        self._second.trim()
+        self.pool.trim()
+        self.second.trim()
 
     def end_step(self) -> None:
         """The optimizer step is over: what was gathered is stale.
@@ -246,7 +246,7 @@ class Gathering:
         """
         self.require_idle()
         self.free_idle()
-        self._second.forget_all()
+        self.second.forget_all()
 
     def require_idle(self) -> None:
         """Raise ShardingError if a bucket is held, or used by this rank."""
@@ -311,7 +311,7 @@ class Gathering:
         if place.is_own:
             place.full, place.fetch = place.own, DoneFetch()
         else:
-            place.full = self._pool.acquire(place.bucket.numel, place.own.dtype)
+            place.full = self.pool.acquire(place.bucket.numel, place.own.dtype)
             place.slots.of(place.full)  # made here if at all: they are references too
             place.references = place.full.references()
             place.fetch = self._start_fetch(place, place.full)
@@ -340,7 +340,7 @@ class Gathering:
         fetch.finish()
         if place.is_own:
             return DoneWork()
-        work = self._second.gather(place.bucket, full, exact=exact, async_op=async_op)
+        work = self.second.gather(place.bucket, full, exact=exact, async_op=async_op)
         if work is not None:
             return work
         group = self._communicators.of(place.bucket)
@@ -357,7 +357,7 @@ class Gathering:
             place.work.wait()
         place.work = None
         if place.is_exact is self._communicators.of(place.bucket).are_exact(place.bucket):  # as passes see it
-            self._second.keep(place.plan, place.full, is_exact=place.is_exact)
+            self.second.keep(place.plan, place.full, is_exact=place.is_exact)
         if place.kept is not None:
             self._let_go(place, place.kept)
         self._on_bound(place.bucket, place.slots.of(place.full))
@@ -397,4 +397,4 @@ class Gathering:
         """See [Note: Views that outlive their bucket]."""
         if not place.is_own:
             is_viewed = full.references() > references
-            (self._pool.forget if is_viewed else self._pool.release)(full)
+            (self.pool.forget if is_viewed else self.pool.release)(full)

@@ -25,6 +25,11 @@ class SecondCopies:
         self._kept: dict[int, bool] = {}
         """The buckets that are kept, and whether their values are exact."""
 
+    @property
+    def nbytes(self) -> int:
+        """What the slices take."""
+        return sum(own.nbytes for own in self._slices.values())
+
     def keep(self, plan: BucketPlan, full: Buffer, *, is_exact: bool) -> None:
         """Keep this rank's slice of `full`, the gathered bucket of `plan`, unless it is kept already."""
         index, second, near = plan.bucket.index, plan.second, self._communicators.of(plan.bucket).near

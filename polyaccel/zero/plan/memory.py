@@ -7,6 +7,7 @@ equal. Source of the model-state arithmetic: Rajbhandari et al. 2020, sections 3
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -261,8 +262,15 @@ def _codes_nbytes(plan: StepPlan) -> int:
 
 
 def memory_by_purpose(plan: StepPlan) -> list[tuple[str, int]]:
-    """Bytes of `plan` by purpose, in words; what is elsewhere than on the device says where."""
+    """Bytes of `plan` by purpose, in words."""
+    return in_words({(row.place, row.purpose): row.nbytes for row in estimate_memory(plan).rows})
+
+
+def in_words(nbytes: Mapping[tuple[Place, Purpose], int]) -> list[tuple[str, int]]:
+    """Bytes by purpose in words, the device's first; what is elsewhere says where."""
     return [
-        (row.purpose.value if row.place is Place.DEVICE else f"{row.purpose.value} ({row.place.value})", row.nbytes)
-        for row in estimate_memory(plan).rows
+        (purpose.value if place is Place.DEVICE else f"{purpose.value} ({place.value})", nbytes[place, purpose])
+        for place in Place
+        for purpose in Purpose
+        if (place, purpose) in nbytes
     ]

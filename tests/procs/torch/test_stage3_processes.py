@@ -91,7 +91,7 @@ def soak(communicator, steps, places):
                 pass
             engine.module_state_dict()
         assert 0 < gathering.peak_numel <= gathering._policy.max_live_numel
-        assert gathering._pool.held_numel <= gathering._policy.max_live_numel
+        assert gathering.pool.held_numel <= gathering._policy.max_live_numel
         if step + 1 in (steps // 3, steps):
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

@@ -171,7 +171,7 @@ def test_training_keeps_no_gathered_memory(case):
 
     def work(communicator, model):
         engine = engine_of(model)
-        pool = engine.zero.params.gathering._pool
+        pool = engine.zero.params.gathering.pool
         forgotten = []
         pool.forget = forgotten.append
         train(engine, range(2), communicator.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,33 @@ def test_alarms_that_are_off_cost_nothing(tmp_path: Path) -> None:
     beside = run_threads(2, lambda inner: train(inner, enabled=True))[0]
     assert sorted(beside) == sorted([*without, beside[-1]]), "one small exchange more"
     assert len(beside) == len(without) + 1
+
+
+def test_a_copy_of_weights_of_a_stage_is_compared_with_those_of_its_stage(tmp_path: Path) -> None:
+    """Two stages of three ranks: rank 5 differs from ranks 3 and 4, and the other stage has other parameters."""
+    from polyaccel.torch.pipeline import PipelineModule
+
+    settings = config(tmp_path) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield torch.ones(2, 6), torch.zeros(2, 3)
+
+    def train(inner: Any) -> str:
+        record(inner)
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3)]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
+        engine, *_ = polyaccel.initialize(model=module, config=settings)
+        own = next(iter(engine.zero.params.steps))
+        for step in range(1, 9):
+            if step == 3 and inner.rank == 5:
+                flip(engine, own)
+            engine.train_batch(batches())
+        engine.destroy()
+        return own
+
+    *_, own = run_threads(6, train)
+    said = alarms_in(tmp_path)[0]
+    assert said["ranks"] == [5]
+    assert f"with other weights of {own!r} than the 2 others" in said["alarm"]

@@ -16,8 +16,8 @@ from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.pipeline.program import TaskTime, spans_of
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.analysis import report_of
 from polyaccel.watch.traces.chrome import read_trace
+from polyaccel.watch.traces.report import report_of
 
 RANKS, STEPS = 2, (2, 3)
 

@@ -11,9 +11,10 @@ import pytest
 from polyaccel.cli.main import main
 from polyaccel.errors import PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.analysis import critical_path, exposed_s, meetings_of, report_of
+from polyaccel.watch.traces.analysis import critical_path, exposed_s, meetings_of
 from polyaccel.watch.traces.chrome import read_trace, write_trace
 from polyaccel.watch.traces.clock import ClockOffset, clock_offsets
+from polyaccel.watch.traces.report import report_of
 from polyaccel.watch.traces.spans import Span
 
 
