@@ -32,7 +32,7 @@ function scaleOf(unit, most) {
   const steps = UNITS[unit];
   if (steps === undefined) return [1, unit];
   let chosen = steps[0];
-  for (const step of steps) if (Math.abs(most) >= step[0]) chosen = step;
+  for (const step of steps) if (Math.abs(most) >= 0.9999 * step[0]) chosen = step;
   return chosen;
 }
 

@@ -99,7 +99,7 @@ def flattened(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
     `lr_1` of the second."""
     found: dict[str, float] = {}
     for name, value in record.items():
-        if isinstance(value, bool) or value is None or name in ("step", "nonfinite"):
+        if isinstance(value, bool) or value is None or name in ("step", "nonfinite", "planned_nbytes"):
             continue
         if isinstance(value, (int, float)):
             found[before + name] = value

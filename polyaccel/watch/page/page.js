@@ -55,6 +55,40 @@ function byRank(run, at, several, key, title, name, options) {
   if (lines.length > 1) cards.chart(`${key}.${at}`, title, { ...options, lines }, { note: options.note, run: several ? at : null });
 }
 
+const IN_USE = "in use", REST = "activations and the rest";
+const PURPOSES = ["parameters", "master weights", "optimizer states", "gradients", "gradient buckets in flight", "gathered parameters",
+  "second copies for near ranks", "staging of offloaded states"];
+const isElsewhere = (name) => / \(\w+\)$/.test(name);
+const purposeColour = (name) => partColour(PURPOSES.indexOf(name.replace(/ \(\w+\)$/, "")) + 1);
+const purposesOf = (run) => partsOf(run, "memory_nbytes", "", purposeColour, PURPOSES).filter((part) => part.name !== IN_USE);
+
+// What was foretold of the purposes of some names, as a dashed line of its own.
+function foretoldOf(run, said, chosen) {
+  const told = Object.entries(run.planned).filter(([name]) => chosen(name));
+  const sum = told.reduce((total, [, nbytes]) => total + nbytes, 0);
+  return told.length ? [{ name: said, colour: "var(--ink)", dash: "2 3", y: run.figures.step.map(() => sum) }] : [];
+}
+
+function showMemory(run, at, several) {
+  const areas = purposesOf(run).filter((part) => !isElsewhere(part.name));
+  const inUse = run.figures.figures[`memory_nbytes/${IN_USE}`];
+  if (!areas.length) return;
+  if (inUse) areas.push({ name: REST, colour: partColour(9), y: inUse.map((value, one) => (value === null ? null : Math.max(0, value - areas.reduce((sum, part) => sum + (part.y[one] ?? 0), 0)))) });
+  const lines = [{ name: "the most in use", colour: "var(--ink)", dash: "7 4", y: run.figures.figures.peak_memory_nbytes ?? [] }, ...foretoldOf(run, "foretold, activations apart", (name) => !isElsewhere(name))];
+  areaChart(run, at, several, "purposes", "Memory by purpose", areas, { unit: "B", note: "of rank 0's device, at the end of a step", lines });
+}
+
+function showTiers(run, at, several) {
+  const areas = purposesOf(run).filter((part) => isElsewhere(part.name));
+  areaChart(run, at, several, "tiers", "Tiers", areas, { unit: "B", note: "what rank 0 has beside its device", lines: foretoldOf(run, "foretold", isElsewhere) });
+}
+
+function showTransfers(run, at, several) {
+  if (!run.trace?.tiers.length) return;
+  const rows = run.trace.tiers.map(([rank, tier, nbytes, seconds]) => [rankName(rank), tier, words(nbytes / run.trace.steps, "B"), words(seconds / run.trace.steps, "s")]);
+  cards.holding(`transfers.${at}`, "Transfers of tiers, traced", { run: several ? at : null, note: "a step" }, table(["", "tier", "moved", "waited for"], rows));
+}
+
 const WAITING = "in collectives, a step; the others wait for the rank that waits least";
 
 function showWaits(run, at, several) {
@@ -91,7 +125,7 @@ function showTrace(run, at, several) {
   const found = [...new Set(run.trace.rows.flatMap((row) => row.spans.map((span) => span[0])))];
   const names = [...PHASES.filter((name) => found.includes(name)), ...found.filter((name) => !PHASES.includes(name) && name !== "waiting")];
   const legend = make("ul", { class: "legend" }, ...names.map((name) => make("li", {}, swatch({ colour: phaseColour(name), filled: true }), name)),
-    make("li", {}, swatch({ colour: "var(--error)", filled: true }), "waiting for communication"));
+    make("li", {}, swatch({ colour: "var(--error)", filled: true }), run.trace.tiers.length ? "waiting for ranks or tiers" : "waiting for ranks"));
   const node = lanes(run.trace, phaseColour);
   held(`trace.${at}`, `${run.trace.steps} traced steps`, { ...options, note: "what every rank did, on one clock; trace.json has all of it for ui.perfetto.dev" }, node, {
     before: [legend], after: [make("details", {}, make("summary", {}, "Where the time went"), make("pre", {}, run.trace.report))],
@@ -179,8 +213,9 @@ function show(runs) {
   const each = (one) => runs.forEach((run, at) => one(run, at, several));
   each((run, at) => areaChart(run, at, several, "phases", "Time of a step by phase", partsOf(run, "phase_s", "", phaseColour, PHASES), { unit: "s", note: "of rank 0's host" }));
   each((run, at) => areaChart(run, at, several, "device-phases", "Time of the device by phase", partsOf(run, "device_phase_s", "", phaseColour, PHASES), { unit: "s", note: "of rank 0's device, a step" }));
-  each((run, at) => areaChart(run, at, several, "purposes", "Memory by purpose", partsOf(run, "memory_nbytes"), { unit: "B", note: "of rank 0", lines: [{ name: "most in use", colour: "var(--ink)", dash: "4 3", y: run.figures.figures.peak_memory_nbytes ?? [] }] }));
-  if (!runs.some((run) => Object.keys(run.ranks).length > 1)) lineChart(runs, "memory", "Memory", [["peak_memory_nbytes", "most in use"]], { unit: "B", fromZero: true });
+  each(showMemory);
+  each(showTiers);
+  if (!runs.some((run) => Object.keys(run.ranks).length > 1 || purposesOf(run).length)) lineChart(runs, "memory", "Memory", [["peak_memory_nbytes", "most in use"]], { unit: "B", fromZero: true });
   each((run, at) => areaChart(run, at, several, "waits-by-call", "Waiting by collective", partsOf(run, "collectives", "/waited_s", callColour, CALLS), { unit: "s", note: "of rank 0, a step" }));
   each((run, at) => areaChart(run, at, several, "sent-by-call", "Sent by collective", partsOf(run, "collectives", "/sent_nbytes", callColour, CALLS), { unit: "B", note: "by rank 0, a step" }));
   each((run, at) => byRank(run, at, several, "rank-waits", "Waiting by rank", "waited_s", { unit: "s", fromZero: true, cuts: true, smooths: true, note: WAITING }));
@@ -188,7 +223,7 @@ function show(runs) {
   each((run, at) => byRank(run, at, several, "rank-times", "Step time by rank", "step_time_s", { unit: "s", fromZero: true, cuts: true, smooths: true }));
   each((run, at) => byRank(run, at, several, "rank-memory", "Memory by rank", "peak_memory_nbytes", { unit: "B", fromZero: true, note: "the most in use on each device so far" }));
   each(showTotals);
-  each((run, at) => areaChart(run, at, several, "tiers", "Tiers", partsOf(run, "tiers"), { unit: "B", note: "moved by rank 0 between device, host and files, a step" }));
+  each(showTransfers);
   each(showBalance);
   showTokens(runs, several);
   each(showTrace);

@@ -53,6 +53,7 @@ class WatchedRun:
         self._by_rank: dict[int, FigureTable] = {}
         self._totals: dict[int, dict[str, float]] = {}
         self._last: dict[str, Any] = {"step": None, "figures": {}}
+        self._planned: dict[str, Any] = {}
         self._experts: dict[str, list[int]] = {}
         self._marks: deque[dict[str, Any]] = deque(maxlen=_MOST_MARKS)
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
@@ -130,6 +131,7 @@ class WatchedRun:
             if isinstance(value := record.get("value"), (int, float)):
                 self._events.add(step, {str(record["tag"]): value})
         else:
+            self._planned = dict(_mapping(record, "planned_nbytes")) or self._planned
             figures = flattened(record)
             self._last = {
                 "step": step,
@@ -220,6 +222,7 @@ class WatchedRun:
             "totals": totals,
             "waits": self._waits.shown(),
             "experts": self._experts,
+            "planned": self._planned,
             "marks": list(self._marks),
             "alarms": list(self._alarms),
             "log": sorted(self._lines, key=lambda line: line["time"]),

@@ -61,6 +61,11 @@ def shown_trace(path: Path) -> dict[str, Any] | None:
         trace = read_trace(path)
     except PolyaccelError:
         return None
+    return told_of(trace)
+
+
+def told_of(trace: Trace) -> dict[str, Any] | None:
+    """`shown_trace` of spans that are there already."""
     steps = [span for spans in trace.values() for span in spans if span.kind == "step"]
     if not steps:
         return None
@@ -74,9 +79,22 @@ def shown_trace(path: Path) -> dict[str, Any] | None:
         "report": report_of(trace),
         "steps": len({span.name for span in steps}),
         "pairs": _pairs(sums),
+        "tiers": _tiers(trace),
         "rows": _rows(trace, begin_s),
         "seconds": rounded(end_s - begin_s),
     }
+
+
+def _tiers(trace: Trace) -> list[list[Any]]:
+    """Rank, tier, bytes that were moved, and seconds in which the rank did nothing but wait for them."""
+    sums: dict[tuple[int, str], list[float]] = {}
+    for rank, spans in trace.items():
+        for span in spans:
+            if span.kind == "tier":
+                told = sums.setdefault((rank, str(span.more["tier"])), [0, 0.0])
+                told[0] += span.more["nbytes"]
+                told[1] += span.more["waited_s"]
+    return [[rank, tier, nbytes, rounded(waited_s)] for (rank, tier), (nbytes, waited_s) in sorted(sums.items())]
 
 
 def _rows(trace: Trace, begin_s: float) -> list[dict[str, Any]]:
@@ -86,7 +104,7 @@ def _rows(trace: Trace, begin_s: float) -> list[dict[str, Any]]:
     for rank in ranks:
         found = [(span.name, span.begin_s - begin_s, span.seconds) for span in trace[rank] if span.kind == "phase"]
         for span in trace[rank]:
-            if span.kind == "collective" and (waited_s := span.more["waited_s"]) > 0:
+            if span.kind in ("collective", "tier") and (waited_s := span.more["waited_s"]) > 0:
                 found.append(("waiting", span.end_s - waited_s - begin_s, waited_s))
         found.sort(key=lambda one: -one[2])
         spans = sorted(found[: _MOST_SPANS // len(ranks)], key=lambda one: (one[0] == "waiting", one[1], -one[2]))

@@ -6,6 +6,7 @@ of the guide.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,9 @@ CARDS = "[...document.querySelectorAll('.card')].map((card) => card.dataset.card
 ALWAYS = ["loss", "lr"]
 SAMPLE_CARDS = [
     *("loss", "norm", "scale", "lr", "tokens", "samples", "flops", "mfu", "event.validation loss"),
-    *("phases.0", "waits-by-call.0", "sent-by-call.0", "rank-waits.0", "waits.0", "rank-times.0", "rank-memory.0"),
-    *("ranks.0", "balance.0", "experts.0.layers.1.mlp", "experts.0.layers.3.mlp", "trace.0", "trace-waits.0"),
+    *("phases.0", "purposes.0", "tiers.0", "waits-by-call.0", "sent-by-call.0"),
+    *("rank-waits.0", "waits.0", "rank-times.0", "rank-memory.0", "ranks.0", "transfers.0"),
+    *("balance.0", "experts.0.layers.1.mlp", "experts.0.layers.3.mlp", "trace.0", "trace-waits.0"),
     *("picture.0.pipeline.svg", "log.0", "config.0"),
 ]
 CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
@@ -122,6 +124,32 @@ def test_what_a_run_has_no_records_of_is_left_out(browser: Headless, tmp_path: P
     assert browser.run(CARDS) == ALWAYS
 
 
+def test_memory_stands_beside_what_was_foretold(browser: Headless, tmp_path: Path) -> None:
+    planned = {"parameters": 2 << 30, "gradients": 1 << 30, "optimizer states (host)": 4 << 30}
+    records = [
+        {
+            "step": step,
+            "loss": 2.0,
+            "peak_memory_nbytes": 5 << 30,
+            "memory_nbytes": {**planned, "in use": (4 << 30) + step * (1 << 26)},
+            "planned_nbytes": planned if step == 1 else {},
+        }
+        for step in range(1, 11)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    browser.show(frozen([tmp_path], tmp_path))
+    browser.wait_for(DRAWN)
+    assert browser.run(CARDS) == ["loss", "purposes.0", "tiers.0"]
+    legend = "[...document.querySelectorAll(`[data-card='%s'] .legend li`)].map((one) => one.textContent)"
+    assert browser.run(legend % "purposes.0") == [
+        *("last", "activations and the rest1.625 GiB", "gradients1 GiB", "parameters2 GiB"),
+        *("the most in use5 GiB", "foretold, activations apart3 GiB"),
+    ]
+    assert browser.run(legend % "tiers.0") == [
+        *("last", "optimizer states (host)4 GiB", "foretold4 GiB"),
+    ]
+
+
 def test_runs_stand_side_by_side(browser: Headless, folders: list[Path], tmp_path: Path) -> None:
     browser.show(frozen(folders, tmp_path))
     browser.wait_for(DRAWN)
@@ -183,9 +211,11 @@ def test_the_values_at_the_pointer_are_told(browser: Headless, folders: list[Pat
 PICTURES = {
     "page": (1280, 760, False, 1),
     "page_of_ranks": (1180, 640, False, 1),
+    "page_of_memory": (1180, 370, False, 1),
     "page_of_two_runs": (1280, 700, True, 2),
     "page_on_a_telephone": (400, 800, True, 1),
 }
+SCROLLED_TO = {"page_of_ranks": "rank-waits.0", "page_of_memory": "purposes.0"}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -193,8 +223,8 @@ def test_pictures_for_the_guide(browser: Headless, folders: list[Path], tmp_path
     width, height, dark, count = PICTURES[name]
     browser.show(frozen(folders[:count], tmp_path), width=width, height=height, dark=dark)
     browser.wait_for(DRAWN)
-    if name == "page_of_ranks":
-        browser.run("document.querySelector('[data-card=\"rank-waits.0\"]').scrollIntoView()")
+    if card := SCROLLED_TO.get(name):
+        browser.run(f"document.querySelector('[data-card=\"{card}\"]').scrollIntoView()")
     browser.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     target = Path(os.environ.get("PAGE_PICTURES") or tmp_path) / f"{name}.png"
     browser.picture(target)

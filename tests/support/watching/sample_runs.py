@@ -20,10 +20,19 @@ from polyaccel.watch.traces.spans import Span
 STARTED_S = 1_790_000_000.0
 CONFIG = {
     "train_batch_size": 64,
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "fp16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.0004}},
 }
+HELD = {
+    "parameters": 5 << 29,
+    "gradients": 5 << 27,
+    "gradient buckets in flight": 3 << 26,
+    "staging of offloaded states": 1 << 27,
+    "master weights (host)": 5 << 28,
+    "optimizer states (host)": 5 << 29,
+}
+"""Bytes by purpose of a rank, of 1.3 billion parameters on four."""
 
 
 class SampleRun:
@@ -111,6 +120,8 @@ class SampleRun:
                 tflops=38.2 / step_s / 4,
                 model_flops_utilisation=0.38 * 0.25 / step_s,
                 peak_memory_nbytes=round((9.1 + 0.4 * (rank == 0)) * 2**30 * min(1, 0.9 + self.step / 50)),
+                memory_nbytes=HELD | {"in use": round((7.2 + noise(0, 0.05)) * 2**30 * min(1, 0.9 + self.step / 50))},
+                planned_nbytes=HELD if self.step == 1 else {},
                 traffic_numel=14_600_000,
                 phase_s=phases | {"reduce": waited_s - 0.006, "publish": 0.001, "other": 0.001},
                 experts={"layers.1.mlp": _experts(first, 0.0), "layers.3.mlp": _experts(third, 0.002)},
@@ -135,6 +146,8 @@ class SampleRun:
             more = {"group": [0, 1, 2, 3], "number": number, "waited_s": meets_s - arrives_s, "bucket": 0, "label": ""}
             yield Span("collective", "reduce_scatter", arrives_s, meets_s, {**more, "numel": 1, "dtype": "float32"})
             yield Span("phase", "update", meets_s, begin_s + 0.27)
+            moved = {"tier": "cpu", "nbytes": 5 << 27, "waited_s": 0.004}
+            yield Span("tier", "cpu: read group 0", meets_s + 0.001, meets_s + 0.009, moved)
 
 
 def _experts(tokens: tuple[int, ...], dropped: float) -> ExpertFigures:

@@ -15,7 +15,8 @@ from polyaccel.watch.page.document import open_runs
 from polyaccel.watch.page.figures import FigureTable, flattened
 from polyaccel.watch.page.following import FollowedLines
 from polyaccel.watch.page.run import WatchedRun
-from polyaccel.watch.page.waits import WaitTable
+from polyaccel.watch.page.waits import WaitTable, told_of
+from polyaccel.watch.traces.spans import Span
 
 
 @settings(max_examples=30, deadline=None)
@@ -104,6 +105,28 @@ def test_the_others_wait_for_the_rank_that_waits_least() -> None:
     assert table.shown() == {"steps": 2, "pairs": [[1, 0, 1.5], [2, 0, 0.5]]}
 
 
+def test_what_a_trace_shows() -> None:
+    call = {"group": [0, 1], "number": 0, "bucket": 0, "label": "", "numel": 1, "dtype": "float32"}
+    moved = {"tier": "nvme", "nbytes": 100, "waited_s": 0.25}
+    trace = {
+        rank: [
+            Span("step", "step 1", 0.0, 4.0, {"step": 1}),
+            Span("phase", "forward", 0.0, 3.0),
+            Span("phase", "publish", 1.0, 2.0),
+            Span("collective", "all_gather", came_s, 3.5, {**call, "waited_s": 3.5 - came_s}),
+            Span("tier", "nvme: fetch", 2.0, 2.5, moved),
+        ]
+        for rank, came_s in ((0, 1.5), (1, 3.25))
+    }
+    told = told_of(trace)
+    assert told is not None
+    assert (told["steps"], told["seconds"], told["pairs"]) == (1, 4, [[0, 1, 2]])
+    assert told["tiers"] == [[0, "nvme", 100, 0.25], [1, "nvme", 100, 0.25]]
+    spans = [["forward", 0, 3], ["publish", 1, 1], ["waiting", 1.5, 2], ["waiting", 2.25, 0.25]]
+    assert told["rows"][0] == {"rank": 0, "spans": spans}
+    assert told_of({0: [Span("phase", "forward", 0.0, 1.0)]}) is None
+
+
 def test_a_run_is_followed_as_it_grows(tmp_path: Path) -> None:
     sample = SampleRun(tmp_path / "run")
     run = WatchedRun(tmp_path / "run", "run")
@@ -158,13 +181,14 @@ def test_a_run_that_has_ended_tells_all_there_is(tmp_path: Path) -> None:
 
 
 def test_a_run_without_more_than_steps_has_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "planned_nbytes": {"parameters": 5}}\n')
     (tmp_path / "trace.json").write_text("{}")
     (tmp_path / "run.json").write_text("{")
     run = WatchedRun(tmp_path, "run")
     run.look()
     told = run.shown()
     assert told["figures"] == {"step": [1], "figures": {"loss": [2]}}
+    assert told["planned"] == {"parameters": 5}
     empty = ("facts", "waits", "experts", "marks", "alarms", "log", "trace", "pictures", "state")
     assert not any(told[name] for name in empty)
 
