@@ -32,7 +32,7 @@ from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.traffic import step_traffic
 
 _USUAL_NBYTES_PER_S = 1e9
-_KEPT_SHARE = 0.4
+_KEPT_SHARE = 0.5
 """Of activations, where blocks are computed again: their inputs, the one block that is computed, and the head."""
 _RECOMPUTING_NBYTES = 72 << 20
 """What a process on a host loads when it first computes blocks again: torch's modules for dispatch in Python."""
@@ -223,6 +223,7 @@ class Foreteller:
             "recomputed": 1.0 * candidate.recomputes,
             "recomputed rows": rows * candidate.recomputes,
             "sharded": 1.0 * (candidate.stage > 0),
+            "scattered": 1.0 * (candidate.stage > 1),
             "gathering": 1.0 * (candidate.stage == 3),
         }
 
@@ -233,7 +234,8 @@ class Foreteller:
 
     def _known_memory(self, good: Sequence[TrialRecord]) -> WeightedSum:
         """The weights before `good` trials correct them. One trial cannot tell what grows with its rows from what does
-        not. On a host, pages of parameters that ranks share count a second time where they were written."""
+        not. On a host, pages of parameters that ranks share count a second time where they were written, and how full
+        the buffers of scattered gradients are at the peak is left to trials."""
         known = self._pass
         rows, always, states = known.kept_nbytes, known.fixed_nbytes, 0.05 * self._model_nbytes()
         loaded = 0.0 if self._is_remote else float(_RECOMPUTING_NBYTES)
@@ -245,7 +247,7 @@ class Foreteller:
                 first = self._memory_features(good[0].candidate)
                 rest = self._rest(good[0]) - loaded * first["recomputed"] - mapped * first["sharded"]
                 rest = max(0.2 * self._rest(good[0]), rest)
-                always = min(0.5 * rest, 0.0 if self._is_remote else float(_PASSING_NBYTES))
+                always = min(0.7 * rest, 0.0 if self._is_remote else float(_PASSING_NBYTES))
                 rows, spread = (rest - always) / first["rows"], 0.6
         return WeightedSum(
             {
@@ -254,6 +256,7 @@ class Foreteller:
                 "recomputed": Weight(loaded, max(states, 0.03 * self._base_nbytes)),
                 "recomputed rows": Weight(0.0, 0.15 * rows),
                 "sharded": Weight(mapped, max(states, 0.5 * mapped)),
+                "scattered": Weight(0.0, max(states, 0.3 * mapped)),
                 "gathering": Weight(0.0, states),
             }
         )

@@ -1,0 +1,76 @@
+"""Memory as it is foretold after a trial or three, beside what a training of 29 million parameters had: two ranks on a
+host, sequences of 128 bytes, the most of either rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from polyaccel.config import load_config, resolve_config
+from polyaccel.planning.model import ModelShape
+from polyaccel.tuning.candidates import Candidate
+from polyaccel.tuning.foretelling import Foreteller
+from polyaccel.tuning.records import TrialRecord
+from polyaccel.types import DType, ParamSpec
+
+MIB = 1 << 20
+PROCESS_MIB = 261
+MEASURED_MIB = {
+    (0, 1, False): 833,
+    (0, 4, False): 957,
+    (0, 8, False): 1133,
+    (1, 1, False): 831,
+    (1, 2, False): 868,
+    (1, 8, False): 1117,
+    (2, 1, False): 777,
+    (2, 4, False): 903,
+    (2, 8, False): 1073,
+    (3, 1, False): 767,
+    (0, 8, True): 1056,
+    (1, 1, True): 866,
+    (1, 8, True): 1048,
+    (2, 1, True): 814,
+    (2, 2, True): 831,
+    (3, 1, True): 813,
+}
+"""MiB by stage, micro-batch and whether blocks are computed again."""
+OWN = (1, 1, False)
+
+
+def specs() -> Iterator[ParamSpec]:
+    """About the parameters of a GPT of 9 blocks and a width of 512."""
+    for number in range(9):
+        for name, rows in (("qkv", 1536), ("out", 512), ("in", 2048), ("back", 2048)):
+            yield ParamSpec(f"blocks.{number}.{name}", (rows, 512), DType.FLOAT32)
+    yield ParamSpec("tokens", (640, 512), DType.FLOAT32)
+
+
+@pytest.fixture
+def foreteller() -> Foreteller:
+    tree = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    config = resolve_config(load_config(tree), world_size=2)
+    units = {spec.fqn: spec.fqn[:8] for spec in specs() if "blocks" in spec.fqn}
+    model = ModelShape("a GPT", tuple(specs()), units)
+    return Foreteller(config, model, 2, is_remote=False, base_nbytes=PROCESS_MIB * MIB)
+
+
+def setting(stage: int, rows: int, recomputes: bool) -> Candidate:
+    return Candidate(
+        stage=stage, micro_batch=rows, accumulation=8 // rows, recomputes=recomputes, bucket_numel=500_000_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("tried", "error"),
+    [((OWN,), 0.1), ((OWN, (2, 4, False), (0, 4, False)), 0.05)],
+    ids=["one trial", "three trials"],
+)
+def test_the_memory_of_settings_that_nobody_tried_is_foretold(
+    tried: tuple[tuple[int, int, bool], ...], error: float, foreteller: Foreteller
+) -> None:
+    foreteller.learn(
+        [TrialRecord(candidate=setting(*one), step_s=1.0, peak_nbytes=MEASURED_MIB[one] * MIB) for one in tried]
+    )
+    for one, mib in MEASURED_MIB.items():
+        assert foreteller.foretell(setting(*one)).device_nbytes / MIB == pytest.approx(mib, rel=error), one
