@@ -14,6 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.table import Table
+
 from bench.machine import describe_machine
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
@@ -84,16 +86,30 @@ def main(argv: Sequence[str]) -> int:
             f"{off:.0e}" + (" WRONG" if off > _NEAR else ""),
         )
     console.print(table)
-    told, travelled, gathered, copied = (
-        1e6 * median(one for run in taken[_OURS[0]] for one in run[0][name])
-        for name in ("told", "travelled", "gathered", "copied")
-    )
-    console.print(
-        f"rows to their experts and back: {travelled:.0f} us, of which {gathered:.0f} us gather them by expert, with "
-        f"one rank too; the rest is {(travelled - gathered) / copied:.1f} times two copies of them in memory "
-        f"({copied:.0f} us); telling how many come: {told:.0f} us (medians)"
-    )
+    console.print(_of_journeys([run[0]["journeys"] for run in taken[_OURS[0]]]))
     return int(is_wrong)
+
+
+def _of_journeys(runs: Sequence[Sequence[Any]]) -> Table:
+    """Of each size of rows the medians over all launches of rank 0. Both ranks run at once, so seconds have the wait
+    for the other rank in them, CPU seconds have not."""
+    table = make_table(
+        "rows to their experts and back, but for gathering them by expert, which one rank does too; us (CPU us)",
+        ("rows of", "there and back", "gathered", "two copies", "times copies", "in CPU", "told how many come"),
+    )
+    for of_size in zip(*runs, strict=True):
+        ways, gathered, copied, told = (
+            [1e6 * median(one[clock] for run in of_size for one in run[name]) for clock in (0, 1)]
+            for name in ("travelled", "gathered", "copied", "told")
+        )
+        way = [each - other for each, other in zip(ways, gathered, strict=True)]
+        table.add_row(
+            f"{of_size[0]['nbytes'] / (1 << 20):.3g} MiB",
+            *(f"{seconds:.0f} ({cpu:.0f})" for seconds, cpu in (way, gathered, copied)),
+            *(f"{each / other:.1f}" for each, other in zip(way, copied, strict=True)),
+            f"{told[0]:.0f} ({told[1]:.0f})",
+        )
+    return table
 
 
 def _medians(runs: Sequence[Sequence[Any]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     trainer = build(variant, model_of(sizes), sizes)
-    found: dict[str, list[float]] = {each: [] for each in ("seconds", "cpu", "forward", "backward", "update", "losses")}
+    found: dict[str, list[Any]] = {each: [] for each in ("seconds", "cpu", "forward", "backward", "update", "losses")}
     for step in range(WARMUP + steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         words = torch.randint(WORDS, (sizes["batch"], sizes["length"]), generator=generator)
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
             found["backward"].append(backward - forward)
             found["update"].append(ended - backward)
     if variant == "polyaccel, ep 2" and isinstance(trainer, EngineTrainer):
-        found |= journeys(trainer.engine, sizes, 4 * steps)
+        found["journeys"] = journeys(trainer.engine, sizes, 4 * steps)
     Path(f"{result}.{rank}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -111,46 +111,63 @@ def main(argv: list[str]) -> None:
     os._exit(0)  # DeepSpeed's process may abort or hang where gloo is taken down
 
 
-def journeys(engine: Any, sizes: dict[str, int], times: int) -> dict[str, list[float]]:
-    """Seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`), of
-    gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in memory
-    (`copied`). Tokens choose two of the experts at random; experts put what they make where it is sent from."""
+def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, Any]]:
+    """For the sizes of the model, and for sixteen times as many bytes: `nbytes` of the rows, and of each time seconds
+    and CPU seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`),
+    of gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in this
+    process's own memory (`copied`), once for each way. Tokens choose two of the experts at random; experts put what
+    they make where it is sent from."""
     from polyaccel.torch.experts.ranks import SendingRoom, plan_journey
     from polyaccel.torch.experts.routing import route
     from polyaccel.torch.parallel.ranks import even_parts
 
     communicator = engine.runtime.along(("expert",))
-    tokens, experts = sizes["batch"] * sizes["length"], sizes["experts"]
-    chosen = torch.rand(tokens, experts).topk(2, dim=1).indices
-    routing = route(chosen, torch.ones(tokens, 2), experts)
-    values, room = torch.randn(tokens, sizes["hidden"]), SendingRoom(communicator)
-    rows = values.index_select(0, routing.tokens)
-    copies = torch.empty_like(rows), torch.empty_like(rows)
-    found: dict[str, list[float]] = {each: [] for each in ("told", "travelled", "gathered", "copied")}
-    for _ in range(times):
-        communicator.barrier()
-        began = perf_counter()
-        journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size), room)
-        told = perf_counter()
-        came = journey.there(values, routing.tokens)
-        arrived = perf_counter()
-        if journey.room is not None:
-            came = journey.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
-        communicator.barrier()
-        leaves = perf_counter()
-        back = journey.back(came)
-        travelled = perf_counter()
-        torch.index_select(values, 0, routing.tokens, out=copies[0])
-        gathered = perf_counter()
-        copies[0].copy_(rows)
-        copies[1].copy_(copies[0])
-        found["told"].append(told - began)
-        found["travelled"].append(arrived - told + travelled - leaves)
-        found["gathered"].append(gathered - travelled)
-        found["copied"].append(perf_counter() - gathered)
-        if not torch.equal(back, rows):
-            raise SystemExit("rows came back as others")
+    experts = sizes["experts"]
+    found: list[dict[str, Any]] = []
+    for longer, wider in ((1, 1), (8, 2)):
+        tokens = longer * sizes["batch"] * sizes["length"]
+        chosen = torch.rand(tokens, experts).topk(2, dim=1).indices
+        routing = route(chosen, torch.ones(tokens, 2), experts)
+        values, room = torch.randn(tokens, wider * sizes["hidden"]), SendingRoom(communicator)
+        rows = values.index_select(0, routing.tokens)
+        copies = torch.empty_like(rows), torch.empty_like(rows)
+        taken: dict[str, list[tuple[float, ...]]] = {each: [] for each in ("told", "travelled", "gathered", "copied")}
+        for _ in range(times):
+            communicator.barrier()
+            began = _now()
+            journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size), room)
+            told = _now()
+            came = journey.there(values, routing.tokens)
+            arrived = _now()
+            if journey.room is not None:
+                came = journey.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
+            communicator.barrier()
+            leaves = _now()
+            back = journey.back(came)
+            travelled = _now()
+            torch.index_select(values, 0, routing.tokens, out=copies[0])
+            gathered = _now()
+            copies[0].copy_(rows)
+            copies[1].copy_(copies[0])
+            copied = _now()
+            taken["told"].append(_between(began, told))
+            taken["travelled"].append(
+                tuple(map(sum, zip(_between(told, arrived), _between(leaves, travelled), strict=True)))
+            )
+            taken["gathered"].append(_between(travelled, gathered))
+            taken["copied"].append(_between(gathered, copied))
+            if not torch.equal(back, rows):
+                raise SystemExit("rows came back as others")
+        found.append({"nbytes": rows.nbytes, **taken})
     return found
+
+
+def _now() -> tuple[float, float]:
+    return perf_counter(), thread_time()
+
+
+def _between(earlier: tuple[float, float], later: tuple[float, float]) -> tuple[float, ...]:
+    return tuple(b - a for a, b in zip(earlier, later, strict=True))
 
 
 def model_of(sizes: dict[str, int]) -> MixtralForCausalLM:

@@ -44,10 +44,10 @@ class SendingRoom:
         """(count, width) with anything in it: until the next call."""
         numel = count * width
         room = self._rooms.get(dtype)
-        if room is None or len(room) < numel:
+        if room is None or room.numel() < numel:
             rounded = max(numel + numel // 8, _LEAST_NBYTES // dtype.itemsize)
             room = self._rooms[dtype] = self._communicator.allocate(rounded, dtype_of(dtype)).raw
-        return room[:numel].view(count, width)
+        return room.as_strided((count, width), (width, 1))
 
     def counts(self, sent: int, received: int) -> tuple[Tensor, Tensor]:
         """Two int64 tensors on the host, of these lengths, with anything in them: until the next call."""
@@ -206,8 +206,8 @@ def _moved(rows: Tensor, journey: Journey, sent: Sequence[int], received: Sequen
             journey.tables[width] = wrap((journey.order * width).view(-1))
         pieces = Pieces(journey.tables[width], journey.order.shape[1], cuts_source=returns)
     communicator.all_to_all(
-        wrap(out.view(-1)),
-        wrap(rows.view(-1)),
+        wrap(out),
+        wrap(rows),
         counts=[count * width for count in received],
         source_counts=[count * width for count in sent],
         pieces=pieces,
