@@ -37,7 +37,10 @@ class Window:
         """
         if len(self._values) < self._least_count:
             return 0.0
-        rise = _deviations(self._values, value, self._least_spread * abs(self.median))
+        middle = self.median
+        if value <= middle:
+            return 0.0
+        rise = _deviations(self._values, value, self._least_spread * abs(middle))
         if rise > 0 and min(self._values) > 0:
             rise = min(rise, _deviations([log(one) for one in self._values], log(value), self._least_spread))
         return max(0.0, rise)

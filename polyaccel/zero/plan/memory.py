@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import count, product
 
 from polyaccel.types import DType
 from polyaccel.zero.plan.bucket_plan import BucketPlan, PlannedBuffer, StepPlan, TrainedBucketPlan
@@ -268,9 +268,11 @@ def memory_by_purpose(plan: StepPlan) -> list[tuple[str, int]]:
 
 def in_words(nbytes: Mapping[tuple[Place, Purpose], int]) -> list[tuple[str, int]]:
     """Bytes by purpose in words, the device's first; what is elsewhere says where."""
-    return [
-        (purpose.value if place is Place.DEVICE else f"{purpose.value} ({place.value})", nbytes[place, purpose])
-        for place in Place
-        for purpose in Purpose
-        if (place, purpose) in nbytes
-    ]
+    return [(words, number) for (_, words), number in sorted((_WORDS[key], number) for key, number in nbytes.items())]
+
+
+_WORDS = {
+    key: (at, key[1].value if key[0] is Place.DEVICE else f"{key[1].value} ({key[0].value})")
+    for at, key in enumerate(product(Place, Purpose))
+}
+"""The rank of each place and purpose in tables, and its words: looked up in every step that is watched."""
