@@ -52,6 +52,7 @@ class CometMonitor(Monitor):
                 name=given["experiment_name"],
                 offline_directory=folder,
                 auto_output_logging=False,
+                auto_metric_logging=False,  # Comet's own hook of backward() would log a loss of step 0
                 log_code=False,
                 log_graph=False,
             ),
