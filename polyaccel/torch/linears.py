@@ -42,6 +42,9 @@ than torch's, and twice as fast a product saves that at about this size."""
 
 _PLAIN = (Tensor, nn.Parameter)
 _ABSENT = (ShardedParameter, ArrivingParameter)
+_LAYERS_OPS = (LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD)
+"""A table without any of them has nothing for linear layers, which then stay torch's: the same products by way of
+Python took a twentieth of a step more."""
 
 
 _NUMBERS = count()
@@ -189,12 +192,20 @@ class Linears:
         self._experts: list[SpreadExperts | StackedExperts] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
+        device_type = accelerator.torch_device_type
         if not set(table):
             return
-        device_type = accelerator.torch_device_type
         assert device_type is not None  # what this frontend's accelerators have
-        products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
         grouped = GroupedProducts.of(table, device_type)
+        for layer in module.modules():
+            if isinstance(layer, (SpreadExperts, StackedExperts)):
+                layer.products = grouped
+                self._experts.append(layer)
+        if any(op in table for op in _LAYERS_OPS):
+            self._set(module, Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK))
+
+    def _set(self, module: nn.Module, products: Products) -> None:
+        """Let the linear layers of `module` compute by `products`."""
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and is_ordinary(layer):
                 layer.__dict__["forward"] = LinearForward(layer, products)
@@ -202,9 +213,6 @@ class Linears:
             elif isinstance(layer, SharedModule):
                 layer.share.ranks.products = products
                 self._shared.append(layer)
-            elif isinstance(layer, (SpreadExperts, StackedExperts)):
-                layer.products = grouped
-                self._experts.append(layer)
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
                 head.products = products
                 self._heads.append(head)

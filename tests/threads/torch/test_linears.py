@@ -325,3 +325,17 @@ def test_the_config_can_switch_them_off(calls, monkeypatch):
     assert calls == []
     train_on_threads(1, make_config(1), 1)
     assert calls
+
+
+def test_products_of_experts_alone_leave_linear_layers_to_torch(monkeypatch):
+    """Where oneDNN is no faster, csrc's products of experts are all that the table has."""
+    monkeypatch.setattr(torch_linear, "onednn_kernels", lambda: KernelTable("none", {}))
+    monkeypatch.setenv(VARIABLE, "on")
+    assert set(CpuAccelerator("torch").matrix_kernels("on"))
+    model = parity_model()
+
+    def train() -> None:
+        with engine_around(model):
+            assert all("forward" not in layer.__dict__ for layer in model.modules() if isinstance(layer, nn.Linear))
+
+    alone(train)
