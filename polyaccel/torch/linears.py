@@ -44,7 +44,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _ABSENT = (ShardedParameter, ArrivingParameter)
 _LAYERS_OPS = (LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD)
 """A table without any of them has nothing for linear layers, which then stay torch's: the same products by way of
-Python took a twentieth of a step more."""
+Python took 2 % of a step's CPU time more."""
 
 
 _NUMBERS = count()
@@ -197,22 +197,21 @@ class Linears:
             return
         assert device_type is not None  # what this frontend's accelerators have
         grouped = GroupedProducts.of(table, device_type)
-        for layer in module.modules():
-            if isinstance(layer, (SpreadExperts, StackedExperts)):
-                layer.products = grouped
-                self._experts.append(layer)
+        products = None
         if any(op in table for op in _LAYERS_OPS):
-            self._set(module, Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK))
-
-    def _set(self, module: nn.Module, products: Products) -> None:
-        """Let the linear layers of `module` compute by `products`."""
+            products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
         for layer in module.modules():
-            if isinstance(layer, nn.Linear) and is_ordinary(layer):
-                layer.__dict__["forward"] = LinearForward(layer, products)
-                self._layers.append(layer)
-            elif isinstance(layer, SharedModule):
+            if isinstance(layer, SharedModule):  # experts too, whose tensor ranks add up what each of them gives
                 layer.share.ranks.products = products
                 self._shared.append(layer)
+            elif isinstance(layer, (SpreadExperts, StackedExperts)):
+                layer.products = grouped
+                self._experts.append(layer)
+            elif products is None:
+                continue
+            elif isinstance(layer, nn.Linear) and is_ordinary(layer):
+                layer.__dict__["forward"] = LinearForward(layer, products)
+                self._layers.append(layer)
             elif isinstance(head := layer.__dict__.get("forward"), TiledHead):
                 head.products = products
                 self._heads.append(head)
