@@ -64,12 +64,12 @@ test-ownership: $(STAMP) ## draw 2,000 sequences each of what scripts do to para
 test-ccl: ## run the tests of the ccl backend in an environment of its own: oneCCL (2 GB) brings another MPI
 	$(MAKE) environment VENV=$(VENV)-ccl EXTRAS=torch,ccl PACKAGES='pytest pytest-timeout'
 	$(VENV)-ccl/bin/polyaccel build ccl
-	$(VENV)-ccl/bin/python -m pytest tests/unit/comm/test_ccl_build.py tests/procs/ccl tests/procs/comm/test_comm_faults.py tests/procs/torch/test_parity_backends.py $(ARGS)
+	$(VENV)-ccl/bin/python -m pytest tests/unit/comm/test_ccl_build.py tests/procs/ccl tests/procs/comm/test_comm_faults.py tests/procs/torch/test_parity_backends.py tests/procs/pipeline/test_pipeline_processes.py $(ARGS)
 
 test-mpi: ## run the tests of the mpi backend under MPICH and under Intel MPI, each in an environment of its own
 	for mpi in mpich impi-rt; do \
 		$(MAKE) environment VENV=$(VENV)-$$mpi EXTRAS=torch,mpi PACKAGES="pytest pytest-timeout $$mpi" \
-			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/mpi tests/procs/comm/test_comm_faults.py tests/procs/comm/test_discovery_launchers.py tests/procs/torch/test_parity_backends.py tests/procs/hosts/test_ssh_hosts.py::test_an_mpi_reaches_both_hosts $(ARGS) || exit 1; \
+			&& $(VENV)-$$mpi/bin/python -m pytest tests/procs/mpi tests/procs/comm/test_comm_faults.py tests/procs/comm/test_discovery_launchers.py tests/procs/torch/test_parity_backends.py tests/procs/pipeline/test_pipeline_processes.py tests/procs/hosts/test_ssh_hosts.py::test_an_mpi_reaches_both_hosts $(ARGS) || exit 1; \
 	done
 
 test-triton: ## run Triton's kernels in its interpreter and compile them for GPUs, in an environment of its own (Triton: 700 MB)

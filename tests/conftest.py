@@ -77,12 +77,14 @@ def _no_group_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[..., RankPool]]:
-    """`rank_pool(world_size, backend="gloo", memory=None)`: worker processes joined by a backend, shared by the session
-    and started on first use."""
+def rank_pool(mpi_pool: Callable[..., MpiRankPool]) -> Iterator[Callable[..., RankPool]]:
+    """`rank_pool(world_size, backend="gloo", memory=None)`: worker processes joined by a backend, those of `mpi` by an
+    mpirun, shared by the session and started on first use."""
     pools: dict[tuple[int, str, HostArrays | None], RankPool] = {}
 
     def pool(world_size: int, backend: str = "gloo", memory: HostArrays | None = None) -> RankPool:
+        if backend == "mpi":
+            return mpi_pool(world_size, memory or "torch")
         # A rank may wait while another one compiles a program, on a busy machine; one that fails is found out at once.
         new = RankPool(world_size, comm_timeout_s=120.0, backend=backend, memory=memory)
         return pools.setdefault((world_size, backend, memory), new)

@@ -43,6 +43,9 @@ SHARED_SETTINGS: dict[str, tuple[Any, Any]] = {
     "ring": ({"stage": 3}, {"sequence_parallel_size": 2, "sequence_parallel": {"method": "ring"}}),
     "tensor": ({"stage": 2}, {"tensor_parallel": {"autotp_size": 2}}),
     "tensor and tokens": ({"stage": 3}, {"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}),
+    "stages": ({"stage": 1}, {"pipeline": {"stages": 2}}),
+    "stages, zero bubble": ({"stage": 2}, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
+    "stages, host": ({"stage": 3, **PARAMS_TOO}, {"pipeline": {"stages": 2}}),
 }
 BF16_SETTINGS = {f"{name}, bf16": (zero, BF16, resume) for name, (zero, _, resume) in FP32_SETTINGS.items()}
 
@@ -90,7 +93,7 @@ def test_ranks_that_share_layers_train_what_one_rank_trains() -> None:
 
 
 def test_ranks_that_share_a_model_of_transformers_train_what_one_rank_trains() -> None:
-    """Its sequences, its layers, and the tokens between layers."""
+    """Its sequences, its layers, the tokens between layers, and its blocks as stages of a pipeline."""
     found = train(2, SHARED_SETTINGS, script_name="train_transformers.py")
     (alone,) = train(1, {"2": ({"stage": 2}, {})}, "cpu", "train_transformers.py").values()
     for name, run in found.items():

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyaccel
 
-STEPS, LENGTH = 3, 13
+STEPS, MICRO_BATCHES, LENGTH = 3, 2, 13
 
 
 def build() -> LlamaForCausalLM:
@@ -29,6 +29,7 @@ def build() -> LlamaForCausalLM:
 def train(zero: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "gradient_clipping": 0.5,
         **changes,
@@ -38,11 +39,9 @@ def train(zero: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(STEPS):
         draws = torch.Generator().manual_seed(step)
-        tokens = torch.randint(3, 61, (2, LENGTH), generator=draws).to(engine.device)
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().clone()
+        drawn = [torch.randint(3, 61, (2, LENGTH), generator=draws) for _ in range(MICRO_BATCHES)]
+        batches = [{"input_ids": tokens, "labels": tokens, "use_cache": False} for tokens in drawn]
+        mean = engine.train_batch(iter(batches))
         polyaccel.comm.all_reduce(mean)
         losses.append(mean.item() / polyaccel.comm.get_world_size())
         norms.append(engine.get_global_grad_norm())

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from backend_marks import needs
 
-from polyaccel.comm.backends.ccl.backend import CclBackend
 from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.ranks.procs import RankPool
 
-pytestmark = pytest.mark.skipif(not CclBackend.probe().usable, reason=CclBackend.probe().reason)
+pytestmark = needs("ccl")
 
 
 @pytest.fixture(scope="module")

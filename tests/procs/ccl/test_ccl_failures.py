@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from backend_marks import needs
 
-from polyaccel.comm.backends.ccl.backend import CclBackend
 from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.watch.record import RecordingCommunicator
@@ -24,7 +24,7 @@ from polyaccel.testkit.comm.values import get, put
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.types import DType, ReduceOp
 
-pytestmark = pytest.mark.skipif(not CclBackend.probe().usable, reason=CclBackend.probe().reason)
+pytestmark = needs("ccl")
 LIMIT_S = 1.2
 
 

@@ -7,12 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from mpi_ranks import needs_mpi
+from backend_marks import needs
 
 from polyaccel.comm.backends.torch.communicator import TorchCommunicator
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.backends import comm_backend
 from polyaccel.comm.join.hosts import share_hosts
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.testkit.comm.faults import CommFaultContract
@@ -21,11 +20,6 @@ from polyaccel.testkit.ranks.procs import RankPool
 
 AT_ONCE = 3
 """Pools of ranks: most of their time is waiting for a limit, and more would be too many processes for two cores."""
-
-
-def needs(name: str) -> pytest.MarkDecorator:
-    probe = comm_backend(name).probe()
-    return pytest.mark.skipif(not probe.usable, reason=probe.reason)
 
 
 class Gloo(CommFaultContract):
@@ -100,7 +94,7 @@ HEALTHY = [
     pytest.param("Shm", marks=needs("shm")),
     pytest.param("TwoHosts", marks=needs("shm")),
     pytest.param("Ccl", marks=needs("ccl")),
-    pytest.param("Mpi", marks=needs_mpi),
+    pytest.param("Mpi", marks=needs("mpi")),
 ]
 STAYS_AWAY, DIES = "test_a_rank_that_does_not_come_is_named", "test_a_rank_that_dies_is_named_and_nobody_waits_for_it"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+from backend_marks import needs
 from far_device import FarDevice
-from mpi_ranks import needs_mpi
 
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm.backends.mpi.backend import MpiBackend
@@ -21,7 +21,7 @@ from polyaccel.testkit.comm.contract import (
 )
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 
-pytestmark = needs_mpi
+pytestmark = needs("mpi")
 
 
 class OverMpi(CommContract):

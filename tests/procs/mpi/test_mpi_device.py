@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from mpi_ranks import needs_mpi
+from backend_marks import needs
 
 from polyaccel.accelerators.base import NullStream, Stream
 from polyaccel.accelerators.cpu import CpuAccelerator
@@ -17,7 +17,7 @@ from polyaccel.testkit.comm.contract import all_reduce_combines_everywhere
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.types import DeviceId
 
-pytestmark = needs_mpi
+pytestmark = needs("mpi")
 SWITCH = "MPICH_GPU_SUPPORT_ENABLED"
 
 

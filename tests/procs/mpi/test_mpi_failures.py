@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from backend_marks import needs
 from mpi_failing import NEVER_S
-from mpi_ranks import needs_mpi
 
 from polyaccel.testkit.ranks.mpi import mpi_environ, mpirun
 
-pytestmark = needs_mpi
+pytestmark = needs("mpi")
 JOB = str(Path(__file__).parents[2] / "support" / "jobs" / "mpi_failing.py")
 
 

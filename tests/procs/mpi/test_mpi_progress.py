@@ -10,8 +10,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from backend_marks import needs
 from failing_ranks import LIMIT_S, PATIENCE_S, WATCH_S
-from mpi_ranks import needs_mpi
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
@@ -20,7 +20,7 @@ from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.types import DType
 
-pytestmark = needs_mpi
+pytestmark = needs("mpi")
 
 
 @pytest.fixture(scope="module")

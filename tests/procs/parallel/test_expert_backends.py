@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from backend_marks import over
 from parity_models import make_config
 from torch import Tensor, nn
 
 import polyaccel
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.backends import comm_backend
 from polyaccel.ops import matrix_choice
 from polyaccel.ops.native.library import native
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.experts import Mixture
 
 WIDTH, STEPS = 12, 3
-_SHM = comm_backend("shm").probe()
-BACKENDS = ["gloo", pytest.param("shm", marks=pytest.mark.skipif(not _SHM.usable, reason=_SHM.reason))]
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="csrc was not compiled")
 
@@ -68,7 +66,7 @@ def trained(communicator: Communicator, experts: int, most: int) -> Any:
     return communicator.backend, losses, norms, values
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", over("gloo", "shm"))
 def test_processes_that_share_experts_have_the_bits_of_those_that_do_not(
     rank_pool: Callable[..., RankPool], backend: str
 ) -> None:

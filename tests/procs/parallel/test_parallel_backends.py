@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from mpi_ranks import needs_mpi
+from backend_marks import over
 from parity_models import make_config
 from transformer_models import transformer_batch, transformer_model
 
 import polyaccel
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.backends import comm_backend
-from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
 
 STEPS, LR = 3, 2e-3
-_SHM = comm_backend("shm").probe()
-BACKENDS = [
-    pytest.param("gloo"),
-    pytest.param("shm", marks=pytest.mark.skipif(not _SHM.usable, reason=_SHM.reason)),
-    pytest.param("mpi", marks=needs_mpi),
-]
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (3, {"tensor_parallel": {"autotp_size": 2}}),
     "tensor and tokens": (1, {"tensor_parallel": {"autotp_size": 2, "sequence_sharded": True}}),
@@ -71,12 +63,10 @@ def trained(communicator: Communicator, way: str) -> tuple[str, list[float], lis
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_share_a_model_over_every_backend(
-    rank_pool: Callable[..., RankPool], mpi_pool: Callable[[int], MpiRankPool], backend: str, way: str
-) -> None:
+@pytest.mark.parametrize("backend", over("gloo", "shm", "mpi"))
+def test_ranks_share_a_model_over_every_backend(rank_pool: Callable[..., RankPool], backend: str, way: str) -> None:
     losses, norms = plainly()
-    results = (mpi_pool(2) if backend == "mpi" else rank_pool(2, backend)).run(trained, way)
+    results = rank_pool(2, backend).run(trained, way)
     assert {name for name, _, _ in results} == {backend}
     for _, _, found in results:
         assert found == pytest.approx(norms, rel=1e-4)

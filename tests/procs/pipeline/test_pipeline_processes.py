@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from backend_marks import over
 from pipeline_models import batches, pipeline_config, plain_model, trained
 
 import polyaccel
@@ -26,7 +27,7 @@ def losses_of(communicator: Communicator, steps: int) -> tuple[list[float], list
         engine.destroy()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", over("gloo", "shm", "mpi", "ccl"))
 def test_stages_are_processes(rank_pool: Callable[..., RankPool], backend: str) -> None:
     expected = trained(1, 1, pipeline_config(2))
     found = rank_pool(2, backend).run(losses_of, 3)

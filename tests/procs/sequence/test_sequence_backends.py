@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from backend_marks import over
 from sequence_rows import gradients_of, marks_of, own_tokens, random_inputs
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.backends import comm_backend
 from polyaccel.comm.join.threads import run_threads
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.sequence import AttentionRule, TokenShares, ring_attention, ulysses_attention
 
-_SHM = comm_backend("shm").probe()
-BACKENDS = [
-    pytest.param("gloo"),
-    pytest.param("shm", marks=pytest.mark.skipif(not _SHM.usable, reason=_SHM.reason)),
-]
 LENGTH, ROWS = 23, 2
 
 
@@ -35,7 +30,7 @@ def attend_here(communicator: Communicator, method: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", over("gloo", "shm"))
 def test_every_backend_gives_the_bits_of_threads(rank_pool: Callable[..., RankPool], backend: str, method: str) -> None:
     expected = run_threads(2, attend_here, method)
     for own, wanted in zip(rank_pool(2, backend).run(attend_here, method), expected, strict=True):

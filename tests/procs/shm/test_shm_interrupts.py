@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from backend_marks import needs
 
-from polyaccel.comm.backends.shm.backend import ShmBackend
-
-pytestmark = pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux and the compiled library")
+pytestmark = needs("shm")
 
 SCRIPT = """
 import os, signal, sys

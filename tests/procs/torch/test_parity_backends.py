@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from backend_marks import over
 from mesh_models import train_cut, train_on_a_mesh
-from mpi_ranks import needs_mpi
 from pairwise import combinations
 from parity_models import (
     SMALL_BUCKET,
@@ -29,10 +29,8 @@ from parity_models import (
 
 from polyaccel import comm
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.backends import comm_backend
 from polyaccel.comm.join.setup import BACKEND_VARIABLE
 from polyaccel.comm.launchers.request import VARIABLES
-from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
 
 STEPS = 2
@@ -41,25 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"accumulation": 3, "gradient_clipping": 0.5},
     "bf16": {"bf16": {"enabled": True}},
 }
-
-
-def needs(name: str) -> pytest.MarkDecorator:
-    probe = comm_backend(name).probe()
-    return pytest.mark.skipif(not probe.usable, reason=probe.reason)
-
-
-BACKENDS = [
-    pytest.param("gloo"),
-    pytest.param("shm", marks=needs("shm")),
-    pytest.param("mpi", marks=needs_mpi),
-    pytest.param("ccl", marks=needs("ccl")),
-]
-Pools = Callable[[str, int], RankPool]
-
-
-@pytest.fixture
-def pools(rank_pool: Callable[..., RankPool], mpi_pool: Callable[[int], MpiRankPool]) -> Pools:
-    return lambda backend, world: mpi_pool(world) if backend == "mpi" else rank_pool(world, backend)
+BACKENDS = over("gloo", "shm", "mpi", "ccl")
 
 
 @cache
@@ -77,9 +57,11 @@ def train_here(communicator: Communicator, config: dict[str, Any]) -> tuple[str,
 
 
 @combinations(backend=BACKENDS, stage=[0, 1, 2, 3], world=[2, 3], case=list(CASES))
-def test_every_backend_trains_as_local_does(pools: Pools, backend: str, world: int, stage: int, case: str) -> None:
+def test_every_backend_trains_as_local_does(
+    rank_pool: Callable[..., RankPool], backend: str, world: int, stage: int, case: str
+) -> None:
     expected = on_threads(world, stage, case)
-    names, deterministic, runs = zip(*pools(backend, world).run(train_here, config_of(stage, case)), strict=True)
+    names, deterministic, runs = zip(*rank_pool(world, backend).run(train_here, config_of(stage, case)), strict=True)
     assert set(names) == {backend}
     for run in runs:
         assert_bitwise(run.params, runs[0].params)
@@ -126,11 +108,11 @@ def on_a_mesh_of_threads(data: int, tensor: int, stage: int) -> list[Run]:
 
 @combinations(backend=BACKENDS, stage=[1, 3], mesh=[(1, 2), (2, 2)])
 def test_every_backend_trains_a_cut_model_as_threads_do(
-    pools: Pools, backend: str, stage: int, mesh: tuple[int, int]
+    rank_pool: Callable[..., RankPool], backend: str, stage: int, mesh: tuple[int, int]
 ) -> None:
     """One whose layers ranks share, along the axis `tensor` of a mesh."""
     data, tensor = mesh
-    found = pools(backend, data * tensor).run(train_cut, tensor, config_of(stage, "fp32"), STEPS)
+    found = rank_pool(data * tensor, backend).run(train_cut, tensor, config_of(stage, "fp32"), STEPS)
     for run, expected in zip(found, on_a_mesh_of_threads(data, tensor, stage), strict=True):
         assert run.losses == pytest.approx(expected.losses, rel=1e-5)
         assert run.norms == pytest.approx(expected.norms, rel=1e-5)

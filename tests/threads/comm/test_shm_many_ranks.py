@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from backend_marks import needs
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
 from polyaccel.comm.backends.shm.communicator import ShmCommunicator
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
@@ -18,7 +18,7 @@ from polyaccel.comm.backends.shm.memory import Heap, Member, map_file, new_file
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-pytestmark = pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux and the compiled library")
+pytestmark = needs("shm")
 RANKS = 100
 
 

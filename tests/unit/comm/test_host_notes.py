@@ -10,16 +10,16 @@ from threading import Event
 from typing import Any
 
 import pytest
+from backend_marks import needs
 
 from polyaccel import deadline
-from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.comm.members import host_notes
 from polyaccel.comm.members.host_notes import exchange_on_host
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
 pytestmark = [
-    pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux"),
+    needs("shm"),
     pytest.mark.timeout(60),
 ]
 _places = count()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from backend_marks import needs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from polyaccel.errors import CommError, RanksApart
 from polyaccel.ops.native.library import native
 from polyaccel.types import DType, Probe
 
-pytestmark = pytest.mark.skipif(not ShmBackend.probe().usable, reason="needs Linux and the compiled library")
+pytestmark = needs("shm")
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=30), st.integers(0, 2_000), st.integers(1, 60))
