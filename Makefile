@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS="arguments of the command"'
 
 train: $(STAMP) ## train a language model on two ranks under ZeRO-2; all there is to see is in runs/

@@ -41,6 +41,13 @@ def test_every_file_is_run_by_one_target() -> None:
     assert sum(map(len, runs.values())) == len(FILES)
 
 
+def test_help_names_every_target_that_says_what_it_does() -> None:
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    told = {line.partition(":")[0] for line in makefile if " ## " in line}
+    assert {line.split()[1] for line in said.stdout.splitlines() if line.startswith("  make ")} == told
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_ci_calls_each_of_them_once(target: str) -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

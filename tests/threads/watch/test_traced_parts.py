@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from traced_training import LAST, ThreeLayers, traced_config
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
@@ -18,36 +18,11 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.traces.chrome import read_trace
 from polyaccel.watch.traces.report import report_of
 
-FIRST, LAST = 2, 3
-
-
-def config(folder: Path, stage: int = 2, *, profiler: bool = False, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": zero,
-        "run_folder": str(folder),
-        "trace": {"steps": [FIRST, LAST], "profiler": profiler},
-        **more,
-    }
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
-
 
 def train(inner: Any, settings: dict[str, Any], steps: int = LAST + 1) -> None:
     set_thread_communicator(RecordingCommunicator(inner, watch_s=None))
     torch.manual_seed(0)
-    engine, *_ = polyaccel.initialize(model=Layers(), config=settings)
+    engine, *_ = polyaccel.initialize(model=ThreeLayers(), config=settings)
     for _ in range(steps):
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
@@ -59,7 +34,7 @@ def test_transfers_of_tiers_are_told(device: str, tmp_path: Path) -> None:
     """States in host memory or in files, and at stage 3 parameters too: what was read, how much, how long it was waited
     for. Losses and weights are held by other tests; a traced tier is that tier."""
     away = {"device": device} | ({"nvme_path": str(tmp_path)} if device == "nvme" else {})
-    settings = config(tmp_path, 3, zero={"offload_optimizer": away, "offload_param": away})
+    settings = traced_config(tmp_path, 3, zero={"offload_optimizer": away, "offload_param": away})
     run_threads(2, train, settings)
     trace = read_trace(tmp_path / "trace.json")
     for spans in trace.values():
@@ -73,7 +48,7 @@ def test_transfers_of_tiers_are_told(device: str, tmp_path: Path) -> None:
 
 
 def test_what_is_computed_again_in_backward_is_told(tmp_path: Path) -> None:
-    settings = config(tmp_path, activation_checkpointing={"enabled": True, "blocks": ["layers.*"]})
+    settings = traced_config(tmp_path, activation_checkpointing={"enabled": True, "blocks": ["layers.*"]})
     run_threads(2, train, settings)
     trace = read_trace(tmp_path / "trace.json")
     for spans in trace.values():
@@ -100,7 +75,7 @@ def test_every_call_of_the_recorder_is_in_the_trace(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Recorder, "start", keeping)
     cuts = (("layers.0", "column"), ("layers.1", "row"))
     rules = {"layer_specs": [{"patterns": [name], "partition_type": kind} for name, kind in cuts]}
-    settings = config(tmp_path, 3, tensor_parallel={"autotp_size": 2, "partition_config": rules})
+    settings = traced_config(tmp_path, 3, tensor_parallel={"autotp_size": 2, "partition_config": rules})
     run_threads(4, train, settings)
     trace = read_trace(tmp_path / "trace.json")
     told = sorted(
@@ -113,7 +88,7 @@ def test_every_call_of_the_recorder_is_in_the_trace(tmp_path: Path, monkeypatch:
 
 
 def test_torchs_own_profiler_is_merged_on_the_same_clock(tmp_path: Path) -> None:
-    run_threads(1, train, config(tmp_path, profiler=True))
+    run_threads(1, train, traced_config(tmp_path, profiler=True))
     whole = json.loads((tmp_path / "trace.json").read_text())
     profiled = [event for event in whole["traceEvents"] if event.get("cat") == "profiler"]
     products = [event for event in profiled if event["name"] == "aten::addmm"]
@@ -138,7 +113,7 @@ def test_jaxs_own_profiler_is_merged(tmp_path: Path) -> None:
 
     def train_jax(inner: Any) -> None:
         params = {"first": jnp.ones((6, 4)), "second": jnp.ones((4, 2))}
-        engine = polyaccel.initialize(model=loss, params=params, config=config(tmp_path, profiler=True))
+        engine = polyaccel.initialize(model=loss, params=params, config=traced_config(tmp_path, profiler=True))
         for _ in range(LAST + 1):
             engine.train_batch(jnp.ones((2, 6)))
         engine.destroy()
@@ -161,6 +136,6 @@ def test_another_profiler_at_work_costs_a_warning_and_no_trace(
         raise RuntimeError("Profiler is already enabled on this thread")
 
     monkeypatch.setattr(KinetoProfiler, "start", busy)
-    run_threads(1, train, config(tmp_path, profiler=True))
+    run_threads(1, train, traced_config(tmp_path, profiler=True))
     assert "nothing of the profiler of torch: Profiler is already enabled" in caplog.text
     assert len([span for span in read_trace(tmp_path / "trace.json")[0] if span.kind == "step"]) == 2

@@ -8,7 +8,7 @@ from time import perf_counter, time
 
 import pytest
 import torch
-from torch import nn
+from traced_training import FIRST, LAST, ThreeLayers, traced_config
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
@@ -19,36 +19,17 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.traces.chrome import read_trace
 from polyaccel.watch.traces.report import report_of
 
-RANKS, STEPS = 2, (2, 3)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
+RANKS = 2
 
 
 def test_every_call_phase_and_unit_of_the_steps_is_in_the_file(tmp_path: Path) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "run_folder": str(tmp_path),
-        "trace": {"steps": list(STEPS)},
-    }
-
     def train(inner):
         communicator = RecordingCommunicator(inner, watch_s=None)
         set_thread_communicator(communicator)
         torch.manual_seed(0)
-        engine, *_ = polyaccel.initialize(model=Net(), config=config)
+        engine, *_ = polyaccel.initialize(model=ThreeLayers(), config=traced_config(tmp_path, 3))
         ends = []
-        for _ in range(5):
+        for _ in range(LAST + 2):
             engine.backward(engine(torch.ones(2, 8)))
             engine.step()
             ends.append(max(entry.seq for entry in communicator.recorder.entries))
@@ -60,7 +41,7 @@ def test_every_call_phase_and_unit_of_the_steps_is_in_the_file(tmp_path: Path) -
     trace = read_trace(tmp_path / "trace.json")
     assert set(trace) == set(range(RANKS))
     for rank, spans in trace.items():
-        assert [span.name for span in spans if span.kind == "step"] == ["step 2", "step 3"]
+        assert [span.name for span in spans if span.kind == "step"] == [f"step {FIRST}", f"step {LAST}"]
         phases = Counter(span.name for span in spans if span.kind == "phase")
         assert phases["forward"] == phases["backward"] == phases["update"] == 2
         units = Counter(span.name for span in spans if span.kind == "unit")
@@ -70,7 +51,7 @@ def test_every_call_phase_and_unit_of_the_steps_is_in_the_file(tmp_path: Path) -
         assert numbers == list(range(told[rank][0] + 1, told[rank][2] - 1)), "all but the two that gather the trace"
         gathered = {span.more["bucket"] for span in calls if span.more["operation"] == "all_gather"}
         assert gathered >= {0, 1, 2}
-        begin, end = (next(s for s in spans if s.name == name) for name in ("step 2", "step 3"))
+        begin, end = (next(s for s in spans if s.name == name) for name in (f"step {FIRST}", f"step {LAST}"))
         assert all(begin.begin_s - 1e-3 <= span.begin_s <= end.end_s + 1e-3 for span in spans)
     assert "critical path" in report_of(trace)
 
