@@ -3,7 +3,7 @@
 Every setting of the search is measured, in two rounds: one before the tuner runs and one after it, in the opposite
 order, so that a clock that drifts does not favour those of one end. The tuner runs as `polyaccel tune` does, with a
 limit of memory and of trials, and knows nothing of the rounds. Its choice is compared with the best of all, and what it
-foretold in the end with what was measured: seconds of a step, the mean of the rounds, and the most memory that any
+foretold in the end with what was measured: seconds of the shortest step of both rounds, and the most memory that any
 rank's process had resident. The figures of a bench that was stopped stay in --folder, and the next one goes on.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", choices=SHAPES, default="29m", help="(default: %(default)s)")
     parser.add_argument("--limit", type=parse_size, default=1 << 30, help="memory of a rank (default: 1G)")
     parser.add_argument("--batch", type=int, default=16, help="samples of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="measured of each (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="measured of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, choices=(1, 2), default=2, help="(default: %(default)s)")
     parser.add_argument(
         "--minutes", type=float, default=22.0, help="after which the second round ends (default: %(default)s)"
@@ -159,12 +159,12 @@ def _measured(every: Sequence[Candidate], plan: TrialPlan, folder: Path, end_s: 
 
 
 def _rows(answer: TuningAnswer, rounds: Sequence[Sequence[TrialRecord]]) -> list[Row]:
-    """Each setting as it was foretold, and the mean of what the rounds measured; without what failed in all."""
+    """Each setting as it was foretold, and the shortest step of all rounds; without what failed in all."""
     rows = []
     for each in answer.foretold:
         good = [one for records in rounds for one in records if one.candidate == each.candidate and one.is_good]
         if good:
-            step_s = fmean(one.step_s or 0.0 for one in good)
+            step_s = min(one.step_s or 0.0 for one in good)
             rows.append(
                 Row(each, replace(good[0], step_s=step_s, peak_nbytes=max(one.peak_nbytes or 0 for one in good)))
             )

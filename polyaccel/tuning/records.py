@@ -18,9 +18,9 @@ TRIALS_FILE, MODEL_FILE = "trials.jsonl", "model.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """A trial that has ended. `step_s` is the median of its measured steps, `spread` half of what lies between the
-    shortest and the longest, as a share of it, `phase_s` the medians of their phases, and
-    `peak_nbytes` the most device memory of any rank; all None, or empty, where `failure` says why there are none.
+    """A trial that has ended. `step_s` is the shortest of its measured steps, for what else a machine does makes steps
+    longer and never shorter; `spread` is half of what the longest took more, as a share of it, `phase_s` its phases,
+    and `peak_nbytes` the most device memory of any rank; all None, or empty, where `failure` says why there are none.
     `foretold_s` and `foretold_nbytes` are what the planner had said before it, None where it could not."""
 
     candidate: Candidate

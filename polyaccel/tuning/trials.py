@@ -21,13 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
 from polyaccel.engine.metrics import JsonlMonitor
 from polyaccel.launch.tree import JobTree
-from polyaccel.trial import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, ToldModel
+from polyaccel.trial import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, ToldModel, change_tree
 from polyaccel.tuning.candidates import Candidate, quiet_changes
 from polyaccel.tuning.records import TrialRecord
 
@@ -74,12 +73,13 @@ def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[Tria
         why = failure or f"it ended after {len(steps)} steps, and step {plan.first_step} is the first that counts"
         record = TrialRecord(candidate=candidate, failure=why, wall_s=monotonic() - began)
     else:
-        times = [step["step_time_s"] for step in measured]
+        by_time = sorted(measured, key=lambda step: float(step["step_time_s"]))
+        shortest_s, longest_s = by_time[0]["step_time_s"], by_time[-1]["step_time_s"]
         record = TrialRecord(
             candidate=candidate,
-            step_s=median(times),
-            spread=(max(times) - min(times)) / (2 * median(times)),
-            phase_s={name: median(step["phase_s"][name] for step in measured) for name in measured[0]["phase_s"]},
+            step_s=shortest_s,
+            spread=(longest_s - shortest_s) / (2 * shortest_s),
+            phase_s=by_time[0]["phase_s"],
             peak_nbytes=max(step["peak_memory_nbytes"] for each in _figures(folder) for step in _steps(each)),
             wall_s=monotonic() - began,
         )
@@ -96,8 +96,6 @@ def _keep_files_inside(changes: dict[str, Any], candidate: Candidate, folder: Pa
 
 
 def _changed(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    from polyaccel.trial import change_tree
-
     copy: dict[str, Any] = json.loads(json.dumps(tree))
     change_tree(copy, changes)
     return copy

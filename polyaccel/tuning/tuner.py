@@ -1,4 +1,5 @@
-"""The tuner: trials of what is foretold to be best, one after the other, until nothing better is foretold."""
+"""The tuner: trials of what is foretold to be best, one after the other, until nothing better is foretold and the
+fastest is no chance."""
 
 from __future__ import annotations
 
@@ -20,6 +21,10 @@ from polyaccel.tuning.rates import USUAL, Rates
 from polyaccel.tuning.records import TrialLog, TrialRecord
 from polyaccel.tuning.trials import TrialPlan, run_trial
 
+_SAME = 0.1
+"""The share by which two trials of one setting may differ where others use the machine too."""
+_LEAST_FOR_DOUBTS, _LEAST_FOR_BOTH_KINDS = 6, 4
+"""So many trials must be allowed for any setting to be tried twice, and for a trial that only teaches."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|MemoryError|SIGKILL|can't allocate|cannot allocate", re.IGNORECASE)
 
 
@@ -87,18 +92,14 @@ class _Search:
         if told is None or not any(record.is_good for record in self._log.records):
             told = self._probe()
         self._know(told)
-        why = ""
-        while not why:
-            ranked = self._ranked()
-            chosen = next((each for each in ranked if not self._is_hopeless(each)), None)
-            why = self._reason_to_stop(chosen)
-            if not why and chosen is not None:
-                self._try(chosen.candidate, chosen)
-        best = self._best()
+        chosen, why = self._next()
+        while chosen is not None:
+            self._try(chosen.candidate, chosen)
+            chosen, why = self._next()
         assert self._foreteller is not None  # set by _know
         self._foreteller.learn(self._log.records)
         return TuningAnswer(
-            best=best,
+            best=self._best(),
             records=tuple(self._log.records),
             foretold=tuple(self._in_order(self._every)),
             limit_nbytes=self._limit_nbytes,
@@ -148,13 +149,50 @@ class _Search:
         )
         self._every = candidates(question.config, question.world_size, is_remote=told.is_remote)
 
-    def _ranked(self) -> list[Foretold]:
-        """The candidates that are foretold to fit and have not been tried, the fastest first."""
-        assert self._foreteller is not None
+    def _next(self) -> tuple[Foretold | None, str]:
+        """The candidate to try next, or None and why there is none."""
+        untried = self._untried()
+        why = self._reason_to_stop(untried)
+        doubtful = self._doubtful()
+        if doubtful and (why or self._trials_left() <= len(doubtful)):
+            return doubtful[0], ""
+        return (None, why) if why else (untried, "")
+
+    def _untried(self) -> Foretold | None:
+        """Of the candidates that are foretold to fit and have not been tried the fastest, or the first that teaches."""
+        assert self._foreteller is not None  # set by _know
         self._foreteller.learn(self._log.records)
         tried = {record.candidate for record in self._log.records}
-        fitting = self._in_order([each for each in self._every if each not in tried])
-        return [each for each in fitting if not each.excess(self._limit_nbytes)]
+        ranked = [
+            each
+            for each in self._in_order([each for each in self._every if each not in tried])
+            if not each.excess(self._limit_nbytes) and not self._is_hopeless(each)
+        ]
+        other_kind = [each for each in ranked if self._teaches(each)]
+        return next(iter(other_kind or ranked), None)
+
+    def _teaches(self, chosen: Foretold) -> bool:
+        """Whether this would be the first trial of two kinds: those that keep activations, and those that compute them
+        again. No sum of trials of one kind foretells the other, which is what fits where there is less memory."""
+        shown = {record.candidate.recomputes for record in self._log.records}
+        is_affordable = self._section.tuner_num_trials >= _LEAST_FOR_BOTH_KINDS
+        return is_affordable and chosen.candidate.recomputes not in shown
+
+    def _doubtful(self) -> list[Foretold]:
+        """Of the two fastest settings those that were tried once, if their steps differ by no more than chance does.
+        They are tried again before the last trial is over; the shortest step of a setting counts."""
+        assert self._foreteller is not None  # set by _know
+        fastest = dict[Candidate, float]()
+        for record in sorted(fitting(self._log.records, self._limit_nbytes), key=lambda one: one.step_s or 0.0):
+            fastest.setdefault(record.candidate, record.step_s or 0.0)
+        contenders = [each for each, step_s in fastest.items() if step_s <= (1 + _SAME) * min(fastest.values())][:2]
+        if len(contenders) < 2 or self._section.tuner_num_trials < _LEAST_FOR_DOUBTS or self._trials_left() < 1:
+            return []
+        tried = [record.candidate for record in self._log.records]
+        return [self._foreteller.foretell(each) for each in contenders if tried.count(each) == 1]
+
+    def _trials_left(self) -> int:
+        return self._section.tuner_num_trials - len(self._log.records)
 
     def _in_order(self, every: Sequence[Candidate]) -> list[Foretold]:
         assert self._foreteller is not None
@@ -173,13 +211,15 @@ class _Search:
         records, section, best = self._log.records, self._section, self._best()
         if chosen is None:
             return "everything that is foretold to fit has been tried"
-        if len(records) >= section.tuner_num_trials:
+        if self._trials_left() < 1:
             return f"autotuning.tuner_num_trials = {section.tuner_num_trials} trials have been made"
         if best is None:
             return ""
         stale = len(records) - 1 - records.index(best)
         if section.tuner_early_stopping and stale >= section.tuner_early_stopping:
             return f"the last {stale} trials were no better (autotuning.tuner_early_stopping)"
+        if self._teaches(chosen):
+            return ""
         assert self._foreteller is not None
         least_s = max(best.step_s or 0.0, self._foreteller.foretell(best.candidate).step_s or 0.0)
         if (chosen.step_s or 0.0) > least_s * (1 + section.margin + best.spread):
@@ -203,10 +243,12 @@ class _Search:
 
 def best_of(records: Sequence[TrialRecord], limit_nbytes: int | None) -> TrialRecord | None:
     """The record of the shortest step within the limit."""
-    fitting = [
-        record for record in records if record.is_good and (limit_nbytes or 1 << 62) >= (record.peak_nbytes or 0)
-    ]
-    return min(fitting, key=lambda record: record.step_s or 0.0, default=None)
+    return min(fitting(records, limit_nbytes), key=lambda record: record.step_s or 0.0, default=None)
+
+
+def fitting(records: Sequence[TrialRecord], limit_nbytes: int | None) -> list[TrialRecord]:
+    """The good records within the limit."""
+    return [record for record in records if record.is_good and (limit_nbytes or 1 << 62) >= (record.peak_nbytes or 0)]
 
 
 def in_order(foretold: Sequence[Foretold], limit_nbytes: int | None, host_nbytes: int | None = None) -> list[Foretold]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ def test_the_best_of_all_is_found_in_a_few_trials(
     assert answer.best is not None
     assert answer.best.step_s == pytest.approx(best.step_s, rel=0.05)
     assert tried[0] == own_candidate(asked.config)
-    assert len(tried) == len(set(tried)) == len(answer.records) <= 8
+    assert len(tried) == len(answer.records) <= 8
+    assert max(tried.count(each) for each in tried) <= 2
     assert len(answer.foretold) == len(every)
 
 
@@ -103,12 +104,42 @@ def test_what_the_trials_told_foretells_the_rest(
     answer = tune(asked, open_log(asked, tmp_path), lambda sentence: None)
     assert len(tried) == 8
     assert "tuner_num_trials = 8" in answer.why
+    assert tried[1].recomputes, "what keeps activations does not tell what recomputation costs"
     for each in answer.foretold:
-        if each.candidate.recomputes or each.candidate.stage > 1:
+        if each.candidate.stage > 1:
             continue
         truth = measured(each.candidate)
         assert each.step_s == pytest.approx(truth.step_s, rel=0.15), str(each.candidate)
         assert each.device_nbytes == pytest.approx(truth.peak_nbytes, rel=0.25), str(each.candidate)
+
+
+def test_what_chance_may_tell_apart_is_tried_twice(
+    question: Callable[..., TuningQuestion], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each setting's first trial is disturbed, by another share: the fastest that was found is not the fastest."""
+    shares: dict[Candidate, Iterator[float]] = {}
+    tried: list[Candidate] = []
+
+    def run(plan: TrialPlan, candidate: Candidate, folder: Path) -> Found:
+        tried.append(candidate)
+        truth = measured(candidate)
+        share = next(shares.setdefault(candidate, iter((1.0 + 0.02 * (candidate.micro_batch == 16), 1.0))))
+        return replace(truth, step_s=share * (truth.step_s or 0.0)), TOLD
+
+    monkeypatch.setattr(tuner, "run_trial", run)
+    asked = question(tuner_num_trials=8, tuner_early_stopping=0)
+    log = open_log(asked, tmp_path)
+    answer = tune(asked, log, lambda sentence: None)
+    twice = {each for each in tried if tried.count(each) == 2}
+    assert len(twice) == 2
+    assert len(tried) <= 8
+    assert answer.best is not None
+    assert answer.best.candidate in twice
+    best = best_of([measured(each) for each in candidates(asked.config, 2, is_remote=False)], None)
+    assert best is not None
+    assert answer.best.candidate == best.candidate
+    tune(asked, log, lambda sentence: None)
+    assert len(tried) == len(answer.records), "a tuner that is started again has nothing to repeat"
 
 
 def test_a_tuner_that_was_stopped_goes_on(
