@@ -48,7 +48,8 @@ def left(folder: Path) -> set[int]:
 
 
 def test_a_trial_is_ended_with_its_figures_and_all_that_it_has_started(tmp_path: Path) -> None:
-    program = f"import subprocess, sys, time\n{GRANDCHILD}\nfor n in range(1, 9): write(n, abs(n - 3) / 8 + 1)\ntime.sleep(600)"
+    steps = "for n in range(1, 9): write(n, abs(n - 3) / 8 + 1)"
+    program = f"import subprocess, sys, time\n{GRANDCHILD}\n{steps}\ntime.sleep(600)"
     record, told = run_trial(plan(program), OWN, tmp_path / "trial")
     assert (record.step_s, record.phase_s, record.peak_nbytes) == (1, {"forward": 0.5}, 5), "the shortest step"
     assert record.is_good
