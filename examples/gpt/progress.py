@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 
@@ -40,7 +41,9 @@ def open_progress(*, total: int, done: int, rank: int, console: Console | None =
     if rank != 0:
         return SilentProgress()
     console = console or Console(highlight=False)
-    return BarProgress(console, total, done) if console.is_terminal else LineProgress(console, total, done)
+    # Open MPI gives its first rank a terminal even where its own output is a file, which a bar would fill.
+    draws = console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
+    return BarProgress(console, total, done) if draws else LineProgress(console, total, done)
 
 
 class SilentProgress(Progress):

@@ -90,7 +90,8 @@ def train(args: argparse.Namespace) -> int:
         folder.resolved_config.write_text(engine.config.to_json(), encoding="utf-8")
         folder.corpus.write_text(json.dumps({"digest": corpus.digest, **corpus.files}, indent=1), encoding="utf-8")
     with open_progress(total=settings.steps, done=engine.global_steps, rank=rank) as progress:
-        ranks = f"{engine.communicator.world_size} ranks on {engine.accelerator.name}"
+        world = engine.communicator.world_size
+        ranks = f"{world} rank{'s' * (world != 1)} on {engine.accelerator.name}"
         progress.say(
             f"{folder.path}: {settings.size} GPT, {numel / 1e6:.1f} M parameters, {settings.precision}, "
             f"ZeRO-{engine.zero_optimization_stage()}, {ranks}"

@@ -116,9 +116,10 @@ def train(args: argparse.Namespace) -> int:
         folder.corpus.write_text(json.dumps({"digest": corpus.digest, **corpus.files}, indent=1), encoding="utf-8")
     each = engine.train_batch_size() // ranks.world_size
     with open_progress(total=settings.steps, done=engine.global_steps, rank=ranks.rank) as progress:
+        size = f"{ranks.world_size} rank{'s' * (ranks.world_size != 1)}"
         progress.say(
             f"{folder.path}: {settings.size} GPT in JAX, {settings.precision}, "
-            f"ZeRO-{engine.zero_optimization_stage()}, {ranks.world_size} ranks on {engine.accelerator.name}, "
+            f"ZeRO-{engine.zero_optimization_stage()}, {size} on {engine.accelerator.name}, "
             f"parameters {engine.copies}"
         )
         stopped_by = 0

@@ -108,7 +108,7 @@ def describe_matrix_kernels() -> str:
     if not version:
         return "none: they come with torch"
     lines = [
-        f"{found.threads} thread{'s' * (found.threads != 1)}: {_summary(found)}"
+        f"{found.threads} thread{'s' * (found.threads != 1)}, {_summary(found)}"
         for found in sorted(_all_measured(), key=lambda found: found.threads)
         if (found.processor, found.torch) == (identity, version)
     ]
@@ -116,11 +116,8 @@ def describe_matrix_kernels() -> str:
 
 
 def _summary(measured: Measured) -> str:
-    parts = (
-        f"{name} {speedup:.2f}x {'oneDNN' if name in measured.faster else 'torch'}"
-        for name, speedup in measured.speedups.items()
-    )
-    return ", ".join(parts)
+    parts = (f"{name} {speedup:.2f}" for name, speedup in measured.speedups.items())
+    return f"oneDNN's speed over torch's: {', '.join(parts)}; taken for {', '.join(sorted(measured.faster)) or 'none'}"
 
 
 def _file(threads: int) -> Path:

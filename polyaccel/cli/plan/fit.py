@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from polyaccel.cli.plan.activations import foretold
-from polyaccel.cli.plan.tables import WIDTH, column_table, short_bytes, short_count, titled
+from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import data_ranks
@@ -96,7 +95,7 @@ def _known_pass(
     if has_trials:
         return Pass(None, kept, recomputed, fixed)
     if args.sequence_length is None:
-        notes.append("a step's seconds are those beside its passes, for nobody says how long rows are")
+        notes.append("step s leaves out forward and backward passes; --sequence-length would tell their time")
         return Pass(0.0, kept, recomputed, fixed)
     from polyaccel.accelerators.detect import choose_accelerator
     from polyaccel.torch.profiling.forward_work import product_speed
@@ -124,11 +123,9 @@ def _print(
     model: ModelShape,
     assumed: tuple[str, ...],
 ) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
     head = f"{model.summary}: {short_count(model.numel)} parameters; {args.world_size} ranks; {short_bytes(args.fit)}"
-    parts: list[Any] = [Text(f"{head} of a rank's device. {len(fitting)} settings fit, {len(too_large)} do not.")]
+    counts = f"{len(fitting)} of {len(fitting) + len(too_large)} settings fit"
+    parts: list[Any] = [Text(f"{head} of a rank's device. {counts}.")]
     if assumed:
         parts.append(Text("\n".join(f"Assumed: {sentence}." for sentence in assumed)))
     if fitting:
@@ -138,8 +135,7 @@ def _print(
         parts.append(titled("Fits, the fastest first", table))
     for each in too_large[:_SHOWN_TOO_LARGE]:
         parts.append(Text(f"{each.candidate} does not fit: {why_too_large(each, args.fit, args.limit_host)}."))
-    for part in parts:
-        console.print(part, end="\n\n")
+    print_parts(parts)
 
 
 def why_too_large(each: Foretold, device_nbytes: int, host_nbytes: int | None) -> str:

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polyaccel.cli.plan.tables import WIDTH
+from polyaccel.cli.plan.tables import print_parts
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import Programs, StageSend
@@ -73,9 +72,6 @@ def _sent(programs: Programs) -> list[int]:
 
 
 def _print(timing: PipelineTiming, programs: Programs, args: argparse.Namespace) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
     table = timing.table
     known = SCHEDULES.get(table.name)
     tasks = sum(map(len, table.tasks))
@@ -103,8 +99,7 @@ def _print(timing: PipelineTiming, programs: Programs, args: argparse.Namespace)
         f"parameters, and a message {args.transfer:g}. kept: the most forward passes that wait for their backward "
         "passes. idle: of the makespan; waiting: between the stage's first task and its last."
     )
-    for part in (Text(head), Text(proved), shown, Text(ended)):
-        console.print(part, end="\n\n")
+    print_parts([Text(head), Text(proved), shown, Text(ended)])
 
 
 def _as_json(timing: PipelineTiming, programs: Programs) -> dict[str, Any]:

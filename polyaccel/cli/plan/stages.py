@@ -9,11 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from polyaccel.cli.plan.activations import share_layers, share_sequences
-from polyaccel.cli.plan.tables import WIDTH, column_table, short_bytes, short_count, titled
+from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
@@ -136,9 +135,6 @@ def _print(
     fitting: list[Setting],
     ranks: int,
 ) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
     numel = sum(each.model.numel for each in needs)
     head = (
         f"{short_count(numel)} parameters over {table.stages} stages of {ranks} rank{'s' * (ranks != 1)} each; "
@@ -156,8 +152,7 @@ def _print(
     names = ", ".join(f"{one.stage} {one.offload}/{one.offload_param}" for one in fitting) or "none"
     parts = [Text(head), *(Text(f"Assumed: {sentence}.") for sentence in planned.assumptions)]
     parts.append(Text(f"Settings (ZeRO stage, offload of states/parameters) that fit on every stage: {names}."))
-    for part in (*parts[:-1], titled("Bytes of one rank on its device", shown), Text(_LEGEND), parts[-1]):
-        console.print(part, end="\n\n")
+    print_parts([*parts[:-1], titled("Bytes of one rank on its device", shown), Text(_LEGEND), parts[-1]])
 
 
 def _as_json(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -34,7 +34,7 @@ _SENDERS = tuple(setting for setting in SETTINGS if not any(setting.offloaded))
 _WORDS = ("stage", "offload", "place", "activations", "blocks", "setting")
 """Columns that have no figures."""
 _LEGEND = (
-    "offload: where optimizer states stand and, behind the stroke, where sharded parameters rest. "
+    "offload: where optimizer states stand and, after the slash, where sharded parameters rest. "
     "params, master, states, grads: parameters, master weights, optimizer states and gradients, there all the time. "
     "moving: gradient buckets in flight and one gradient outside; on the host, what offloaded states pass through. "
     "gathered: the bound on sharded parameters that are whole at once. peak: all of it together. "
@@ -69,9 +69,6 @@ class Plan:
 
 def print_plan(plan: Plan) -> None:
     """Write the plan to standard output."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
     parts: list[Text | Group] = [
         _head(plan),
         *_assumed(plan),
@@ -81,8 +78,17 @@ def print_plan(plan: Plan) -> None:
         _traffic_table(plan),
         _fit(plan),
     ]
-    for part in (*parts, *_notes(plan)):
-        console.print(part, end="\n\n")
+    print_parts([*parts, *_notes(plan)])
+
+
+def print_parts(parts: Iterable[Text | Group | Table]) -> None:
+    """Write them to standard output, each with an empty line behind it; into a file 80 columns wide."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    for part in parts:
+        console.print(part)
+        console.print()
 
 
 def short_bytes(nbytes: int) -> str:
@@ -120,7 +126,7 @@ def _head(plan: Plan) -> Text:
     if plan.copies.replica_nbytes:
         kept.append(f"{short_bytes(plan.copies.replica_nbytes)} for replicas, twice that on several hosts")
     told = f"{model.summary}: {counted}; {ranks}. A checkpoint takes {disk} of disk, all ranks together."
-    return Text(f"{told} Beside what follows, a rank takes {' and '.join(kept)}, in host memory." if kept else told)
+    return Text(f"{told} Not in the tables, in a rank's host memory: {' and '.join(kept)}." if kept else told)
 
 
 def _assumed(plan: Plan) -> list[Text]:

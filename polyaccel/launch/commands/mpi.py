@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
 from polyaccel.launch.base import Job
 from polyaccel.launch.commands.base import CommandLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE
+from polyaccel.types import Probe
 
 
-class OpenMpiLauncher(CommandLauncher):
+class MpiLauncher(CommandLauncher):
+    """The mpirun of an MPI."""
+
+    mpi: ClassVar[str]
+    """The MPI whose command `program` is taken for: that of another has the same name, and other arguments."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        found = super().probe()
+        return replace(found, reason=f"{found.reason}, taken for that of {cls.mpi}") if found.usable else found
+
+
+class OpenMpiLauncher(MpiLauncher):
     """Open MPI, 4 or 5."""
 
     name: ClassVar[str] = "openmpi"
+    mpi: ClassVar[str] = "Open MPI"
     program: ClassVar[str] = "mpirun"
     rank_variable: ClassVar[str] = "OMPI_COMM_WORLD_RANK"
 
@@ -26,10 +41,11 @@ class OpenMpiLauncher(CommandLauncher):
         return (*where, *port, *passed, *job.launcher_args, *task)
 
 
-class HydraLauncher(CommandLauncher):
+class HydraLauncher(MpiLauncher):
     """MPICH, whose mpiexec is Hydra. Environments are passed on as they are."""
 
     name: ClassVar[str] = "mpich"
+    mpi: ClassVar[str] = "MPICH"
     program: ClassVar[str] = "mpiexec"
     rank_variable: ClassVar[str] = "PMI_RANK"
 
@@ -43,6 +59,7 @@ class IntelMpiLauncher(HydraLauncher):
     torch one thread."""
 
     name: ClassVar[str] = "impi"
+    mpi: ClassVar[str] = "Intel MPI"
     program: ClassVar[str] = "mpirun"
     variables: ClassVar[Mapping[str, str]] = MappingProxyType({"I_MPI_PIN": "0"})
 
@@ -58,5 +75,6 @@ class MvapichLauncher(HydraLauncher):
     """MVAPICH. Its pinning is off too; it may be loaded by a program that was not linked to it."""
 
     name: ClassVar[str] = "mvapich"
+    mpi: ClassVar[str] = "MVAPICH"
     program: ClassVar[str] = "mpirun"
     variables: ClassVar[Mapping[str, str]] = MappingProxyType({"MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"})

@@ -323,6 +323,14 @@ def test_without_a_terminal_there_are_plain_lines(gpt: SimpleNamespace, monkeypa
     assert said == "[bold]as it is[/bold]"
 
 
+def test_a_terminal_that_an_mpirun_made_shows_plain_lines(
+    gpt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(gpt.progress.open_progress(total=5, done=0, rank=0, console=console), gpt.progress.LineProgress)
+
+
 def test_a_terminal_shows_a_bar_within_80_columns(gpt: SimpleNamespace) -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system=None, width=80, legacy_windows=False)

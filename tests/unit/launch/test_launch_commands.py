@@ -15,6 +15,7 @@ from polyaccel.launch.base import Job, Launcher
 from polyaccel.launch.commands.mpi import HydraLauncher, IntelMpiLauncher, MvapichLauncher, OpenMpiLauncher
 from polyaccel.launch.commands.slurm import SlurmLauncher
 from polyaccel.launch.commands.task import JOB_VARIABLE, main
+from polyaccel.types import Probe
 
 JOB = Job(
     command=("python", "train.py"),
@@ -107,3 +108,13 @@ def test_a_process_that_is_no_task_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("PMI_RANK", raising=False)
     with pytest.raises(LaunchError, match="PMI_RANK is not set"):
         main("PMI_RANK")
+
+
+def test_the_probe_of_an_mpi_says_for_whose_command_it_takes_the_one_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert OpenMpiLauncher.probe() == Probe(False, "there is no command mpirun on the PATH")
+    mpirun = tmp_path / "mpirun"
+    mpirun.touch(0o755)
+    assert IntelMpiLauncher.probe() == Probe(True, f"{mpirun}, taken for that of Intel MPI")
