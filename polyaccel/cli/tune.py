@@ -28,6 +28,7 @@ as they are. What is foretold not to fit is left out; the rest is tried, the fas
 processes of its own, until nothing faster is foretold. The script needs no change: its config gets a trial's settings
 wherever it comes from, and its batches follow engine.train_micro_batch_size_per_gpu() or the engine's own loader. A
 tuner that was stopped goes on where it was."""
+_USAGE = "polyaccel tune [options] CONFIG [options of polyaccel run] script.py [arguments of the script]"
 _COMM_OPERATIONS = "all_reduce,all_gather,reduce_scatter"
 _COMM_LIMIT_S = 120.0
 COMM_FILE, RATES_FILE = "comm.json", "rates.json"
@@ -53,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "tune",
         help="find the fastest settings of a config that fit, by short trials",
         description=_DESCRIPTION,
-        usage="polyaccel tune [options] CONFIG [options of polyaccel run] script.py [arguments of the script]",
+        usage=_USAGE,
         allow_abbrev=False,
     )
     parser.add_argument("--limit", type=parse_size, metavar="SIZE", help="in place of autotuning.memory_limit")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from polyaccel.launch.program import check_not_nested
 
     check_not_nested(os.environ)
-    parser = JobParser(prog="polyaccel tune CONFIG", allow_abbrev=False)
+    parser = JobParser(prog="polyaccel tune", usage=_USAGE, allow_abbrev=False)
     add_options(parser)
     given = parser.parse_args(args.rest)
     if not given.module and not given.no_python and not Path(given.script).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -71,8 +72,8 @@ def _print(reader: CheckpointReader) -> None:
     for key in ("packages", "plugins", "mesh"):
         if isinstance(told := about.get(key), dict) and told:
             print(f"{key}: {', '.join(f'{name} {value}' for name, value in told.items())}")
-    if "config" in about:
-        print(f"config: {_text(about['config'])}")
+    if isinstance(told := about.get("config"), dict):
+        print(f"config, where it is not the default: {_text(_beyond(told, _default_config()))}")
     print()
     kinds, nbytes = Counter[str](), Counter[str]()
     for tensor in tensors:
@@ -91,6 +92,25 @@ def _print(reader: CheckpointReader) -> None:
     for key, value in reader.scalars.items():
         text = _text(value)
         print(f"{key} = {text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}")
+
+
+def _default_config() -> dict[str, Any]:
+    from polyaccel.config import Config, resolve_config
+
+    return resolve_config(Config(train_batch_size=1), world_size=1).public_tree()
+
+
+def _beyond(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `tree` that `defaults` has not, section by section."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            if changed := _beyond(value, default):
+                found[key] = changed
+        elif key not in defaults or value != default:
+            found[key] = value
+    return found
 
 
 def _nbytes(tensor: TensorEntry) -> int:

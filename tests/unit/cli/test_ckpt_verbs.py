@@ -22,6 +22,7 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
 GOLDEN = Path(__file__).parents[2] / "golden"
+CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True}, "key of later": {"a": 1}}
 
 
 def save(
@@ -45,7 +46,7 @@ def save(
             pieces=pieces,
             scalars={"counters": {"global_steps": step}, "client_state": {"raw": b"ab"}},
             rank_blobs={"rng": blobs} if blobs else {},
-            about={"packages": {"polyaccel": "0.1.0"}, "mesh": {"data": ranks}, "config": {"train_batch_size": 8}},
+            about={"packages": {"polyaccel": "0.1.0"}, "mesh": {"data": ranks}, "config": CONFIG},
         )
 
     run_threads(ranks, part)
@@ -115,7 +116,7 @@ def test_inspect_shows_tensors_values_and_the_run(tmp_path: Path, capsys: pytest
     assert "by 2 ranks, step 7, 58 B" in out
     assert "packages: polyaccel 0.1.0" in out
     assert "mesh: data 2" in out
-    assert 'config: {"train_batch_size": 8}' in out
+    assert 'default: {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "key of later": {"a": 1}}' in out
     assert out.count("a.weight  param  float32  [3, 4]  48 B") == 1
     assert 'client_state = {"raw": "<2 bytes>"}' in out
     assert main(["ckpt", "inspect", str(tmp_path / "one"), "--json"]) == 0
@@ -124,6 +125,7 @@ def test_inspect_shows_tensors_values_and_the_run(tmp_path: Path, capsys: pytest
     assert tree["tensors"][1] == {**tensor, "pieces": 2, "is_cut": False}
     assert tree["scalars"]["counters"] == {"global_steps": 7}
     assert tree["about"]["mesh"] == {"data": 2}
+    assert tree["about"]["config"] == CONFIG
 
 
 def test_inspect_names_the_tags_when_one_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from polyaccel.cli.elastic import check_size, elastic_sizes
 from polyaccel.cli.job import job_of
+from polyaccel.cli.main import main
 from polyaccel.cli.options import DEBUG_PORT, add_options
 from polyaccel.cli.parser import JobParser
 from polyaccel.cli.run import pid_file
@@ -149,3 +150,12 @@ def test_without_a_section_any_number_of_ranks_will_do(tmp_path: Path) -> None:
 def test_a_config_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"absent\.json"):
         elastic_sizes(SimpleNamespace(elastic_config=Path("absent.json"), arguments=[]))  # type: ignore[arg-type]
+
+
+def test_an_option_of_the_tuner_behind_the_config_is_refused_with_the_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "ds.json", "--trials", "2", "train.py"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: polyaccel tune [options] CONFIG [options of polyaccel run] script.py" in said
+    assert "unrecognized arguments: --trials" in said
