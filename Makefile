@@ -23,7 +23,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq --editable '.[$(EXTRAS
 SOURCES := $(LOCK) pyproject.toml CMakeLists.txt $(sort $(filter-out csrc/tests/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)))
 STAMP := $(VENV)/.installed-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean
+.PHONY: help train test test-slow test-builds test-parity test-ownership test-faults test-variants test-fuzz test-elastic test-ccl test-mpi test-triton test-ipex test-s3 test-dropin test-monitors test-page test-traces test-exchange test-deepspeed test-ray test-recipes mutants environment lint docs bench sanitize test-neon soak soak-experts soak-hosts soak-replicas soak-shm lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -101,6 +101,9 @@ test-monitors: ## let TensorBoard, W&B, Comet and MLflow read what their monitor
 
 test-page: $(STAMP) ## look at the page of `polyaccel watch` in a headless Chromium (apt-get install chromium); PICTURES=docs/guide/pictures renews the guide's
 	TESTS_PAGE=1 PAGE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/procs/page $(ARGS)
+
+test-traces: $(STAMP) ## let Perfetto's own parser read traces of real runs: TRACE_PROCESSOR=trace_processor_shell (get.perfetto.dev/trace_processor fetches it)
+	TRACE_PROCESSOR=$(or $(TRACE_PROCESSOR),trace_processor_shell) $(BIN)/python -m pytest tests/procs/traces $(ARGS)
 
 test-exchange: ## exchange checkpoints with orbax, in an environment of its own (orbax with JAX: 680 MB)
 	$(MAKE) environment VENV=$(VENV)-exchange EXTRAS=jax PACKAGES='pytest pytest-timeout orbax-checkpoint'

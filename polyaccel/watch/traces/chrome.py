@@ -16,7 +16,7 @@ from polyaccel.watch.traces.spans import Span
 _TRACKS = {"step": 1, "phase": 2, "unit": 3, "pipeline": 4, "collective": 5, "tier": 6}
 """Of each kind its row below the rank. What of a kind overlaps, as collectives do, is told by asynchronous events."""
 _OVERLAPS = ("collective", "tier", "unit")
-_VERSION = 1
+_VERSION = 2
 
 
 def write_trace(
@@ -36,7 +36,9 @@ def write_trace(
         shift_s = offset.ahead_s - begin_s
         for number, span in enumerate(own):
             events += _events(rank, number, span, shift_s)
-        events += merged(rank, profiled.get(rank, ()), 1e6 * shift_s)
+        events += merged(rank, profiled.get(rank, ()), round(1e9 * shift_s))
+    # Of slices that begin at once the outer one comes first, or Perfetto would have the inner one around it.
+    events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
     clock = [
         {"rank": rank, "offset_s": one.ahead_s, "error_s": one.error_s}
         for rank, one in zip(ranks, offsets, strict=True)
@@ -67,9 +69,9 @@ def read_trace(path: Path) -> dict[int, list[Span]]:
                     Span(event["cat"], event["name"], begin_s, begin_s + event["dur"] / 1e6, event["args"])
                 )
             elif event["ph"] == "b":
-                open_[event["pid"], event["id"]] = event
+                open_[event["pid"], event["id2"]["local"]] = event
             elif event["ph"] == "e":
-                begin = open_.pop((event["pid"], event["id"]))
+                begin = open_.pop((event["pid"], event["id2"]["local"]))
                 found[event["pid"]].append(
                     Span(begin["cat"], begin["name"], begin["ts"] / 1e6, event["ts"] / 1e6, begin["args"])
                 )
@@ -87,17 +89,22 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     for kind, track in _TRACKS.items():
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": f"{kind}s"}}
+        # Perfetto takes a row whose number is the rank's for the main thread, and would have it on top.
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}
 
 
 def _events(rank: int, number: int, span: Span, shift_s: float) -> Iterator[dict[str, Any]]:
-    begin_us, end_us = ((moment + shift_s) * 1e6 for moment in (span.begin_s, span.end_s))
+    # Perfetto rounds begin and length to nanoseconds. A slice that would end behind the next one's begin for that, or
+    # behind the end of the one around it, is taken out of its row; so both are whole nanoseconds here.
+    begin_ns, end_ns = (round(1e9 * (moment + shift_s)) for moment in (span.begin_s, span.end_s))
     name = span.name
     if span.kind == "collective" and span.more.get("label"):
         name = f"{name} {span.more['label']}"
     where = {"pid": rank, "tid": _TRACKS[span.kind], "cat": span.kind, "name": name}
     if span.kind not in _OVERLAPS:
-        yield {"ph": "X", **where, "ts": begin_us, "dur": end_us - begin_us, "args": span.more}
+        yield {"ph": "X", **where, "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3, "args": span.more}
         return
-    own = {"id": f"{rank}.{number}"}
-    yield {"ph": "b", **where, **own, "ts": begin_us, "args": {"operation": span.name, **span.more}}
-    yield {"ph": "e", **where, **own, "ts": end_us}
+    # An `id` belongs to the whole trace, and Perfetto has a row of all ranks for what has one.
+    own = {"id2": {"local": str(number)}}
+    yield {"ph": "b", **where, **own, "ts": begin_ns / 1e3, "args": {"operation": span.name, **span.more}}
+    yield {"ph": "e", **where, **own, "ts": end_ns / 1e3}

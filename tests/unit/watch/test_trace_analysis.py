@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.traces.analysis import critical_path, exposed_s, meetings_of
 from polyaccel.watch.traces.chrome import read_trace, write_trace
 from polyaccel.watch.traces.clock import ClockOffset, clock_offsets
+from polyaccel.watch.traces.profiled import kept_events
 from polyaccel.watch.traces.report import report_of
 from polyaccel.watch.traces.spans import Span
 
@@ -58,6 +61,23 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def overlaps(events: list[dict[str, Any]]) -> list[str]:
+    """The complete events of a file that overlap one of their row and do not lie in it, in its order and in whole
+    nanoseconds, as Perfetto takes them."""
+    ends_ns: dict[tuple[int, int], list[int]] = {}
+    found = []
+    for event in events:
+        if event["ph"] == "X":
+            begin_ns, length_ns = round(1e3 * event["ts"]), round(1e3 * event["dur"])
+            open_ = ends_ns.setdefault((event["pid"], event["tid"]), [])
+            while open_ and open_[-1] <= begin_ns:
+                open_.pop()
+            if open_ and open_[-1] < begin_ns + length_ns:
+                found.append(event["name"])
+            open_.append(begin_ns + length_ns)
+    return found
+
+
 def test_a_file_is_read_as_it_was_written_on_one_clock(file: Path) -> None:
     read = read_trace(file)
     for rank, spans in RANKS.items():
@@ -68,30 +88,55 @@ def test_a_file_is_read_as_it_was_written_on_one_clock(file: Path) -> None:
 
 
 def test_the_file_has_the_form_of_trace_events(file: Path) -> None:
-    """What Chrome's document of its Trace Event Format asks of events, and Perfetto of slices. Perfetto's own parser is
-    a program that is fetched from the net, which tests do not do."""
+    """What Chrome's document of its Trace Event Format asks of events. `make test-traces` has Perfetto's own parser."""
     whole = json.loads(file.read_text())
+    assert overlaps(whole["traceEvents"]) == []
     begun: set[tuple[int, str]] = set()
-    ends: dict[tuple[int, int], list[float]] = {}
-    for event in sorted((one for one in whole["traceEvents"] if "ts" in one), key=lambda one: (one["ts"], one["ph"])):
+    for event in (one for one in whole["traceEvents"] if "ts" in one):
         assert {"name", "cat", "pid", "tid", "ts", "ph"} <= event.keys()
         assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            open_ = ends.setdefault((event["pid"], event["tid"]), [])
-            while open_ and open_[-1] <= event["ts"] + 1e-3:
-                open_.pop()
-            assert not open_ or open_[-1] >= event["ts"] + event["dur"] - 1e-3, "slices of a track nest"
-            open_.append(event["ts"] + event["dur"])
         elif event["ph"] == "b":
-            assert (event["pid"], event["id"]) not in begun
-            begun.add((event["pid"], event["id"]))
+            assert (event["pid"], event["id2"]["local"]) not in begun
+            begun.add((event["pid"], event["id2"]["local"]))
         else:
             assert event["ph"] == "e"
-            begun.remove((event["pid"], event["id"]))
+            begun.remove((event["pid"], event["id2"]["local"]))
     assert begun == set()
     names = {event["args"].get("name") for event in whole["traceEvents"] if event["ph"] == "M"}
     assert {"rank 0", "rank 1", "collectives"} <= names
+    rows = {
+        name: [(one["pid"], one["tid"]) for one in whole["traceEvents"] if one["name"] == name]
+        for name in ("thread_name", "thread_sort_index")
+    }
+    assert rows["thread_name"] == rows["thread_sort_index"], "or the row whose number is the rank's comes first"
+
+
+def test_slices_that_meet_do_not_overlap(tmp_path: Path) -> None:
+    """Steps without a gap, each with a phase of its whole length in which another one lies, which is told of first."""
+    moments = [1.79e9 + 0.0123457 * at for at in range(300)]
+    spans = []
+    for begin_s, end_s in pairwise(moments):
+        inner = Span("phase", "inner", begin_s, (begin_s + end_s) / 2)
+        spans += [inner, Span("phase", "outer", begin_s, end_s), Span("step", "step", begin_s, end_s)]
+    write_trace(tmp_path / "trace.json", (0,), [spans], (ClockOffset(1 / 3, 0.0),))
+    assert overlaps(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == []
+
+
+def test_what_a_profiler_tells_nests_in_its_rows(tmp_path: Path) -> None:
+    """A call with one of its own at its end; and a message that is under way while its thread goes on."""
+    call = {"ph": "X", "pid": 4, "tid": 7, "name": "call", "ts": 5176618.25, "dur": 1.696}
+    own = {**call, "name": "own", "ts": 5176618.859, "dur": 1.087}
+    message = {**call, "name": "message", "ts": 5176619.5, "dur": 40.0}
+    kept = kept_events("torch", [own, message, call], 1.79e15 + 1 / 3)
+    path = tmp_path / "trace.json"
+    write_trace(path, (0,), [[Span("step", "step", 1.79e9, 1.79e9 + 60)]], OFFSETS[:1], {0: kept})
+    events = json.loads(path.read_text())["traceEvents"]
+    assert overlaps(events) == []
+    rows = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    found = [(one["name"], rows[one["tid"]], one["dur"]) for one in events if one.get("cat") == "profiler"]
+    assert found == [("call", "torch: 7", 1.696), ("own", "torch: 7", 1.087), ("message", "torch: 7 (2)", 40.0)]
 
 
 def test_who_was_late_and_who_waited() -> None:
