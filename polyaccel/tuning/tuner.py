@@ -23,6 +23,7 @@ from polyaccel.tuning.trials import TrialPlan, run_trial
 
 _SAME = 0.1
 """The share by which two trials of one setting may differ where others use the machine too."""
+_MOST_DOUBTS = 2
 _LEAST_FOR_DOUBTS, _LEAST_FOR_BOTH_KINDS = 6, 4
 """So many trials must be allowed for any setting to be tried twice, and for a trial that only teaches."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|MemoryError|SIGKILL|can't allocate|cannot allocate", re.IGNORECASE)
@@ -179,17 +180,23 @@ class _Search:
         return is_affordable and chosen.candidate.recomputes not in shown
 
     def _doubtful(self) -> list[Foretold]:
-        """Of the two fastest settings those that were tried once, if their steps differ by no more than chance does.
-        They are tried again before the last trial is over; the shortest step of a setting counts."""
+        """The settings that chance alone may have put behind the best, the fastest first and two at most: tried once,
+        and no more behind than two trials of one setting may be. They are tried again before the last trial is over;
+        the shortest step of a setting counts, so another trial of the best would not change the choice."""
         assert self._foreteller is not None  # set by _know
-        fastest = dict[Candidate, float]()
-        for record in sorted(fitting(self._log.records, self._limit_nbytes), key=lambda one: one.step_s or 0.0):
-            fastest.setdefault(record.candidate, record.step_s or 0.0)
-        contenders = [each for each, step_s in fastest.items() if step_s <= (1 + _SAME) * min(fastest.values())][:2]
-        if len(contenders) < 2 or self._section.tuner_num_trials < _LEAST_FOR_DOUBTS or self._trials_left() < 1:
+        best = self._best()
+        if best is None or self._section.tuner_num_trials < _LEAST_FOR_DOUBTS or self._trials_left() < 1:
             return []
         tried = [record.candidate for record in self._log.records]
-        return [self._foreteller.foretell(each) for each in contenders if tried.count(each) == 1]
+        close = [
+            record
+            for record in fitting(self._log.records, self._limit_nbytes)
+            if (record.step_s or 0.0) <= (1 + _SAME) * (best.step_s or 0.0)
+            and record.candidate != best.candidate
+            and tried.count(record.candidate) == 1
+        ]
+        close.sort(key=lambda record: record.step_s or 0.0)
+        return [self._foreteller.foretell(record.candidate) for record in close[:_MOST_DOUBTS]]
 
     def _trials_left(self) -> int:
         return self._section.tuner_num_trials - len(self._log.records)

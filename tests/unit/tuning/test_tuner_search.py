@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,31 +113,26 @@ def test_what_the_trials_told_foretells_the_rest(
         assert each.device_nbytes == pytest.approx(truth.peak_nbytes, rel=0.25), str(each.candidate)
 
 
-def test_what_chance_may_tell_apart_is_tried_twice(
+def test_what_chance_may_have_put_behind_is_tried_twice(
     question: Callable[..., TuningQuestion], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each setting's first trial is disturbed, by another share: the fastest that was found is not the fastest."""
-    shares: dict[Candidate, Iterator[float]] = {}
+    """The third trial, the first of what is foretold to be best, is disturbed: others seem to be faster."""
     tried: list[Candidate] = []
 
     def run(plan: TrialPlan, candidate: Candidate, folder: Path) -> Found:
         tried.append(candidate)
         truth = measured(candidate)
-        share = next(shares.setdefault(candidate, iter((1.0 + 0.02 * (candidate.micro_batch == 16), 1.0))))
-        return replace(truth, step_s=share * (truth.step_s or 0.0)), TOLD
+        return replace(truth, step_s=(1.005 if len(tried) == 3 else 1.0) * (truth.step_s or 0.0)), TOLD
 
     monkeypatch.setattr(tuner, "run_trial", run)
     asked = question(tuner_num_trials=8, tuner_early_stopping=0)
     log = open_log(asked, tmp_path)
     answer = tune(asked, log, lambda sentence: None)
-    twice = {each for each in tried if tried.count(each) == 2}
-    assert len(twice) == 2
-    assert len(tried) <= 8
     assert answer.best is not None
-    assert answer.best.candidate in twice
-    best = best_of([measured(each) for each in candidates(asked.config, 2, is_remote=False)], None)
-    assert best is not None
-    assert answer.best.candidate == best.candidate
+    assert answer.best.step_s == min(measured(each).step_s or 0.0 for each in tried)
+    assert tried.count(tried[2]) == 2
+    assert max(tried.count(each) for each in tried) == 2
+    assert len(tried) == len(answer.records) <= 8
     tune(asked, log, lambda sentence: None)
     assert len(tried) == len(answer.records), "a tuner that is started again has nothing to repeat"
 
