@@ -177,6 +177,7 @@ class Communicator(ObjectCollectives):
         counts: Sequence[int] | None = None,
         source_counts: Sequence[int] | None = None,
         pieces: Pieces | None = None,
+        longest: int | None = None,
         async_op: bool = False,
         label: str = "",
         bucket: int | None = None,
@@ -185,13 +186,14 @@ class Communicator(ObjectCollectives):
 
         Equal parts, or `source_counts[j]` elements go to rank j and `counts[i]` come from rank i; what a rank sends
         another must be what that one expects. Where the communicator `takes_pieces`, parts may stand in pieces on one
-        side, on all ranks alike.
+        side, on all ranks alike. Of uneven parts, who knows that no rank sends another one more than `longest` may say
+        so, on all ranks alike: where the communicator `passes_on`, short parts then travel together.
         """
         collective = Collective(_ALL_TO_ALL, source, out, out.numel, out.dtype, _SUM, 0, async_op, label, bucket)
         if counts is not None or source_counts is not None:
             collective.counts = tuple(counts) if counts is not None else None
             collective.source_counts = tuple(source_counts) if source_counts is not None else None
-            collective.pieces = pieces
+            collective.pieces, collective.longest = pieces, longest
         return self.call(collective)
 
     def gather(

@@ -40,6 +40,8 @@ class ComposedCollectives(ABC):
     """Those of them that `start` also takes with `counts`."""
     takes_pieces: bool = False
     """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
+    passes_on: bool = False
+    """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.longest`)."""
     _numbers_given: int = 0
     _part_of: int | None = None
 

@@ -6,7 +6,14 @@ ranks on a host, and all of them use the network at once. A reduction adds insid
 only the part that it answers for, 1/L of what a flat reduction sends with L ranks on a host. Gathers go the other way
 round. Element by element the result is (host 0's ranks in order) + (host 1's) + ..., rounded to the element type
 where a host's sum leaves it, whatever the sizes; an average is the average of the hosts' averages, which does not
-overflow where the sum would. Messages and all-to-alls are direct.
+overflow where the sum would. Messages are direct.
+
+An all-to-all of short parts passes them on: what is for any rank of a host goes to the one there that has the sender's
+place, which gives it to its host, so a rank sends H-1 messages to other hosts and not (H-1) L. Between hosts comes
+first, for it goes from where the parts are and waits for nobody of this host. How much there is to be passed on to
+whom, only the ends know where parts are uneven, so receivers tell the ranks of their host before. Of long parts the
+bytes count and not their number: they go directly. So do uneven ones unless all ranks know that none is long
+(`Collective.longest`), for they must agree which way to take.
 
 Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
 otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
@@ -14,12 +21,15 @@ otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, chain, pairwise
+from struct import pack, unpack
 from typing import ClassVar
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import check_members
+from polyaccel.comm.arguments import Counts, check_members
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.parts.scratch import ScratchPool
@@ -28,6 +38,11 @@ from polyaccel.errors import CommError
 from polyaccel.types import DType
 
 _SMALL_NBYTES = 32 << 10  # up to here two all-reduces of the whole beat three collectives of parts
+# Parts of all-to-alls up to here are passed on: from 64 to 128 KiB on, copying them twice more costs as much as the
+# messages that it saves (bench/RESULTS.md, "All-to-alls between two hosts").
+_SHORT_NBYTES = 32 << 10
+Span = tuple[int, int]
+"""A run of elements: where it begins in its buffer, and how many there are."""
 
 
 class HierarchicalCommunicator(Communicator):
@@ -39,6 +54,7 @@ class HierarchicalCommunicator(Communicator):
 
     natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
+    passes_on = True
 
     def __init__(
         self, flat: Communicator, intra: Communicator, inter: Communicator, hosts: Sequence[Sequence[int]]
@@ -70,7 +86,7 @@ class HierarchicalCommunicator(Communicator):
     def start(self, collective: Collective) -> Work:
         collective.check(self.rank, self.world_size)
         run = _TWO_LEVELS.get(collective.operation)
-        if run is None:
+        if run is None or (collective.operation is Operation.ALL_TO_ALL and not _is_short(collective, self.world_size)):
             return self.flat.call(collective)
         return self._start(collective, partial(run, self, collective))
 
@@ -93,15 +109,8 @@ class HierarchicalCommunicator(Communicator):
         numel = out.numel
         sums = self._scratch.take(numel * len(self.hosts), out.dtype)
         for host, members in enumerate(self.hosts):
-            block, parts = None, _run_of(source, members, numel)
-            if parts is None:
-                block = self._scratch.take(numel * len(members), source.dtype)
-                parts = block.view(0, numel * len(members))
-                for index, rank in enumerate(members):
-                    parts.view(index * numel, numel).copy_from(source.view(rank * numel, numel))
-            self._call(self.intra, collective, Operation.REDUCE_SCATTER, parts, sums.view(host * numel, numel))
-            if block is not None:
-                self._scratch.give_back(block)
+            with self._run_of(source, [(rank * numel, numel) for rank in members]) as parts:
+                self._call(self.intra, collective, Operation.REDUCE_SCATTER, parts, sums.view(host * numel, numel))
         of_hosts = sums.view(0, numel * len(self.hosts))
         self._call(self.inter, collective, Operation.REDUCE_SCATTER, of_hosts, out)
         self._scratch.give_back(sums)
@@ -112,15 +121,8 @@ class HierarchicalCommunicator(Communicator):
         block = self._scratch.take(numel * len(self.hosts), out.dtype)
         self._call(self.inter, collective, Operation.ALL_GATHER, source, block.view(0, numel * len(self.hosts)))
         for host, members in enumerate(self.hosts):
-            mine, parts = block.view(host * numel, numel), _run_of(out, members, numel)
-            if parts is not None:
-                self._call(self.intra, collective, Operation.ALL_GATHER, mine, parts)
-                continue
-            packed = self._scratch.take(numel * len(members), out.dtype)
-            self._call(self.intra, collective, Operation.ALL_GATHER, mine, packed.view(0, numel * len(members)))
-            for index, rank in enumerate(members):
-                out.view(rank * numel, numel).copy_from(packed.view(index * numel, numel))
-            self._scratch.give_back(packed)
+            with self._run_of(out, [(rank * numel, numel) for rank in members], fills=True) as parts:
+                self._call(self.intra, collective, Operation.ALL_GATHER, block.view(host * numel, numel), parts)
         self._scratch.give_back(block)
 
     def _broadcast(self, collective: Collective) -> None:
@@ -134,6 +136,60 @@ class HierarchicalCommunicator(Communicator):
         self._call(self.intra, collective, Operation.BARRIER)  # this host is here
         self._call(self.inter, collective, Operation.BARRIER)  # and so is every other one
 
+    def _all_to_all(self, collective: Collective) -> None:
+        source, out = collective.buffer_sent(), collective.buffer_received()
+        going, coming = (
+            [(start, end - start) for start, end in pairwise(bounds)]
+            for bounds in (collective.source_bounds(self.world_size), collective.bounds(self.world_size))
+        )
+        wanted = self._wanted(collective, [numel for _, numel in coming])
+        leaving = tuple(sum(going[rank][1] for rank in members) for members in self.hosts)
+        arriving = tuple(map(sum, wanted))
+        block = self._scratch.take(sum(arriving), out.dtype)
+        passed = block.view(0, sum(arriving))
+        with self._run_of(source, [going[rank] for rank in chain(*self.hosts)]) as sent:
+            self._call(self.inter, collective, Operation.ALL_TO_ALL, sent, passed, counts=(arriving, leaving))
+        starts = accumulate(arriving, initial=0)
+        for members, start, given in zip(self.hosts, starts, wanted, strict=False):
+            parts, counts = passed.view(start, sum(given)), tuple(coming[rank][1] for rank in members)
+            with self._run_of(out, [coming[rank] for rank in members], fills=True) as run:
+                self._call(self.intra, collective, Operation.ALL_TO_ALL, parts, run, counts=(counts, given))
+        self._scratch.give_back(block)
+
+    def _wanted(self, collective: Collective, coming: Sequence[int]) -> list[Counts]:
+        """Of each host: how many elements each rank of this one expects from the rank there that has our place.
+
+        `coming` is what this rank expects from every rank of the group."""
+        hosts, ranks = len(self.hosts), self.intra.world_size
+        if not collective.is_uneven:
+            return [tuple(coming[:ranks])] * hosts
+        block = self._scratch.take(2 * self.world_size, DType.INT64)
+        mine, told = (block.view(start, self.world_size) for start in (0, self.world_size))
+        mine.from_bytes(pack(f"<{self.world_size}q", *(coming[rank] for rank in chain(*zip(*self.hosts, strict=True)))))
+        self._call(self.intra, collective, Operation.ALL_TO_ALL, mine, told)
+        numbers = unpack(f"<{self.world_size}q", told.to_bytes())
+        self._scratch.give_back(block)
+        return [numbers[host::hosts] for host in range(hosts)]
+
+    @contextmanager
+    def _run_of(self, whole: Buffer, spans: Sequence[Span], *, fills: bool = False) -> Iterator[Buffer]:
+        """`spans` of `whole` side by side: where they are if they lie so, else a copy, which goes back there at the end
+        of the block if it `fills` them."""
+        spans = [span for span in spans if span[1]]
+        numel = sum(length for _, length in spans)
+        if all(start + length == after for (start, length), (after, _) in pairwise(spans)):
+            yield whole.view(spans[0][0] if spans else 0, numel)
+            return
+        block = self._scratch.take(numel, whole.dtype)
+        starts = accumulate((length for _, length in spans), initial=0)
+        pieces = [(whole.view(*span), block.view(at, span[1])) for span, at in zip(spans, starts, strict=False)]
+        for there, here in pieces if not fills else ():
+            here.copy_from(there)
+        yield block.view(0, numel)
+        for there, here in pieces if fills else ():
+            there.copy_from(here)
+        self._scratch.give_back(block)
+
     def _call(
         self,
         group: Communicator,
@@ -142,12 +198,14 @@ class HierarchicalCommunicator(Communicator):
         source: Buffer | None = None,
         target: Buffer | None = None,
         root: int = 0,
+        counts: tuple[Counts, Counts] | tuple[None, None] = (None, None),
     ) -> None:
-        """One step of `collective` inside `group`, which has its number."""
+        """One step of `collective` inside `group`, which has its number; `counts` are those received and sent."""
         whole = source if operation is Operation.REDUCE_SCATTER else target
         step = collective.on(source, target)
         step.operation, step.root, step.async_op = operation, root, False
         step.numel, step.dtype = (0, None) if whole is None else (whole.numel, whole.dtype)
+        (step.counts, step.source_counts), step.longest = counts, None
         group.call(step)
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -207,6 +265,7 @@ _TWO_LEVELS: Mapping[Operation, Callable[[HierarchicalCommunicator, Collective],
     Operation.ALL_GATHER: HierarchicalCommunicator._all_gather,
     Operation.BROADCAST: HierarchicalCommunicator._broadcast,
     Operation.BARRIER: HierarchicalCommunicator._barrier,
+    Operation.ALL_TO_ALL: HierarchicalCommunicator._all_to_all,
 }
 
 
@@ -226,8 +285,8 @@ def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[
     return HierarchicalCommunicator(flat, intra, inter, hosts)
 
 
-def _run_of(whole: Buffer, members: Sequence[int], numel: int) -> Buffer | None:
-    """The parts of these ranks in `whole` if they lie side by side there, in order; None if they do not."""
-    if list(members) != list(range(members[0], members[0] + len(members))):
-        return None
-    return whole.view(members[0] * numel, numel * len(members))
+def _is_short(collective: Collective, world_size: int) -> bool:
+    """Whether all ranks know that the parts of this all-to-all are short, and that there are any."""
+    longest = collective.longest if collective.is_uneven else collective.numel // world_size
+    itemsize = collective.buffer_received().dtype.itemsize
+    return longest is not None and 0 < longest * itemsize <= _SHORT_NBYTES

@@ -29,6 +29,7 @@ class WrappedCommunicator(Communicator):
         self.deterministic = inner.deterministic
         self.summed_first = inner.summed_first
         self.takes_pieces = inner.takes_pieces
+        self.passes_on = inner.passes_on
 
     def start(self, collective: Collective) -> Work:
         return self.inner.call(collective)

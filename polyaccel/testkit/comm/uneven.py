@@ -100,9 +100,14 @@ def all_to_all_takes_uneven_parts(comm: Communicator) -> int:
             parts = [values_of(comm.rank, count, salt=to) for to, count in enumerate(sent)]
             expected = [values_of(source, count, salt=comm.rank) for source, count in enumerate(arrives)]
             mine = put(comm, np.concatenate(parts), DType.FLOAT32)
-            out = comm.allocate(sum(arrives), DType.FLOAT32)
-            comm.all_to_all(out, mine, counts=arrives, source_counts=sent, async_op=numel == 7).wait()
-            checks += expect(comm, out, np.concatenate(expected), f"all_to_all {kind}, {numel}")
+            most = max(_exchanged(kind, source, to, numel, world) for source in range(world) for to in range(world))
+            for longest in (None, most):
+                out = comm.allocate(sum(arrives), DType.FLOAT32)
+                work = comm.all_to_all(
+                    out, mine, counts=arrives, source_counts=sent, longest=longest, async_op=numel == 7
+                )
+                work.wait()
+                checks += expect(comm, out, np.concatenate(expected), f"all_to_all {kind}, {numel}, {longest=}")
     return checks
 
 

@@ -66,6 +66,8 @@ class Journey(NamedTuple):
     """How many rows go to each rank."""
     received: tuple[int, ...]
     """How many come from each."""
+    longest: int | None
+    """The most rows that some rank sends another one; None where the communicator has no use for it."""
     order: Tensor
     """What comes from rank after rank, ordered by own expert, then by rank. With a `room`, (ranks, own experts, 2),
     int64: in this order the first row of each part, and its rows. Else (rows,), int64: which of the rows that came.
@@ -104,32 +106,46 @@ def plan_journey(
     if ranks == 1:
         rows = len(routing.tokens)
         counts = tuple((int(one),) for one in routing.counts.tolist())
-        return Journey(communicator, None, (rows,), (rows,), routing.tokens[:0], counts, {})
+        return Journey(communicator, None, (rows,), (rows,), None, routing.tokens[:0], counts, {})
     ends = [0, *accumulate(experts)]
-    own = experts[rank]
+    own, bounds = experts[rank], int(communicator.passes_on)
     sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
     room = (room or SendingRoom(communicator)) if sees_others else None
     if room is None:
-        mine, told = routing.counts.contiguous(), routing.counts.new_empty(ranks * own)
+        mine = _with_bounds(routing.counts, experts) if bounds else routing.counts.contiguous()
+        told = mine.new_empty(ranks * (own + bounds))
     else:
         mine, told = room.counts(len(routing.counts), ranks * own)
         mine.copy_(routing.counts)
     wrap = communicator.accelerator.wrap
     communicator.all_to_all(
-        wrap(told), wrap(mine), counts=[own] * ranks, source_counts=list(experts), label="tokens of experts"
+        wrap(told),
+        wrap(mine),
+        counts=[own + bounds] * ranks,
+        source_counts=[one + bounds for one in experts],
+        longest=max(experts) + bounds,
+        label="tokens of experts",
     )
-    table = told.view(ranks, own)
+    table = told.view(ranks, own + bounds)[:, :own]
     lines: list[list[int]] = table.tolist() if own else [[] for _ in range(ranks)]
-    everywhere: list[int] = mine.tolist()
+    everywhere: list[int] = routing.counts.tolist()
     return Journey(
         communicator,
         room,
         tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
         tuple(map(sum, lines)),
+        max(told[own :: own + 1].tolist()) if bounds else None,
         _order(table) if room is None else _starts(table),
         tuple(zip(*lines, strict=True)),
         {},
     )
+
+
+def _with_bounds(counts: Tensor, experts: Sequence[int]) -> Tensor:
+    """`counts`, and behind those for each rank the most rows that this one sends to any."""
+    parts = torch.split(counts, list(experts))
+    longest = torch.stack([part.sum() for part in parts]).max().view(1)
+    return torch.cat([piece for part in parts for piece in (part, longest)])
 
 
 def _order(table: Tensor) -> Tensor:
@@ -211,6 +227,7 @@ def _moved(rows: Tensor, journey: Journey, sent: Sequence[int], received: Sequen
         counts=[count * width for count in received],
         source_counts=[count * width for count in sent],
         pieces=pieces,
+        longest=None if journey.longest is None else journey.longest * width,
         label="tokens to experts",
     )
     return out

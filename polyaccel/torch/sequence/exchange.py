@@ -30,12 +30,15 @@ class _Exchange(NamedTuple):
 
 
 def all_to_all(
-    communicator: Communicator, source: Tensor, sent: Sequence[int], received: Sequence[int], label: str
+    communicator: Communicator, source: Tensor, sent: Sequence[int], received: Sequence[int], longest: int, label: str
 ) -> Tensor:
-    """What the other ranks send this one, `received[i]` elements of rank i, for `sent[j]` of `source` to rank j."""
+    """What the other ranks send this one, `received[i]` elements of rank i, for `sent[j]` of `source` to rank j; no
+    rank sends another one more than `longest`."""
     out = torch.empty(sum(received), dtype=source.dtype, device=source.device)
     wrap = communicator.accelerator.wrap
-    communicator.all_to_all(wrap(out), wrap(source), counts=received, source_counts=sent, label=label)
+    communicator.all_to_all(
+        wrap(out), wrap(source), counts=received, source_counts=sent, longest=longest, label=label
+    )
     return out
 
 
@@ -67,7 +70,8 @@ def _to_heads(exchange: _Exchange, tensors: Sequence[Tensor]) -> tuple[Tensor, .
             if last > first:
                 _by_head(place, last - first, tensor.shape[-1]).copy_(tensor[:, first:last].permute(2, 0, 1, 3))
     received = [length * rows * sum(of_rank[rank]) for length in lengths]
-    whole = all_to_all(communicator, source, sent, received, "sequence to heads")
+    longest = max(lengths) * rows * max(map(sum, of_rank))
+    whole = all_to_all(communicator, source, sent, received, longest, "sequence to heads")
     parts = torch.split(whole.view(sum(lengths), rows, sum(of_rank[rank])), of_rank[rank], -1)
     return tuple(
         _by_head(part, cut[rank][1] - cut[rank][0], width).permute(1, 2, 0, 3)
@@ -87,7 +91,8 @@ def _to_sequence(exchange: _Exchange, tensors: Sequence[Tensor]) -> tuple[Tensor
     sent = [length * rows * sum(of_rank[rank]) for length in lengths]
     own = lengths[rank]
     received = [own * rows * sum(one) for one in of_rank]
-    arrived = all_to_all(communicator, source, sent, received, "heads to sequence")
+    longest = max(lengths) * rows * max(map(sum, of_rank))
+    arrived = all_to_all(communicator, source, sent, received, longest, "heads to sequence")
     results = []
     for cut, width in zip(cuts, widths, strict=True):
         heads = max(last for _, last in cut)

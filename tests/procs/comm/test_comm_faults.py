@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,8 +12,11 @@ from backend_marks import needs
 from polyaccel.comm.backends.torch.communicator import TorchCommunicator
 from polyaccel.comm.backends.torch.exchange import ExchangeCommunicator
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.join.hosts import share_hosts
+from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
+from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.testkit.comm.faults import CommFaultContract
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
@@ -48,6 +51,13 @@ class TwoHosts(Gloo):
         return pool.run(on_two_hosts, body, *args)
 
 
+class PassedOn(TwoHosts):
+    """As `TwoHosts`, in an all-to-all whose parts are passed on."""
+
+    def run(self, pool: RankPool, body: Callable[..., Any], *args: Any) -> list[Any]:
+        return pool.run(passing_on, body, *args)
+
+
 class Ccl(CommFaultContract):
     def pool(self, world_size: int, comm_timeout_s: float, grace_s: float) -> RankPool:
         return RankPool(world_size, backend="ccl", comm_timeout_s=comm_timeout_s, grace_s=grace_s)
@@ -70,6 +80,26 @@ def on_two_hosts(comm: Communicator, body: Callable[..., Any], *args: Any) -> An
     return body(both, *args)
 
 
+class Exchanging(WrappedCommunicator):
+    """What calls itself an all-reduce is an all-to-all of uneven parts, known to be short."""
+
+    def start(self, collective: Collective) -> Work:
+        if collective.operation is not Operation.ALL_REDUCE:
+            return self.inner.call(collective)
+        source = collective.buffer_sent()
+        call = collective.on(source, self.allocate(source.numel, source.dtype))
+        call.counts = call.source_counts = (source.numel // self.world_size,) * self.world_size
+        call.operation, call.longest = Operation.ALL_TO_ALL, source.numel // self.world_size
+        return self.inner.call(call)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        return self.inner.split(ranks)
+
+
+def passing_on(comm: Communicator, body: Callable[..., Any], *args: Any) -> Any:
+    return on_two_hosts(comm, lambda both: body(Exchanging(both), *args))
+
+
 class Nameless(TorchCommunicator):
     def board(self) -> None:
         return None
@@ -86,13 +116,14 @@ class NamesNobody(Gloo):
 
 
 SUITES: dict[str, type[CommFaultContract]] = {
-    suite.__name__: suite for suite in (Gloo, TorchsOwnCollectives, Shm, TwoHosts, Ccl, Mpi, NamesNobody)
+    suite.__name__: suite for suite in (Gloo, TorchsOwnCollectives, Shm, TwoHosts, PassedOn, Ccl, Mpi, NamesNobody)
 }
 HEALTHY = [
     "Gloo",
     "TorchsOwnCollectives",
     pytest.param("Shm", marks=needs("shm")),
     pytest.param("TwoHosts", marks=needs("shm")),
+    pytest.param("PassedOn", marks=needs("shm")),
     pytest.param("Ccl", marks=needs("ccl")),
     pytest.param("Mpi", marks=needs("mpi")),
 ]

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+from pretended_hosts import Hosts, on_hosts
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.join.hosts import ranks_by_host
 from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
-from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator, is_two_level, two_level
+from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator, is_two_level
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm import contract as contract
 from polyaccel.testkit.comm.contract import CommContract
@@ -23,18 +24,9 @@ ROUND_ROBIN = {4: ((0, 2), (1, 3)), 6: ((0, 3), (1, 4), (2, 5))}
 ANYHOW = {4: ((0, 3), (1, 2)), 6: ((0, 5, 2), (1, 3, 4))}
 
 
-def on_hosts(comm: Communicator, hosts: tuple[tuple[int, ...], ...]) -> HierarchicalCommunicator:
-    """`comm` with its ranks on these hosts."""
-    intra = None
-    for members in hosts:
-        intra = comm.split(members) or intra
-    assert intra is not None
-    return two_level(comm, intra, hosts)
-
-
 class TestTwoLevels(CommContract):
     world_sizes = (4,)
-    hosts: ClassVar[dict[int, tuple[tuple[int, ...], ...]]] = SIDE_BY_SIDE
+    hosts: ClassVar[dict[int, Hosts]] = SIDE_BY_SIDE
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return run_threads(world_size, lambda comm: body(on_hosts(comm, self.hosts[world_size]), *args))
@@ -59,12 +51,12 @@ class TestTwoLevelsAnyhow(TestTwoLevels):
         contract.sub_groups_work_beside_their_parent,
     ],
 )
-def test_six_ranks(body: Callable[[Communicator], int], hosts: tuple[tuple[int, ...], ...]) -> None:
+def test_six_ranks(body: Callable[[Communicator], int], hosts: Hosts) -> None:
     assert all(run_threads(6, lambda comm: body(on_hosts(comm, hosts))))
 
 
 @pytest.mark.parametrize("hosts", [SIDE_BY_SIDE[6], ANYHOW[6]])
-def test_every_rank_sends_its_share_of_what_crosses_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
+def test_every_rank_sends_its_share_of_what_crosses_hosts(hosts: Hosts) -> None:
     """Of M elements over H hosts with L ranks each, M/L (H-1)/H leave a rank for another host."""
     numel = 30_000
 
