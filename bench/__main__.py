@@ -1,6 +1,6 @@
-"""`python -m bench`: step times; `python -m bench backends`, `comm`, `experts`, `hosts`, `imports`, `jax`, `kernels`,
-`longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`, `trainer`,
-`tuning` and `watching`."""
+"""`python -m bench`: step times; `python -m bench all-to-all`, `backends`, `comm`, `experts`, `hosts`, `imports`,
+`jax`, `kernels`, `longest`, `memory`, `ownership`, `pipeline`, `replica`, `saves`, `sequence`, `start`, `tensor`,
+`trainer`, `tuning` and `watching`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from bench import imports, kernels
 from bench.collectives import backends, sizes
 from bench.experts import compare as experts
-from bench.hosts import start, tax
+from bench.hosts import all_to_all, start, tax
 from bench.jax import models
 from bench.pipeline import compare as pipeline
 from bench.sequence import attention, longest
@@ -20,6 +20,7 @@ from bench.tuning import compare as tuning
 from bench.watching import compare as watching
 
 _COMMANDS = {
+    "all-to-all": all_to_all.main,
     "backends": backends.main,
     "comm": sizes.main,
     "experts": experts.main,

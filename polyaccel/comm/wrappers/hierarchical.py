@@ -13,7 +13,8 @@ place, which gives it to its host, so a rank sends H-1 messages to other hosts a
 first, for it goes from where the parts are and waits for nobody of this host. How much there is to be passed on to
 whom, only the ends know where parts are uneven, so receivers tell the ranks of their host before. Of long parts the
 bytes count and not their number: they go directly. So do uneven ones unless all ranks know that none is long
-(`Collective.longest`), for they must agree which way to take.
+(`Collective.longest`), for they must agree which way to take, and those of two ranks on a host, for what is told
+there costs as much as the one message that would be saved.
 
 Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
 otherwise, as in [Note: Shared memory, who waits]; hence for host memory only.
@@ -38,9 +39,9 @@ from polyaccel.errors import CommError
 from polyaccel.types import DType
 
 _SMALL_NBYTES = 32 << 10  # up to here two all-reduces of the whole beat three collectives of parts
-# Parts of all-to-alls up to here are passed on: from 64 to 128 KiB on, copying them twice more costs as much as the
-# messages that it saves (bench/RESULTS.md, "All-to-alls between two hosts").
-_SHORT_NBYTES = 32 << 10
+# A part of an all-to-all may be so long for each message that passing it on saves a rank, a host: longer ones are not
+# worth copying twice more (bench/RESULTS.md, "All-to-alls between hosts").
+_SHORT_NBYTES = 16 << 10
 Span = tuple[int, int]
 """A run of elements: where it begins in its buffer, and how many there are."""
 
@@ -54,7 +55,6 @@ class HierarchicalCommunicator(Communicator):
 
     natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
-    passes_on = True
 
     def __init__(
         self, flat: Communicator, intra: Communicator, inter: Communicator, hosts: Sequence[Sequence[int]]
@@ -78,6 +78,7 @@ class HierarchicalCommunicator(Communicator):
         self.flat = flat
         self.intra = intra
         self.inter = inter
+        self.passes_on = _short_nbytes(intra.world_size, is_uneven=True) > 0
         self._places = {rank: (h, index) for h, members in enumerate(self.hosts) for index, rank in enumerate(members)}
         self._scratch = ScratchPool(flat.accelerator)
         self._helper: Background | None = None
@@ -86,7 +87,7 @@ class HierarchicalCommunicator(Communicator):
     def start(self, collective: Collective) -> Work:
         collective.check(self.rank, self.world_size)
         run = _TWO_LEVELS.get(collective.operation)
-        if run is None or (collective.operation is Operation.ALL_TO_ALL and not _is_short(collective, self.world_size)):
+        if run is None or (collective.operation is Operation.ALL_TO_ALL and not self._is_short(collective)):
             return self.flat.call(collective)
         return self._start(collective, partial(run, self, collective))
 
@@ -135,6 +136,12 @@ class HierarchicalCommunicator(Communicator):
     def _barrier(self, collective: Collective) -> None:
         self._call(self.intra, collective, Operation.BARRIER)  # this host is here
         self._call(self.inter, collective, Operation.BARRIER)  # and so is every other one
+
+    def _is_short(self, collective: Collective) -> bool:
+        """Whether all ranks know that the parts of this all-to-all are short, and that there are any."""
+        longest = collective.longest if collective.is_uneven else collective.numel // self.world_size
+        most = _short_nbytes(self.intra.world_size, is_uneven=collective.is_uneven)
+        return longest is not None and 0 < longest * collective.buffer_received().dtype.itemsize <= most
 
     def _all_to_all(self, collective: Collective) -> None:
         source, out = collective.buffer_sent(), collective.buffer_received()
@@ -285,8 +292,7 @@ def two_level(flat: Communicator, intra: Communicator, hosts: Sequence[Sequence[
     return HierarchicalCommunicator(flat, intra, inter, hosts)
 
 
-def _is_short(collective: Collective, world_size: int) -> bool:
-    """Whether all ranks know that the parts of this all-to-all are short, and that there are any."""
-    longest = collective.longest if collective.is_uneven else collective.numel // world_size
-    itemsize = collective.buffer_received().dtype.itemsize
-    return longest is not None and 0 < longest * itemsize <= _SHORT_NBYTES
+def _short_nbytes(ranks: int, *, is_uneven: bool) -> int:
+    """The longest part that is passed on where a host has so many ranks. Telling how long uneven parts are takes as
+    long as a message."""
+    return (ranks - 1 - is_uneven) * _SHORT_NBYTES

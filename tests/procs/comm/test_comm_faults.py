@@ -81,15 +81,14 @@ def on_two_hosts(comm: Communicator, body: Callable[..., Any], *args: Any) -> An
 
 
 class Exchanging(WrappedCommunicator):
-    """What calls itself an all-reduce is an all-to-all of uneven parts, known to be short."""
+    """What calls itself an all-reduce is an all-to-all of short parts."""
 
     def start(self, collective: Collective) -> Work:
         if collective.operation is not Operation.ALL_REDUCE:
             return self.inner.call(collective)
         source = collective.buffer_sent()
         call = collective.on(source, self.allocate(source.numel, source.dtype))
-        call.counts = call.source_counts = (source.numel // self.world_size,) * self.world_size
-        call.operation, call.longest = Operation.ALL_TO_ALL, source.numel // self.world_size
+        call.operation = Operation.ALL_TO_ALL
         return self.inner.call(call)
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:

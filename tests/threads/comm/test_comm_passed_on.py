@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from pretended_hosts import Hosts, on_hosts
+from pretended_hosts import Hosts, on_hosts, pass_on_up_to
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
-from polyaccel.comm.wrappers.hierarchical import _SHORT_NBYTES, HierarchicalCommunicator
+from polyaccel.comm.wrappers.hierarchical import _SHORT_NBYTES, HierarchicalCommunicator, _short_nbytes
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm.values import put
 from polyaccel.testkit.ranks.threads import run_threads
@@ -36,6 +35,11 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "long": (SHORT + 1, SHORT + 100),
     "of all kinds": (0, 1, 300, SHORT, SHORT + 1, 3 * SHORT),
 }
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_on_up_to(_SHORT_NBYTES, monkeypatch)
 
 
 def lengths_of(kind: str, world_size: int) -> list[list[int]]:
@@ -139,6 +143,13 @@ def test_one_message_to_each_other_host_has_all_short_parts_for_it(
     assert run_threads(6, body) == [(0, ranks_of_other_hosts * numel) if is_passed_on else (1, 0)] * 6
 
 
+def test_how_long_short_parts_are_depends_on_the_messages_saved() -> None:
+    """One fewer than a host has ranks; telling the lengths of uneven parts takes as long as one."""
+    kib = 1 << 10
+    assert [_short_nbytes(ranks, is_uneven=False) for ranks in (2, 3, 8)] == [16 * kib, 32 * kib, 112 * kib]
+    assert [_short_nbytes(ranks, is_uneven=True) for ranks in (2, 3, 8)] == [0, 16 * kib, 96 * kib]
+
+
 def test_calls_under_way_at_once_and_messages_between_them() -> None:
     hosts = LAYOUTS["2 x 2"]
 
@@ -189,5 +200,5 @@ def test_ranks_that_know_different_bounds_are_told_in_debug_mode() -> None:
         longest = SHORT + 1 if comm.rank == 3 else SHORT
         both.all_to_all(out, source, counts=[4] * 4, source_counts=[4] * 4, longest=longest)
 
-    with pytest.raises(CommError, match=f"rank 3 called #0 all_to_all of uneven parts of at most {SHORT + 1} x float32"):
+    with pytest.raises(CommError, match=f"rank 3 called #0 all_to_all of uneven parts of at most {SHORT + 1} x"):
         run_threads(4, body)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parity_models import make_config
-from pretended_hosts import Hosts, on_hosts
+from pretended_hosts import Hosts, on_hosts, pass_on_up_to
 from torch import Tensor, nn
 
 import polyaccel
@@ -15,7 +15,6 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Operation
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
-from polyaccel.comm.wrappers import hierarchical
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.experts import Mixture
 
@@ -82,8 +81,9 @@ def test_rows_that_are_passed_on_have_the_bits_of_rows_that_go_directly(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = LAYOUTS[layout]
+    pass_on_up_to(1 << 20, monkeypatch)
     passed_on = trained(hosts)
-    monkeypatch.setattr(hierarchical, "_SHORT_NBYTES", 0)
+    pass_on_up_to(0, monkeypatch)
     directly = trained(hosts)
     assert [groups for groups, _, _ in passed_on] == [{len(hosts), len(hosts[0])}] * len(passed_on)
     assert [groups for groups, _, _ in directly] == [{len(passed_on)}] * len(passed_on)
