@@ -108,8 +108,9 @@ def plan_journey(
         counts = tuple((int(one),) for one in routing.counts.tolist())
         return Journey(communicator, None, (rows,), (rows,), None, routing.tokens[:0], counts, {})
     ends = [0, *accumulate(experts)]
-    own, bounds = experts[rank], int(communicator.passes_on)
+    own = experts[rank]
     sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
+    bounds = int(communicator.passes_on and not sees_others)
     room = (room or SendingRoom(communicator)) if sees_others else None
     if room is None:
         mine = _with_bounds(routing.counts, experts) if bounds else routing.counts.contiguous()
