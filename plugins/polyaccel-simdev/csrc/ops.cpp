@@ -76,10 +76,12 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   } else if (non_blocking && is_pinned(other.const_data_ptr())) {
     if (has_fault("slow_copy")) {
       synchronize(stream);
-      std::thread([copy] {
+      // Never deleted: to let go of tensors takes Python, which may have ended by then.
+      const auto* kept = new auto(copy);
+      std::thread([kept] {
         std::this_thread::sleep_for(std::chrono::milliseconds(200));
         const c10::InferenceMode no_history;
-        copy();
+        (*kept)();
       }).detach();
     } else {
       enqueue_for(on_device, copy);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from parity_models import drawn_from
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -62,7 +63,6 @@ def tiny(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64,
     else:
         raise ValueError(f"no tiny {kind!r}")
     config._attn_implementation = attention
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with drawn_from(5):
         model: PreTrainedModel = make(config)
     return model.to(dtype)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from parity_models import drawn_from
 
 import polyaccel
 from polyaccel.jax.pytree import named_leaves
@@ -52,8 +53,7 @@ def sizes(name: str) -> Any:
 
 def torch_gpt() -> torch.nn.Module:
     """The same model every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         model: torch.nn.Module = example("gpt", "model").Gpt(sizes("gpt"))
         return model
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +26,16 @@ LossFn = Callable[[Any, int, int, int], Tensor]
 """The loss of a model (or engine) on the micro-batch at (step, micro, rank)."""
 Statement = Callable[[nn.Module], Any]
 """What a script does to a model between two calls of the engine."""
+_DRAWING = RLock()
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """In the block torch's generator is at the beginning of `seed`, for this thread alone: ranks that are threads share
+    that generator, and each would draw what the other one has left."""
+    with _DRAWING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def nothing(model: nn.Module) -> None:
@@ -54,8 +66,7 @@ class ParityModel(nn.Module):
 
 def parity_model() -> ParityModel:
     """The same model every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         return ParityModel()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from parity_models import VOCAB, Run, assert_bitwise, batch
+from parity_models import VOCAB, Run, assert_bitwise, batch, drawn_from
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,8 +24,7 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """The same model every time."""
 
     def rebuild() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with drawn_from(0):
             return build()
 
     return rebuild

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from parity_models import drawn_from
 from torch import nn
 
 
@@ -43,8 +44,7 @@ class Gates(nn.Module):
 
 @cache
 def gates() -> Gates:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
+    with drawn_from(4):
         return Gates(4)
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("jax")
 
 import jax
 from jax_models import jax_gpt, leaves, make_config, tokens, torch_gpt
+from parity_models import drawn_from
 from served_keeper import SECRET, Served
 
 import polyaccel
@@ -84,8 +85,7 @@ def test_a_run_resumes_bitwise(tmp_path):
 
 def flax_like():
     """The weights of `Net` in flax's layout, and a function that computes what it does."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         net = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 5), "second": torch.nn.Linear(5, 2)})
     params = {
         name: {"kernel": part.weight.detach().numpy().T.copy(), "bias": part.bias.detach().numpy().copy()}

@@ -17,14 +17,14 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax_layer_models import TorchMlp, mlp  # noqa: E402
+from parity_models import drawn_from  # noqa: E402
 
 from polyaccel.jax import as_torch  # noqa: E402
 
 
 def pair():
     """A layer of JAX and its twin of torch."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         twin = TorchMlp()
     params = {
         name: {key: jnp.array(value.detach().numpy()) for key, value in part.named_parameters()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from polyaccel.torch.experts import Mixture
@@ -12,6 +11,7 @@ from polyaccel.torch.experts import Mixture
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from parity_models import drawn_from  # noqa: E402
 
 from polyaccel.torch import as_jax  # noqa: E402
 
@@ -70,8 +70,7 @@ def twin(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mixture_in_jax_is_its_formula(name):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with drawn_from(3):
         fn = as_jax(Layer(**SETTINGS[name]))
     x = jax.random.normal(jax.random.key(1), (20, WIDTH))
 

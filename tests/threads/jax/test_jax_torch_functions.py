@@ -15,6 +15,7 @@ from polyaccel.errors import PolyaccelError
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from parity_models import drawn_from  # noqa: E402
 
 from polyaccel.torch import as_jax  # noqa: E402
 
@@ -31,8 +32,7 @@ class Calls(nn.Module):
 
 
 def perceptron():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
 
 

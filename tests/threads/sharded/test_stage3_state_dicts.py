@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from parity_models import batch, make_config, on_threads, snapshot, train_on_threads
+from parity_models import batch, drawn_from, make_config, on_threads, snapshot, train_on_threads
 from safetensors.torch import load_file
 from stage3_models import CASES, ConvNet, Gpt, lora, seeded, token_loss
 from torch import nn
@@ -93,8 +93,7 @@ def test_a_loaded_state_dict_trains_on_in_full_precision(stage, precision):
     """An engine that was given the values trains like one whose model had them from the start."""
 
     def other():
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
+        with drawn_from(5):
             return Gpt()
 
     values = other().state_dict()

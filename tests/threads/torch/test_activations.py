@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_models import batch, make_config, on_threads
+from parity_models import batch, drawn_from, make_config, on_threads
 from torch import Tensor, nn
 
 import polyaccel
@@ -65,14 +65,12 @@ class Stack(nn.Module):
 
 
 def stack() -> Stack:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         return Stack()
 
 
 def plain_stack() -> Stack:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         return Stack(lambda function, *args: function(*args))
 
 

@@ -13,6 +13,7 @@ from parity_models import (
     assert_bitwise,
     assert_close,
     batch,
+    drawn_from,
     make_config,
     on_threads,
     parity_loss,
@@ -211,8 +212,7 @@ class Mixed(nn.Module):
 
 
 def mixed() -> Mixed:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
+    with drawn_from(4):
         return Mixed()
 
 

@@ -8,6 +8,7 @@ from parity_models import (
     SMALL_BUCKET,
     assert_close,
     batch,
+    drawn_from,
     make_config,
     on_threads,
     parity_loss,
@@ -59,8 +60,7 @@ class Model(nn.Module):
 
 
 def model() -> Model:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with drawn_from(3):
         return Model()
 
 

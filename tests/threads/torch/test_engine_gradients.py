@@ -14,6 +14,7 @@ from parity_models import (
     assert_bitwise,
     assert_close,
     batch,
+    drawn_from,
     grouped,
     make_config,
     on_threads,
@@ -52,8 +53,7 @@ class Branches(nn.Module):
 
 
 def branches() -> Branches:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with drawn_from(1):
         return Branches()
 
 
@@ -171,8 +171,7 @@ class Recomputing(nn.Module):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_activation_checkpointing(stage, own_backward, reentrant, accumulation):
     def build(kind=reentrant):
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
+        with drawn_from(2):
             return Recomputing(kind)
 
     def recomputing(communicator, model, config):

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from parity_models import assert_bitwise, make_config, on_threads, snapshot
+from parity_models import assert_bitwise, drawn_from, make_config, on_threads, snapshot
 from torch import nn
 
 import polyaccel
@@ -38,8 +38,7 @@ class Functional(nn.Module):
 
 
 def functional() -> Functional:
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
+    with drawn_from(6):
         return Functional()
 
 

@@ -9,6 +9,7 @@ from parity_models import (
     assert_bitwise,
     assert_close,
     batch,
+    drawn_from,
     grouped,
     make_config,
     on_threads,
@@ -154,8 +155,7 @@ class Spoiled(nn.Module):
 
 
 def spoiled() -> Spoiled:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with drawn_from(5):
         return Spoiled()
 
 

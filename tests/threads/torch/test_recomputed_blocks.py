@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import combinations
-from parity_models import make_config, on_threads
+from parity_models import drawn_from, make_config, on_threads
 from stage3_models import seeded
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -72,8 +72,7 @@ class BlockModel(nn.Module):
 
 def block_model(**sizes: Any) -> BlockModel:
     """The same model every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawn_from(0):
         return BlockModel(**sizes)
 
 

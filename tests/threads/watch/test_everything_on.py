@@ -46,10 +46,11 @@ def watched(folder: Path) -> dict[str, Any]:
 
 def train_torch(settings: dict[str, Any]) -> list[bytes]:
     import torch
+    from parity_models import drawn_from
     from torch import nn
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with drawn_from(0):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     engine, *_ = polyaccel.initialize(model=model, config=settings)
     rank = engine.communicator.rank
     found = []
