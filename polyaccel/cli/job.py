@@ -122,7 +122,7 @@ def _exported(texts: list[str], environment: Mapping[str, str]) -> Iterator[tupl
         name, mark, value = text.partition("=")
         if not name or (not mark and name not in environment):
             cure = "write --export NAME=VALUE, or --export NAME for a variable of this shell"
-            raise LaunchError(f"--export {text}: there is no such variable", cure=cure, value=text)
+            raise LaunchError(f"--export {name}{mark}: there is no such variable", cure=cure, value=name)
         yield name, value if mark else environment[name]
 
 

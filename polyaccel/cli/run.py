@@ -22,6 +22,7 @@ from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
+from polyaccel.redaction import redact_variables, redact_words, secrets_in
 from polyaccel.seal import SECRET_VARIABLE
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def run_job(job: Job, args: argparse.Namespace) -> int:
         refuse_elastic(args, launcher.name)
         check_size(job.world_size, sizes)
     if args.dry_run:
-        print(shown_plan(launcher.plan(job), os.environ))
+        print(shown_plan(launcher.plan(job), os.environ, job.secret))
         return 0
     for sentence in how_to_attach(job):
         print(f"polyaccel: {sentence}", file=sys.stderr)
@@ -113,16 +114,18 @@ def pid_file(suffix: str) -> Iterator[None]:
             path.unlink()
 
 
-def shown_plan(plan: LaunchPlan, environment: Mapping[str, str]) -> str:
-    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the secret is
-    not among them."""
+def shown_plan(plan: LaunchPlan, environment: Mapping[str, str], secret: str = "") -> str:
+    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the job's
+    `secret` is left out, and the user's are hidden."""
     lines = []
     for rank in plan.ranks:
         own = {name: value for name, value in rank.environment.items() if environment.get(name) != value}
         own.pop(SECRET_VARIABLE, None)
-        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(own.items())]
+        secrets = [*secrets_in(rank.environment), *filter(None, [secret])]
+        shown = redact_variables(own, secrets)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
         cores = [] if rank.cores is None else ["taskset", "-c", ",".join(map(str, rank.cores))]
-        lines.append(" ".join([*variables, *cores, shlex.join(rank.command)]))
+        lines.append(" ".join([*variables, *cores, shlex.join(redact_words(rank.command, secrets))]))
     return "\n".join(lines)
 
 
