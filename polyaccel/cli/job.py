@@ -11,6 +11,7 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job
+from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (
     Hosts,
     excluded,
@@ -25,7 +26,7 @@ from polyaccel.launch.program import check_debugger, python_command
 from polyaccel.seal import SECRET_VARIABLE
 
 ENVIRONMENT_FILE = ".polyaccel_env"
-"""In the home folder and in this one: lines NAME=VALUE that ranks on other hosts get."""
+"""In the home folder and in this one: variables that ranks on other hosts get."""
 DEFAULT_PORT = 29500
 """Where ranks meet whose hosts are given the command one by one; a free port elsewhere."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "POLYACCEL_", "DS_", "HF_", "WANDB_")
@@ -33,13 +34,21 @@ _OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_ARRIVALS")
 _THIS_HOST = "localhost"
 
 
-def job_of(args: argparse.Namespace, environment: Mapping[str, str], count_ranks: Callable[[], int]) -> Job:
-    """The job that the options describe. Raises LaunchError, naming the option or the file's line."""
+def job_of(
+    args: argparse.Namespace,
+    environment: Mapping[str, str],
+    count_ranks: Callable[[], int],
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """The job that the options describe. `variables` are for ranks anywhere; None: other hosts get those of the files
+    `ENVIRONMENT_FILE`. Raises LaunchError, naming the option or the file's line."""
     hosts = choose_hosts(args, count_ranks)
     node = _node(args, hosts)
-    given = dict(_exported(args.export, environment))
+    given = {**(variables or {}), **dict(_exported(args.export, environment))}
     if is_far(hosts, node, force=args.force_multi):
-        given = {**_passed_on(environment), **_of_files(environment), **given}
+        of_files = variables_of_files(ENVIRONMENT_FILE, environment) if variables is None else {}
+        given = {**_passed_on(environment), **of_files, **given}
     command = (args.script,) if args.no_python else python_command(args.script, module=args.module)
     if args.debugpy is not None:
         check_debugger(is_python=not args.no_python)
@@ -136,24 +145,13 @@ def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _of_files(environment: Mapping[str, str]) -> dict[str, str]:
+def variables_of_files(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the files of that name in the home folder and in this one. Raises LaunchError."""
     found: dict[str, str] = {}
     for folder in dict.fromkeys((Path(environment.get("HOME", "/")), Path.cwd())):
-        file = folder / ENVIRONMENT_FILE
+        file = folder / name
         if file.is_file():
-            found |= read_environment(file)
-    return found
-
-
-def read_environment(file: Path) -> dict[str, str]:
-    """The variables of a file of lines NAME=VALUE; empty lines and comments are passed over. Raises LaunchError."""
-    found = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        name, mark, value = line.strip().partition("=")
-        if name and not name.startswith("#"):
-            if not mark:
-                raise LaunchError(f"{file}, line {number}: {line!r} is no line NAME=VALUE", cure="write NAME=VALUE")
-            found[name.strip()] = value
+            found |= read_environment(file, {**environment, **found})
     return found
 
 

@@ -21,8 +21,8 @@ from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
-from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 from polyaccel.redaction import redact_variables, redact_words, secrets_in
+from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 from polyaccel.seal import SECRET_VARIABLE
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def run_job(job: Job, args: argparse.Namespace) -> int:
         refuse_elastic(args, launcher.name)
         check_size(job.world_size, sizes)
     if args.dry_run:
-        print(shown_plan(launcher.plan(job), os.environ, job.secret))
+        shown = shown_plan(launcher.plan(job), os.environ, job.secret)
+        print(shown.encode(errors="backslashreplace").decode())  # bytes of the user's that are no text
         return 0
     for sentence in how_to_attach(job):
         print(f"polyaccel: {sentence}", file=sys.stderr)

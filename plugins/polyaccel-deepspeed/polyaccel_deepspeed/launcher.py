@@ -62,7 +62,7 @@ def launch_ranks(given: argparse.Namespace) -> int:
 
 def job(given: argparse.Namespace) -> Job:
     """What the options describe. Raises LaunchError."""
-    from polyaccel.cli.job import job_of, read_environment
+    from polyaccel.cli.job import job_of, variables_of_files
     from polyaccel.cli.run import count_ranks
 
     if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
@@ -71,13 +71,9 @@ def job(given: argparse.Namespace) -> Job:
         print(f"deepspeed: there is no hostfile {given.hostfile}: ranks are started on this machine", file=sys.stderr)
         given.hostfile = None
     named = [int(slot) for slot in re.findall(r"\d+", (given.include or "").partition(":")[2])]
-    made = job_of(given, os.environ, lambda: max(count_ranks(), 1 + max(named, default=0)))
-    exports: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):
-        file = folder / os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME)
-        if file.is_file():
-            exports |= read_environment(file)
-    return replace(made, exports={**exports, **made.exports}, names_local_rank=not given.no_local_rank)
+    variables = variables_of_files(os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME), os.environ)
+    made = job_of(given, os.environ, lambda: max(count_ranks(), 1 + max(named, default=0)), variables=variables)
+    return replace(made, names_local_rank=not given.no_local_rank)
 
 
 def config_of(arguments: Sequence[str]) -> str:

@@ -12,9 +12,7 @@ import pytest
 
 from polyaccel.accelerators import detect
 from polyaccel.cli import run as verb
-from polyaccel.cli.job import read_environment
 from polyaccel.cli.main import main
-from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
 from polyaccel.launch.local import LocalLauncher
@@ -224,12 +222,3 @@ def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureF
     assert first.endswith(f"{sys.executable} train.py 'it'\"'\"'s'")
     assert "SECRET" not in first
     assert jobs == []
-
-
-def test_a_file_of_variables_is_read_line_by_line(tmp_path: Path) -> None:
-    file = tmp_path / ".polyaccel_env"
-    file.write_text("# ours\n\nA=b=c d\n B=\n")
-    assert read_environment(file) == {"A": "b=c d", "B": ""}
-    file.write_text("A=1\nB\n")
-    with pytest.raises(LaunchError, match=r"_env, line 2: 'B' is no line NAME=VALUE"):
-        read_environment(file)

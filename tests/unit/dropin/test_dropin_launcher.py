@@ -98,6 +98,17 @@ def test_variables_of_the_environment_file_are_exported(
     assert job(launch_arguments(["--num_gpus", "1", script])).exports == {"A": "2"}
 
 
+def test_the_environment_file_is_read_as_a_shell_reads_it_and_wins(
+    script: str, hostfile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("UCX_TLS", "of the shell")
+    (tmp_path / ".deepspeed_env").write_text("export A='a b'\nB=\"$HOME/x\"\nUCX_TLS=tcp\n")
+    exports = job(launch_arguments(["-H", hostfile, script])).exports
+    assert {name: exports[name] for name in ("A", "B", "UCX_TLS")} == {"A": "a b", "B": "/home/me/x", "UCX_TLS": "tcp"}
+
+
 def test_options_of_the_bench_and_of_the_launcher_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("polyaccel_deepspeed.commands.launch", lambda args: seen.append(args) or 0)
