@@ -14,6 +14,7 @@ from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (
     Hosts,
+    address_of,
     excluded,
     first_hosts,
     first_slots,
@@ -60,7 +61,7 @@ def job_of(
         arguments=tuple(args.arguments),
         hosts=hosts,
         node=node,
-        master_addr=args.master_addr or (next(iter(hosts)) if node is not None else None),
+        master_addr=args.master_addr or (address_of(next(iter(hosts))) if node is not None else None),
         master_port=args.master_port or (DEFAULT_PORT if node is not None and len(hosts) > 1 else None),
         exports=given,
         device_variable=_device_variable() if args.include or args.exclude else None,
@@ -71,7 +72,7 @@ def job_of(
         stop_timeout_s=args.stop_timeout,
         hang_timeout_s=args.hang_timeout,
         log_dir=None if args.log_dir is None else str(args.log_dir),
-        launcher_args=tuple(shlex.split(args.launcher_args)),
+        launcher_args=tuple(_split(args.launcher_args)),
         ssh_port=args.ssh_port,
         venv_script=args.venv_script,
         debug_port=args.debugpy,
@@ -124,6 +125,14 @@ def _node(args: argparse.Namespace, hosts: Hosts) -> int | None:
         cure = f"give each host its number, from --node-rank 0 to {len(hosts) - 1}"
         raise LaunchError(f"{shown}, and {len(hosts)} hosts", cure=cure, value=args.node_rank)
     return int(args.node_rank)
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        cure = "write it as for a shell: quotes come in pairs"
+        raise LaunchError(f"--launcher_args cannot be read: {error}", cure=cure, value=text) from error
 
 
 def _exported(texts: list[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse
 from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
+from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
@@ -59,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_not_nested(os.environ)
     job = job_of(args, os.environ, count_ranks)
-    return run_job(job, args)
+    code = run_job(job, args)
+    if not args.dry_run:
+        flush_output()  # the exit code is the job's, whoever reads its output
+    return code
 
 
 def run_job(job: Job, args: argparse.Namespace) -> int:

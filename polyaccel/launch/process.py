@@ -103,12 +103,12 @@ class RankProcess:
             if not self.poll():
                 sleep(_WAIT_POLL_S)
 
-    def signal_rank(self, signum: signal.Signals) -> None:
+    def signal_rank(self, signum: int) -> None:
         """Send `signum` to it alone. Only while it has not ended."""
         if self.state is not ProcessState.ENDED:
             os.kill(self.pid, signum)
 
-    def signal_group(self, signum: signal.Signals) -> None:
+    def signal_group(self, signum: int) -> None:
         """Send `signum` to it and to everything in its process group. Only while it has not ended."""
         if self.state is not ProcessState.ENDED:  # an unreaped leader keeps the number of its group from being reused
             os.killpg(self.pid, signum)

@@ -143,9 +143,17 @@ def test_a_rank_of_another_launcher_starts_nothing(
     jobs: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert main(["run", "train.py"]) == 1
     assert "WORLD_SIZE=4 is set" in capsys.readouterr().err
     assert jobs == []
+
+
+def test_numbers_of_pods_are_no_ranks(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "PET_NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--nproc", "2", "train.py"]) == 5
+    assert [job.world_size for job in jobs] == [2]
 
 
 @pytest.fixture
