@@ -161,7 +161,7 @@ def _is_agents(rendezvous: Rendezvous) -> bool:
 
 def own_part(store: Any, rank: int, world_size: int, deadline: Deadline) -> Any:
     """The part of a store that the ranks of this start alone use. See [Note: A store that outlives its ranks]."""
-    from torch.distributed import PrefixStore
+    from torch._C._distributed_c10d import PrefixStore
 
     if rank:
         asked = secrets.token_hex(8)
