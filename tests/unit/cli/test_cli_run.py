@@ -221,6 +221,24 @@ def test_a_host_that_is_given_the_command_by_itself_has_its_number(jobs: list[Jo
     assert (job.node, job.master_addr, job.master_port, job.secret) == (1, "a", 29500, "")
 
 
+def test_ranks_of_a_host_with_a_user_meet_at_its_address(jobs: list[Job]) -> None:
+    where = ["--hosts", "me@a:2,me@b:2,me@c:1", "--include", "me@b:0@me@c"]
+    assert main(["run", *where, "--node-rank", "1", "--master-port", "0", "train.py"]) == 5
+    (job,) = jobs
+    assert (job.hosts, job.master_addr, job.master_port) == ({"me@b": (0,), "me@c": (0,)}, "b", 29500)
+
+
+@pytest.mark.parametrize("text", ["", "@", "a:0@", "a@a:1"])
+def test_a_filter_that_names_no_host_is_refused(jobs: list[Job], hostfile: str, text: str) -> None:
+    assert main(["run", "-H", hostfile, "--include", text, "train.py"]) == 1
+    assert jobs == []
+
+
+def test_no_folder_is_called_none(jobs: list[Job]) -> None:
+    assert main(["run", "--nproc", "1", "--enable_each_rank_log", "None", "train.py"]) == 5
+    assert [job.log_dir for job in jobs] == [None]
+
+
 def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--dry-run", "--nproc", "2", "--export", "A=b c", "train.py", "it's"]) == 0
     first, second = capsys.readouterr().out.splitlines()
