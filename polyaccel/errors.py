@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from polyaccel.redaction import HIDDEN, is_secret
+
 
 class PolyaccelError(Exception):
     """Base of everything polyaccel raises on purpose.
@@ -39,7 +41,8 @@ class Problem:
     cure: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.key} = {_shown(self.value)}: {self.expected}"
+        hides = is_secret(self.key) and isinstance(self.value, str | bytes)
+        head = f"{self.key} = {HIDDEN if hides else _shown(self.value)}: {self.expected}"
         return f"{head}\n    cure: {self.cure}" if self.cure else head
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from polyaccel.errors import ConfigError
+from polyaccel.redaction import redact_tree
 
 if TYPE_CHECKING:
     from polyaccel.config import Config, ResolvedConfig
@@ -83,7 +84,7 @@ def _report(config: ResolvedConfig, source: str, world_size: int) -> None:
         sizes = compute_elastic_config(config.elasticity).world_sizes
         table.add_row("numbers of ranks", ", ".join(map(str, sizes)))
     for key, value in _settings(config):
-        table.add_row(Text(key), Text(json.dumps(value)))
+        table.add_row(Text(key), Text(json.dumps(redact_tree({key: value})[key])))
     console = Console(soft_wrap=True)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     console.print(Text(f"{source}: valid for {ranks}"))

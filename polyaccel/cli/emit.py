@@ -1,7 +1,8 @@
 """`polyaccel run --emit KIND`: the job that the other options describe, as a manifest for a cluster's scheduler.
 
 The job is made as for a start on the first of its hosts, and its pods give this command again, in the words of `words`,
-which say the same job. Nothing of this shell's environment goes into a manifest but what --export names.
+which say the same job. Nothing of this shell's environment goes into a manifest but what --export names, and secrets
+among that are taken from a Secret of the cluster.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.base import DEFAULT_GRACE_S, DEFAULT_STOP_TIMEOUT_S, Job
 from polyaccel.launch.manifests.kubernetes import KINDS, PodSettings
 from polyaccel.launch.manifests.yaml import as_yaml
+from polyaccel.redaction import is_secret
 
 _ALIASES = {"k8s": "k8s-jobset"}
 _NO_NAME = re.compile(r"[^a-z0-9]+")
@@ -59,6 +61,9 @@ def manifest(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
     first = kind.host(pods.name, 0)
     changed = {"num_nodes": None, "nproc": None, "node_rank": 0, "master_addr": args.master_addr or first}
     job = job_of(argparse.Namespace(**{**vars(args), **changed}), environment, lambda: 1)
+    if secrets := [name for name in job.exports if is_secret(name)]:
+        literals = " ".join(f'--from-literal={name}="${name}"' for name in secrets)
+        print(f"polyaccel: create first: kubectl create secret generic {pods.name} {literals}", file=sys.stderr)
     return as_yaml(kind.make(job, ["polyaccel", "run", *kind.hosts_option(job), *words(job)], pods))
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job
+from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (
     Hosts,
+    address_of,
     excluded,
     first_hosts,
     first_slots,
@@ -25,7 +27,7 @@ from polyaccel.launch.program import check_debugger, python_command
 from polyaccel.seal import SECRET_VARIABLE
 
 ENVIRONMENT_FILE = ".polyaccel_env"
-"""In the home folder and in this one: lines NAME=VALUE that ranks on other hosts get."""
+"""In the home folder and in this one: variables that ranks on other hosts get."""
 DEFAULT_PORT = 29500
 """Where ranks meet whose hosts are given the command one by one; a free port elsewhere."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "POLYACCEL_", "DS_", "HF_", "WANDB_")
@@ -33,13 +35,21 @@ _OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_ARRIVALS")
 _THIS_HOST = "localhost"
 
 
-def job_of(args: argparse.Namespace, environment: Mapping[str, str], count_ranks: Callable[[], int]) -> Job:
-    """The job that the options describe. Raises LaunchError, naming the option or the file's line."""
+def job_of(
+    args: argparse.Namespace,
+    environment: Mapping[str, str],
+    count_ranks: Callable[[], int],
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """The job that the options describe. `variables` are for ranks anywhere; None: other hosts get those of the files
+    `ENVIRONMENT_FILE`. Raises LaunchError, naming the option or the file's line."""
     hosts = choose_hosts(args, count_ranks)
     node = _node(args, hosts)
-    given = dict(_exported(args.export, environment))
+    given = {**(variables or {}), **dict(_exported(args.export, environment))}
     if is_far(hosts, node, force=args.force_multi):
-        given = {**_passed_on(environment), **_of_files(environment), **given}
+        of_files = variables_of_files(ENVIRONMENT_FILE, environment) if variables is None else {}
+        given = {**_passed_on(environment), **of_files, **given}
     command = (args.script,) if args.no_python else python_command(args.script, module=args.module)
     if args.debugpy is not None:
         check_debugger(is_python=not args.no_python)
@@ -51,7 +61,7 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str], count_ranks
         arguments=tuple(args.arguments),
         hosts=hosts,
         node=node,
-        master_addr=args.master_addr or (next(iter(hosts)) if node is not None else None),
+        master_addr=args.master_addr or (address_of(next(iter(hosts))) if node is not None else None),
         master_port=args.master_port or (DEFAULT_PORT if node is not None and len(hosts) > 1 else None),
         exports=given,
         device_variable=_device_variable() if args.include or args.exclude else None,
@@ -62,7 +72,7 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str], count_ranks
         stop_timeout_s=args.stop_timeout,
         hang_timeout_s=args.hang_timeout,
         log_dir=None if args.log_dir is None else str(args.log_dir),
-        launcher_args=tuple(shlex.split(args.launcher_args)),
+        launcher_args=tuple(_split(args.launcher_args)),
         ssh_port=args.ssh_port,
         venv_script=args.venv_script,
         debug_port=args.debugpy,
@@ -117,12 +127,20 @@ def _node(args: argparse.Namespace, hosts: Hosts) -> int | None:
     return int(args.node_rank)
 
 
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        cure = "write it as for a shell: quotes come in pairs"
+        raise LaunchError(f"--launcher_args cannot be read: {error}", cure=cure, value=text) from error
+
+
 def _exported(texts: list[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for text in texts:
         name, mark, value = text.partition("=")
         if not name or (not mark and name not in environment):
             cure = "write --export NAME=VALUE, or --export NAME for a variable of this shell"
-            raise LaunchError(f"--export {text}: there is no such variable", cure=cure, value=text)
+            raise LaunchError(f"--export {name}{mark}: there is no such variable", cure=cure, value=name)
         yield name, value if mark else environment[name]
 
 
@@ -136,24 +154,13 @@ def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _of_files(environment: Mapping[str, str]) -> dict[str, str]:
+def variables_of_files(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the files of that name in the home folder and in this one. Raises LaunchError."""
     found: dict[str, str] = {}
     for folder in dict.fromkeys((Path(environment.get("HOME", "/")), Path.cwd())):
-        file = folder / ENVIRONMENT_FILE
+        file = folder / name
         if file.is_file():
-            found |= read_environment(file)
-    return found
-
-
-def read_environment(file: Path) -> dict[str, str]:
-    """The variables of a file of lines NAME=VALUE; empty lines and comments are passed over. Raises LaunchError."""
-    found = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        name, mark, value = line.strip().partition("=")
-        if name and not name.startswith("#"):
-            if not mark:
-                raise LaunchError(f"{file}, line {number}: {line!r} is no line NAME=VALUE", cure="write NAME=VALUE")
-            found[name.strip()] = value
+            found |= read_environment(file, {**environment, **found})
     return found
 
 

@@ -16,6 +16,7 @@ from importlib import import_module, metadata
 from types import MappingProxyType
 
 from polyaccel.cli.parser import JobParser
+from polyaccel.cli.streams import drop_output, flush_output, open_closed_streams
 from polyaccel.errors import PolyaccelError
 
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     1 stands for an error, whose message goes to standard error, and 2 for wrong arguments. A traceback is shown only
     with -v before the verb, or POLYACCEL_DEBUG=1.
     """
+    open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(arguments).parse_args(arguments)
@@ -60,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else _EXIT_FAILURE
     try:
         code = args.func(args)
-        sys.stdout.flush()
     except PolyaccelError as error:
         if args.debug or os.environ.get("POLYACCEL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
@@ -70,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at exit
+        drop_output()
         return _EXIT_FAILURE
-    return int(code)
+    return int(code) if flush_output() else int(code) or _EXIT_FAILURE
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

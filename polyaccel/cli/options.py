@@ -34,13 +34,13 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         "--nproc",
         "--num_gpus",
         "--num_accelerators",
-        type=_nproc,
+        type=rank_count,
         metavar="N|auto",
         help="ranks on each host; auto (the default) is one a slot, or here one a device, or on a machine without any, "
         "one a NUMA node",
     )
     add("--master_addr", metavar="ADDRESS", help="where the ranks meet, on the first host (default: its name)")
-    add("--master_port", type=_port, metavar="P|auto", help="the port there; auto (the default) picks a free one")
+    add("--master_port", type=_port, metavar="P|auto", help="the port there; auto (the default) or 0 picks a free one")
     add("--node_rank", type=int, metavar="N", help="this host's number: the command is given on every host")
     add("--no_ssh", action="store_true", help="as --node-rank says; no other host is reached from here")
     add("--launcher", metavar="NAME", help="the plugin that starts the ranks (default: local, ssh for several hosts)")
@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     add(
         "--log_dir",
         "--enable_each_rank_log",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="also write each rank's output to DIR/rank_N.log, at its end, and all that is shown to DIR/all.log, each "
         "line with its rank (DIR/host_N.log where each host is given the command)",
@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     )
     add(
         "--elastic",
-        type=_nproc,
+        type=rank_count,
         metavar="MIN",
         help="on this machine a restart has one rank fewer for each that a signal killed, but not fewer than MIN; "
         "with --nproc auto as many as there are devices then, and only as many as elasticity in the config allows",
@@ -141,7 +141,8 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed on to it")
 
 
-def _nproc(text: str) -> int | None:
+def rank_count(text: str) -> int | None:
+    """The value of --nproc, None for auto. Raises argparse.ArgumentTypeError."""
     if text == "auto":
         return None
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_SLOTS:
@@ -162,8 +163,12 @@ def _hosts(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> Path | None:
+    return None if text == "None" else Path(text)  # what programs that start this one write for no folder
+
+
 def _port(text: str) -> int | None:
-    if text == "auto":
+    if text in ("auto", "0"):
         return None
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a port from 1 to {_MOST_PORT} nor auto")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 class JobParser(argparse.ArgumentParser):
     """Gives an option with an optional value (`nargs="?"`) the next word only where the option's `type` takes it, and
-    looks no further than the first word that is no option's."""
+    looks no further than the first word that is no option's. Of `abbreviated`, names of options, a beginning that only
+    one of them has stands for it."""
+
+    abbreviated: Sequence[str] = ()
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self._by_name: dict[str, argparse.Action] = {}
@@ -20,13 +23,17 @@ class JobParser(argparse.ArgumentParser):
         self._by_name.update(dict.fromkeys(action.option_strings, action))
         return action
 
+    def retype(self, name: str, type_: Callable[[str], Any]) -> None:
+        """Let `type_` read the value of the option of that name from now on."""
+        self._by_name[name].type = type_
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         return super().parse_known_args(None if args is None else self._settled(list(args)), namespace)
 
     def _settled(self, words: list[str]) -> list[str]:
         settled: list[str] = []
         while words and words[0].startswith("-") and words[0] != "--":
-            settled.append(word := words.pop(0))
+            settled.append(word := self._whole(words.pop(0)))
             action = self._by_name.get(word)  # not `--name=value`, which has its value
             if action is None:
                 continue
@@ -36,6 +43,17 @@ class JobParser(argparse.ArgumentParser):
             elif action.nargs is None and words:
                 settled.append(words.pop(0))
         return settled + words
+
+    def _whole(self, word: str) -> str:
+        """`word` with the name that it begins in place of the beginning."""
+        begun, mark, value = word.partition("=")
+        if begun in self._by_name or not begun.startswith("--"):
+            return word
+        names = [name for name in self.abbreviated if name.startswith(begun)]
+        meant = {id(self._by_name[name]) for name in names}
+        if len(meant) > 1:
+            self.error(f"ambiguous option: {begun} could match {', '.join(names)}")
+        return f"{names[0]}{mark}{value}" if names else word
 
 
 def _takes(action: argparse.Action, word: str) -> bool:

@@ -16,11 +16,13 @@ from polyaccel.cli.elastic import check_size, elastic_job, elastic_sizes, refuse
 from polyaccel.cli.emit import add_emit_options, manifest
 from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
+from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
+from polyaccel.redaction import redact_variables, redact_words, secrets_in
 from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
 from polyaccel.seal import SECRET_VARIABLE
 
@@ -58,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_not_nested(os.environ)
     job = job_of(args, os.environ, count_ranks)
-    return run_job(job, args)
+    code = run_job(job, args)
+    if not args.dry_run:
+        flush_output()  # the exit code is the job's, whoever reads its output
+    return code
 
 
 def run_job(job: Job, args: argparse.Namespace) -> int:
@@ -73,7 +78,8 @@ def run_job(job: Job, args: argparse.Namespace) -> int:
         refuse_elastic(args, launcher.name)
         check_size(job.world_size, sizes)
     if args.dry_run:
-        print(shown_plan(launcher.plan(job), os.environ))
+        shown = shown_plan(launcher.plan(job), os.environ, job.secret)
+        print(shown.encode(errors="backslashreplace").decode())  # bytes of the user's that are no text
         return 0
     for sentence in how_to_attach(job):
         print(f"polyaccel: {sentence}", file=sys.stderr)
@@ -113,16 +119,18 @@ def pid_file(suffix: str) -> Iterator[None]:
             path.unlink()
 
 
-def shown_plan(plan: LaunchPlan, environment: Mapping[str, str]) -> str:
-    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the secret is
-    not among them."""
+def shown_plan(plan: LaunchPlan, environment: Mapping[str, str], secret: str = "") -> str:
+    """The processes of a plan as lines for a shell, with the variables that differ from `environment`; the job's
+    `secret` is left out, and the user's are hidden."""
     lines = []
     for rank in plan.ranks:
         own = {name: value for name, value in rank.environment.items() if environment.get(name) != value}
         own.pop(SECRET_VARIABLE, None)
-        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(own.items())]
+        secrets = [*secrets_in(rank.environment), *filter(None, [secret])]
+        shown = redact_variables(own, secrets)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
         cores = [] if rank.cores is None else ["taskset", "-c", ",".join(map(str, rank.cores))]
-        lines.append(" ".join([*variables, *cores, shlex.join(rank.command)]))
+        lines.append(" ".join([*variables, *cores, shlex.join(redact_words(rank.command, secrets))]))
     return "\n".join(lines)
 
 

@@ -8,12 +8,16 @@ import os
 import socket
 import struct
 import sys
-from ipaddress import ip_address
+from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915
+_IPV6_FILE = Path("/proc/net/if_inet6")
+_GLOBAL, _HOST = 0x00, 0x10
+"""Scopes of addresses in that file; others hold on one link, and mean nothing without their interface."""
 _ANY_PORT = 9
 _ELSEWHERE = "192.0.2.1"  # an address of nobody's (RFC 5737), to which nothing is sent
 _BACKLOG = 4096  # ranks that come at once; the system takes less where it allows less
@@ -24,12 +28,15 @@ def address_facing(peer: str) -> str | None:
 
     Connecting a datagram socket only chooses the route.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((peer, _ANY_PORT))
-        except OSError:
-            return None
-        return str(way.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, _, _, where in sorted(found, key=lambda one: one[0] is not socket.AF_INET):
+        with suppress(OSError), socket.socket(family, kind) as way:
+            way.connect(where)
+            return str(way.getsockname()[0])
+    return None
 
 
 def means_this_host(address: str) -> bool:
@@ -69,39 +76,50 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 def loopback_interface() -> str | None:
     """The name of the loopback's network interface; None where there is none or it is not known."""
-    return next((name for name, address in _all_interfaces().items() if address.startswith("127.")), None)
+    return next((name for name, found in _all_interfaces().items() if any(map(means_this_host, found))), None)
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one, by name; loopback left out. Linux only, else empty."""
-    return {name: address for name, address in _all_interfaces().items() if not address.startswith("127.")}
+    """The address of each network interface that has one, by name: IPv4, or IPv6 where it has no other; loopback left
+    out. Linux only, else empty."""
+    return {name: found[0] for name, found in _all_interfaces().items() if not means_this_host(found[0])}
 
 
-def _all_interfaces() -> dict[str, str]:
+def _all_interfaces() -> dict[str, list[str]]:
+    """The addresses of each interface: IPv4, then those of IPv6 that lead to other networks too."""
     if sys.platform != "linux":
         return {}
     import fcntl
 
-    found = {}
+    found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # an interface without an address
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+            found[name] = [socket.inet_ntoa(answer[20:24])]
+    with suppress(OSError):  # a kernel without IPv6
+        for line in _IPV6_FILE.read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) in (_GLOBAL, _HOST):
+                found.setdefault(name, []).append(str(IPv6Address(bytes.fromhex(digits))))
     return found
 
 
 def own_addresses() -> tuple[str, ...]:
     """The addresses by which other hosts may reach this one."""
-    return tuple(interfaces().values()) or tuple(a for a in named_addresses() if not a.startswith("127."))
+    present = sorted(interfaces().values(), key=lambda address: ":" in address)
+    return tuple(present) or tuple(a for a in named_addresses() if not means_this_host(a))
 
 
 def interface_facing(peer: str) -> str | None:
     """The network interface on the way to `peer`; None where there is none or it is not known."""
     facing = address_facing(peer)
-    return next((name for name, address in interfaces().items() if address == facing), None)
+    if facing is None or means_this_host(facing):
+        return None
+    first = next((name for name, address in interfaces().items() if address == facing), None)
+    return first or next((name for name, found in _all_interfaces().items() if facing in found), None)
 
 
 def interface_between_hosts(master: str) -> str | None:
@@ -145,7 +163,12 @@ def is_running(process: int, start: int) -> bool:
 
 def named_addresses() -> list[str]:
     """The addresses that this host's name leads to."""
+    name = socket.gethostname()
     try:
-        return socket.gethostbyname_ex(socket.gethostname())[2]
+        return socket.gethostbyname_ex(name)[2]
+    except OSError:
+        pass
+    try:  # a name that has addresses of IPv6 alone
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET6)))
     except OSError:
         return []

@@ -11,12 +11,19 @@ The store in which torch's groups meet believes whoever connects, and torch itse
 0 binds the socket: to the address at which the ranks were told to meet, which on one host is the loopback, and to every
 interface only where that address is none of this host's own (a service, a translated address). A store that the script
 or torchrun's agent has opened is as they opened it.
+
+[Note: A store that outlives its ranks]
+torchrun's agent keeps one store for all starts of its ranks (`--max-restarts`, hosts that come and go), and no variable
+numbers the starts alike on all hosts. What ranks of an earlier start have written there, addresses above all, would be
+taken for their successors'. So rank 0 draws a name for its start, under which all keys of the start stand, and gives it
+to each rank that asks by a random text, which no rank of an earlier start knows.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import secrets
 import socket
 import sys
 from collections.abc import Callable
@@ -24,6 +31,7 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import count
+from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +44,10 @@ from polyaccel.errors import CommError, CommTimeout
 
 _meetings = count()
 _ASKING_S = 1.0  # for who is there, once the time is over
+_START = "polyaccel/start"
+_POLL_S = 0.01
+_POSTING_S = 1.0
+"""Rank 0 posts its own note so long before the end."""
 _DESCRIPTORS = 65536  # a process at its limit of descriptors is ended by gloo when the next stranger connects
 
 
@@ -98,6 +110,9 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
 
     try:
         store = deadline.run(f"the store of rank 0 at {where}", lambda: _open_store(rendezvous, deadline))
+        if _is_agents(rendezvous):
+            opened = store
+            store = deadline.run("rank 0 of this start", lambda: own_part(opened, rank, world_size, deadline))
         here = f"process {os.getpid()} on {socket.gethostname()}"
         _exchange(store, f"here/{next(_meetings)}", rank, world_size, here, deadline)
         deadline.run(f"the connections of {name}", lambda: make(store))
@@ -138,6 +153,37 @@ def _open_store(rendezvous: Rendezvous, deadline: Deadline) -> Any:
         wait_for_workers=False,
         master_listen_fd=file,
     )
+
+
+def _is_agents(rendezvous: Rendezvous) -> bool:
+    return rendezvous.init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def own_part(store: Any, rank: int, world_size: int, deadline: Deadline) -> Any:
+    """The part of a store that the ranks of this start alone use. See [Note: A store that outlives its ranks]."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    if rank:
+        asked = secrets.token_hex(8)
+        store.set(f"{_START}/ask/{rank}", asked)
+        store.wait([f"{_START}/answer/{asked}"], deadline.remaining())
+        name = store.get(f"{_START}/answer/{asked}").decode()
+        store.set(f"{_START}/{name}/{rank}", "")
+        return PrefixStore(f"{_START}/{name}", store)
+    name, absent, answered = secrets.token_hex(8), set(range(1, world_size)), set[bytes]()
+    posting_s = min(_POSTING_S, deadline.timeout_s / 10)
+    while absent and deadline.remaining_s() > posting_s:  # who is absent in the end, the notes of all ranks say
+        for peer in sorted(absent):
+            if store.check([f"{_START}/{name}/{peer}"]):
+                absent.discard(peer)
+            elif store.check([f"{_START}/ask/{peer}"]):
+                asked_by = bytes(store.get(f"{_START}/ask/{peer}"))
+                if asked_by not in answered:
+                    answered.add(asked_by)
+                    store.set(f"{_START}/answer/{asked_by.decode()}", name)
+        if absent:
+            sleep(_POLL_S)
+    return PrefixStore(f"{_START}/{name}", store)
 
 
 def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:

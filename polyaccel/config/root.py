@@ -36,6 +36,7 @@ from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
 from polyaccel.config.sections.timers import AlarmsConfig, FlopsProfilerConfig, TimersConfig, TraceConfig
 from polyaccel.config.sections.zero import ZeroConfig
+from polyaccel.redaction import redact_tree
 
 
 class JaxConfig(Section):
@@ -230,24 +231,17 @@ class ResolvedConfig(Config):
 
     def to_json(self, *, secrets: bool = True) -> str:
         """The complete config, defaults included. Loading and resolving it for the same world size gives it back,
-        unless `secrets` is false: then the keys of accounts are hidden."""
+        unless `secrets` is false: then keys, tokens and passwords are hidden."""
         tree = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(tree if secrets else _without_secrets(tree), indent=2) + "\n"
+        return json.dumps(tree if secrets else redact_tree(tree), indent=2) + "\n"
 
     def public_tree(self) -> dict[str, Any]:
         """The complete config as a tree of JSON, for others to read: without the options of plugins, which may be keys
         to a place."""
-        tree = _without_secrets(self.model_dump(mode="json", by_alias=True))
+        tree: dict[str, Any] = redact_tree(self.model_dump(mode="json", by_alias=True))
         tree["checkpoint"]["storage"], _ = self.checkpoint.storage_plugin
         tree["monitors"] = sorted(self.monitors)
         return tree
-
-
-def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with the keys of accounts hidden."""
-    if tree["comet"]["api_key"] is not None:
-        tree["comet"]["api_key"] = "(hidden)"
-    return tree
 
 
 def json_schema() -> dict[str, Any]:

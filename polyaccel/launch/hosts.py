@@ -1,35 +1,40 @@
 """The hosts of a job and the slots that it uses on each: hostfiles, filters and counts, in DeepSpeed's spelling.
 
-A slot is a device by number; on a machine without devices it is a rank.
+A slot is a device by number; on a machine without devices it is a rank. A host may be `user@host`: ssh logs in as that
+user, and its address is `host`.
 """
 
 from __future__ import annotations
 
+import getpass
 import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
+from polyaccel.launch.environment_file import read_text
 
 Hosts = dict[str, tuple[int, ...]]
 """The slots to use on each host, ascending; hosts in the order of their ranks."""
 MOST_SLOTS = 4096
 """More ranks than this on one machine are a slip of the pen."""
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)((?:\s+[\w-]+=\S+)*)")
+_MOST = re.compile(r"max[-_]slots=(\d+)")
 _LISTED = re.compile(r"(\[[^\]\s]+\]|[^:\[\]\s]+)(?::(\d+))?")
 _PART = re.compile(r"\s*(\[[^\]]+\]|[^:\[\]]+)(?::(.*))?\s*", re.DOTALL)
 _SLOTS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def read_hostfile(file: Path) -> Hosts:
-    """The hosts of a file of lines `host slots=N`; empty lines and comments (`#`) are passed over.
+    """The hosts of a file of lines `host slots=N`; empty lines and comments (`#`) are passed over, and so is what MPIs'
+    files have besides (`max_slots=N`).
 
     Raises LaunchError, naming every line that is none, that names a host again, or that has no slots.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(file).splitlines()
+    except OSError as error:
         raise LaunchError(
             f"the hostfile {file} cannot be read: {error}", cure="give a text file: --hostfile FILE", value=str(file)
         ) from error
@@ -43,6 +48,8 @@ def read_hostfile(file: Path) -> Hosts:
             wrong.append(f"line {number}: {text!r} is no line `host slots=N`")
         elif not 1 <= int(found[2]) <= MOST_SLOTS:
             wrong.append(f"line {number}: {text!r} has {found[2]} slots, and 1 to {MOST_SLOTS} can be used")
+        elif (most := _MOST.search(found[3])) and int(most[1]) < int(found[2]):
+            wrong.append(f"line {number}: {text!r} has more slots than it may have")
         elif found[1] in hosts:
             wrong.append(f"line {number}: {text!r} names its host a second time")
         else:
@@ -103,26 +110,74 @@ def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is this machine's."""
+    """Whether a name is this machine's, and the user that it names, if any, this process's."""
     own = socket.gethostname()
-    return host in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
+    user, _, address = host.rpartition("@")
+    return address in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0]) and user in ("", _this_user())
+
+
+def address_of(host: str) -> str:
+    """The name or address of a host, without the user."""
+    return host.rpartition("@")[2]
+
+
+def without_user(hosts: Mapping[str, tuple[int, ...]], launcher: str) -> Hosts:
+    """`hosts` for a command that starts ranks as this process's user. Raises LaunchError for another one."""
+    for host in hosts:
+        user = host.rpartition("@")[0]
+        if user not in ("", _this_user()):
+            raise LaunchError(
+                f"--launcher {launcher} starts ranks as {_this_user()}, and the job has {host}",
+                cure="leave the user out, or use --launcher ssh",
+                value=host,
+            )
+    return {address_of(host): slots for host, slots in hosts.items()}
+
+
+def _this_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return ""
 
 
 def _parsed(text: str, hosts: Mapping[str, tuple[int, ...]], option: str) -> Hosts:
-    found = Hosts()
-    for part in text.split("@"):
-        match = _PART.fullmatch(part)
-        host = match[1].strip().removeprefix("[").removesuffix("]") if match else ""
-        if match is None or not host:
+    found, whole = Hosts(), dict[str, bool]()
+    parts = text.split("@")
+    while parts:
+        taken, part = 1, parts[0]
+        joined = "@".join(parts[:2])
+        if "@" in _host_in(joined) and _host_in(joined) in hosts:  # user@host
+            taken, part = 2, joined
+        del parts[:taken]
+        host = _host_in(part)
+        if not host:
             cure = "write host:0,2-4@host2, and an IPv6 address as [::1]:0"
             raise LaunchError(f"{option} {text}: {part!r} names no host", cure=cure, value=text)
+        host = _known_as(host, hosts)
         if host not in hosts:
             cure = f"the hosts are {', '.join(hosts)}"
             raise LaunchError(f"{option} {text}: there is no host {host!r}", cure=cure, value=text)
-        if host in found:
-            raise LaunchError(f"{option} {text}: {host!r} stands there twice", cure="name it once", value=text)
-        found[host] = hosts[host] if match[2] is None else _slots(match[2], text, host, hosts[host], option)
+        match = _PART.fullmatch(part)
+        numbers = None if match is None else match[2]
+        if whole.setdefault(host, numbers is None) is not (numbers is None):
+            cure = "name the whole host, or its slots"
+            raise LaunchError(f"{option} {text}: {host!r} stands there twice", cure=cure, value=text)
+        slots = hosts[host] if numbers is None else _slots(numbers, text, host, hosts[host], option)
+        found[host] = tuple(sorted({*found.get(host, ()), *slots}))
     return found
+
+
+def _host_in(part: str) -> str:
+    """The host of `host` or `host:slots`; "" where there is none."""
+    match = _PART.fullmatch(part)
+    return match[1].strip().removeprefix("[").removesuffix("]") if match else ""
+
+
+def _known_as(host: str, hosts: Mapping[str, tuple[int, ...]]) -> str:
+    """`host`, or the one `user@host` of the hosts that it means."""
+    with_user = [each for each in hosts if address_of(each) == host]
+    return with_user[0] if host not in hosts and len(with_user) == 1 else host
 
 
 def _slots(numbers: str, text: str, host: str, known: tuple[int, ...], option: str) -> tuple[int, ...]:

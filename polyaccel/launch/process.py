@@ -103,12 +103,12 @@ class RankProcess:
             if not self.poll():
                 sleep(_WAIT_POLL_S)
 
-    def signal_rank(self, signum: signal.Signals) -> None:
+    def signal_rank(self, signum: int) -> None:
         """Send `signum` to it alone. Only while it has not ended."""
         if self.state is not ProcessState.ENDED:
             os.kill(self.pid, signum)
 
-    def signal_group(self, signum: signal.Signals) -> None:
+    def signal_group(self, signum: int) -> None:
         """Send `signum` to it and to everything in its process group. Only while it has not ended."""
         if self.state is not ProcessState.ENDED:  # an unreaped leader keeps the number of its group from being reused
             os.killpg(self.pid, signum)
@@ -188,24 +188,36 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
-    """The function that the child runs before the program: it binds cores, and on Linux asks to die with the launcher.
+def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """A function by which a child of process `parent` asks the kernel, on Linux, for `signum` when its parent ends;
+    None elsewhere. It ends a native call that keeps the interpreter's lock too, which no Python handler does.
 
-    The kernel means the *thread* that started the child; that is the main thread, see SignalInbox.
+    The kernel means the *thread* that started the child: let that be one that lives as long, such as the main thread.
     """
-    linux = sys.platform == "linux"
-    if not linux and spec.cores is None:
+    if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if linux else None
-    launcher = os.getpid()
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request
+            os.kill(os.getpid(), signum)
+
+    return ask
+
+
+def _child_setup(spec: RankSpec) -> Callable[[], None] | None:
+    """The function that the child runs before the program: it binds cores, and on Linux asks to die with the launcher,
+    whose main thread starts it, see SignalInbox."""
+    ask = end_with_parent(os.getpid())
+    if ask is None and spec.cores is None:
+        return None
 
     def setup() -> None:
         if spec.cores is not None:
             os.sched_setaffinity(0, spec.cores)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != launcher:  # it died before the request
-                os.kill(os.getpid(), signal.SIGKILL)
+        if ask is not None:
+            ask()
 
     return setup
 

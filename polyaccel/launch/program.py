@@ -18,6 +18,8 @@ from polyaccel.seal import SECRET_VARIABLE
 
 _DEBUGGER = "debugpy"
 _LOOPBACK = "127.0.0.1"
+_OF_A_RANK = (JOB_ID, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "CROSS_RANK")
+"""What launchers of ranks set beside RANK and WORLD_SIZE, and operators of clusters do not."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """The value of `GLIBC_TUNABLES` that lets malloc ask for huge pages (glibc 2.35 and later; others ignore it).
 
@@ -76,9 +78,12 @@ def how_to_attach(job: Job) -> list[str]:
 
 
 def check_not_nested(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError when `environment` is that of a rank: another launcher is there already."""
+    """Raise LaunchError when `environment` is that of a rank: another launcher is there already.
+
+    RANK and WORLD_SIZE alone are no rank's: an operator of Kubernetes puts them into each pod, where they count pods.
+    """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
-    if found:
+    if found and any(name in environment for name in _OF_A_RANK):
         shown = " ".join(f"{name}={value}" for name, value in found.items())
         ours = f"job {environment[JOB_ID]} of polyaccel run" if JOB_ID in environment else "another launcher"
         raise LaunchError(

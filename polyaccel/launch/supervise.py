@@ -5,27 +5,22 @@ It ends well when all ranks exit with 0. The first rank that fails (or is stoppe
 then every process of the job gets SIGTERM, and SIGKILL after the grace period. A rank that exits with 0 fails the job
 too where others wait to meet it, as they say through the arrival pipe. A signal that the launcher passes on asks the
 ranks to end as well, in their own time: they get no second one, but from the first rank that ends of it, however much
-later, the grace period runs. A second SIGINT kills at once. SIGUSR1, which asks ranks for their flight
-recorders, is passed on too and ends nothing. Processes that ranks leave behind are ended in the same way, so that
+later, the grace period runs. A second SIGINT kills at once. Other signals are passed on too, and end nothing here
+(`signals`). Processes that ranks leave behind are ended in the same way, so that
 nothing outlives the job. Of a launcher that is killed itself, the guard ends the job (`guard`).
 """
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from types import FrameType, TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from polyaccel.arrival import HAS_MET, SHOW_STACK, STEP, WAITS, ArrivalPipe
-from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.guard import Guard
 from polyaccel.launch.output import JobOutput
@@ -40,10 +35,9 @@ from polyaccel.launch.process import (
     start_rank,
     with_last_lines,
 )
+from polyaccel.launch.signals import ENDING, NOTICES, PASSED_ON, SILENT, SignalInbox
 from polyaccel.launch.tree import JobTree
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ASKING = signal.SIGUSR1
 _LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
 _POLL_S = 0.05  # only while waiting for processes that are not our children
 _KILL_AGAIN_S = 1.0
@@ -62,7 +56,7 @@ class Orders(Protocol):
     silent_at_s: float
     """When `take` will find that nobody is there any more, unless something comes before; `monotonic`."""
 
-    def take(self) -> tuple[list[signal.Signals], str]:
+    def take(self) -> tuple[list[int], str]:
         """The signals to pass on, and why the job is to end; empty where it is not."""
         ...
 
@@ -86,7 +80,7 @@ class JobFailure:
 class Supervisor:
     """Runs one job, once. `look` is called whenever something may have happened. See [Note: How a job ends]."""
 
-    signals: ClassVar[tuple[signal.Signals, ...]] = (*_FORWARDED, _ASKING, signal.SIGCHLD)
+    signals: ClassVar[tuple[int, ...]] = (*PASSED_ON, signal.SIGCHLD)
     """Those that are waited for."""
 
     def __init__(
@@ -104,7 +98,7 @@ class Supervisor:
         self._tree = JobTree(plan.job_id)
         self._ranks: list[RankProcess] = []
         self._verdict: JobFailure | None = None
-        self._passed_on: dict[signal.Signals, float] = {}
+        self._passed_on: dict[int, float] = {}
         self._leftovers_until_s = inf
         self._is_ending = False
         self._kill_at_s = inf
@@ -125,7 +119,7 @@ class Supervisor:
                 while self._is_going_on():
                     self._handle(inbox.wait(self._patience_s()))
                 while not self._output.drain(_DRAIN_S):
-                    if set(_FORWARDED) & set(inbox.wait(0)):
+                    if set(ENDING) & set(inbox.wait(0)):
                         break
             finally:
                 self._kill_what_is_left()
@@ -180,7 +174,7 @@ class Supervisor:
             return inf
         return self._moved_s + limit + (_STACKS_S if self._hang else 0.0)
 
-    def _handle(self, signals: list[signal.Signals]) -> None:
+    def _handle(self, signals: list[int]) -> None:
         self._look()
         if self._orders is not None:
             given, end = self._orders.take()
@@ -188,10 +182,11 @@ class Supervisor:
             if end:
                 self._fail(JobFailure(128 + signal.SIGTERM, end))
         for signum in signals:
-            if signum in _FORWARDED:
+            if signum in ENDING:
                 self._pass_on(signum)
-            elif signum is _ASKING and not self._is_ending:
-                self._output.say(f"{signum.name} is passed on to the ranks")
+            elif signum in NOTICES and not self._is_ending:
+                if signum not in SILENT:
+                    self._output.say(f"{signal_name(signum)} is passed on to the ranks")
                 for rank in self._ranks:  # not to what they started, which would end of it
                     rank.signal_rank(signum)
         changed = [rank for rank in self._ranks if rank.poll()]
@@ -212,12 +207,12 @@ class Supervisor:
         if self._kill_at_s <= now:
             self._kill()
 
-    def _pass_on(self, signum: signal.Signals) -> None:
-        if signum is signal.SIGINT and signum in self._passed_on:
+    def _pass_on(self, signum: int) -> None:
+        if signum == signal.SIGINT and signum in self._passed_on:
             self._fail(JobFailure(128 + signum, "killed by a second SIGINT", was_asked=True))
             self._kill_at_s = 0.0
             return
-        self._output.say(f"{signum.name} is passed on to the ranks")
+        self._output.say(f"{signal_name(signum)} is passed on to the ranks")
         self._passed_on[signum] = monotonic()
         for rank in self._ranks:
             for each in (signum, signal.SIGCONT):  # a stopped process would not see it
@@ -332,52 +327,3 @@ class Supervisor:
 
 def _listed(pids: set[int]) -> str:
     return ", ".join(map(str, sorted(pids)))
-
-
-class SignalInbox:
-    """Signals as messages: they wake up the main loop, which reads their numbers in order.
-
-    Collects the given signals between `__enter__` and `__exit__`, which puts the former handlers back. `news` are
-    descriptors that wake the loop up too.
-
-    A signal that is ignored on entry stays ignored (nohup, a shell's background job), SIGCHLD excepted.
-    Python delivers signals to the main thread only; entering elsewhere raises LaunchError.
-    """
-
-    def __init__(self, signals: Iterable[signal.Signals], news: Sequence[int] = ()) -> None:
-        self._signals = tuple(signals)
-        self._news = tuple(news)
-        self._former: dict[signal.Signals, Any] = {}
-        self._former_fd = -1
-        self._read_fd = self._write_fd = -1
-
-    def __enter__(self) -> SignalInbox:
-        if threading.current_thread() is not threading.main_thread():
-            raise LaunchError("ranks can be started from the main thread only", cure="call run() from there")
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
-        self._former_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for signum in self._signals:
-            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
-                self._former[signum] = signal.signal(signum, _keep_only_the_number)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for signum, handler in self._former.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(self._former_fd)
-        os.close(self._read_fd)
-        os.close(self._write_fd)
-
-    def wait(self, timeout_s: float | None) -> list[signal.Signals]:
-        """The signals that came since the last call, in order; blocks until there is one, or `news` can be read, or
-        `timeout_s` is over."""
-        ready, _, _ = select.select([self._read_fd, *self._news], [], [], timeout_s)
-        return [signal.Signals(number) for number in os.read(self._read_fd, 4096)] if self._read_fd in ready else []
-
-
-def _keep_only_the_number(signum: int, frame: FrameType | None) -> None:
-    """Python has written the number to the wake-up descriptor already; without a handler it would not."""

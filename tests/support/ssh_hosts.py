@@ -68,16 +68,17 @@ class SshHost:
 
 
 class SshHosts:
-    """`count` hosts until the block is left. `ssh_config` is the file by which ssh finds them by name,
-    `bridge` the interface of this machine that leads to their `network`."""
+    """`count` hosts until the block is left, with addresses of IPv4 alone or of IPv6 alone. `ssh_config` is the file by
+    which ssh finds them by name, `bridge` the interface of this machine that leads to their `network`."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, *, ipv6: bool = False) -> None:
         self._folder = folder
         self._count = count
         self._id = token_hex(2)
         self.bridge = f"pab{self._id}"
         self._net = 1 + int(self._id, 16) % 250
-        self.network = f"10.77.{self._net}.0/24"
+        self._prefix, self._length = (f"fd77:{self._net}::", 64) if ipv6 else (f"10.77.{self._net}.", 24)
+        self.network = f"{self._prefix}/64" if ipv6 else f"{self._prefix}0/24"
         self.hosts: list[SshHost] = []
         self.ssh_config = folder / "ssh_config"
 
@@ -107,13 +108,13 @@ class SshHosts:
         Path("/run/sshd").mkdir(exist_ok=True)
         _ip("link", "add", self.bridge, "type", "bridge")
         _ip("link", "set", self.bridge, "up")
-        _ip("addr", "add", f"10.77.{self._net}.254/24", "dev", self.bridge)
+        self._add_address(254, self.bridge)
         lines = []
         for number in range(1, self._count + 1):
-            name, address = f"host{number}", f"10.77.{self._net}.{number}"
+            name, address = f"host{number}", f"{self._prefix}{number}"
             self.hosts.append(self._host(name, address, number, keys))
             lines += [f"Host {name}", f"  HostName {address}"]
-        lines += [f"Host host* 10.77.{self._net}.*", "  Port 2222", "  User root", f"  IdentityFile {keys / 'id'}"]
+        lines += [f"Host host* {self._prefix}*", "  Port 2222", "  User root", f"  IdentityFile {keys / 'id'}"]
         lines += ["  StrictHostKeyChecking no", "  UserKnownHostsFile /dev/null", "  LogLevel ERROR"]
         self.ssh_config.write_text("\n".join(lines) + "\n")
         for host in self.hosts:
@@ -124,7 +125,7 @@ class SshHosts:
         _ip("netns", "add", namespace)
         _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", outside, "master", self.bridge, "up")
-        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        self._add_address(number, "eth0", "-n", namespace)
         for device in ("eth0", "lo"):
             _ip("-n", namespace, "link", "set", device, "up")
         config = self._folder / f"sshd{number}"
@@ -137,6 +138,10 @@ class SshHosts:
         with (self._folder / f"sshd{number}.log").open("wb") as log:
             first = subprocess.Popen(["ip", "netns", "exec", namespace, *shell], stdin=subprocess.DEVNULL, stderr=log)
         return SshHost(name, address, namespace, first)
+
+    def _add_address(self, number: int, device: str, *where: str) -> None:
+        at_once = ["nodad"] if self._length == 64 else []  # no wait for who else may have it
+        _ip(*where, "addr", "add", f"{self._prefix}{number}/{self._length}", "dev", device, *at_once)
 
     def _await(self, host: SshHost) -> None:
         until = monotonic() + _UP_S

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from polyaccel.cli.streams import flush_output, open_closed_streams
 from polyaccel.errors import PolyaccelError
 from polyaccel_deepspeed.hosts import run_on_hosts, ssh_parser
 from polyaccel_deepspeed.launcher import launch_arguments, launch_ranks
@@ -17,8 +18,11 @@ OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", 
 
 def launch(args: Sequence[str] | None = None) -> int:
     """`deepspeed [options] script.py ...`: the ranks of a script. Returns the job's exit code."""
+    open_closed_streams()
     given = launch_arguments(args)
-    return _shown("deepspeed", lambda: launch_ranks(given))
+    code = _shown("deepspeed", lambda: launch_ranks(given))
+    flush_output()
+    return code
 
 
 def report(argv: Sequence[str] | None = None) -> int:

@@ -23,6 +23,15 @@ BEST_FILE = "ds_config_optimal.json"
 """What DeepSpeed calls the best config, in `autotuning.results_dir`."""
 _OPTION = "--autotuning"
 _NAMES = ("--deepspeed_config", "--deepspeed")
+_OPTIONS = (
+    *("--hostfile", "--include", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "--master_port"),
+    *("--master_addr", "--node_rank", "--launcher", "--launcher_args", "--module", "--no_python", "--no_local_rank"),
+    *("--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--enable_each_rank_log", "--autotuning"),
+    *("--bind_cores_to_rank", "--bind_core_list", "--ssh_port", "--venv_script", "--log_level", "--quiet"),
+)
+"""DeepSpeed's own, of which a beginning is enough."""
+_LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+"""DeepSpeed's, which are for several hosts: ranks of this one alone are started by its own launcher."""
 _PROGRAM = "from polyaccel_deepspeed.commands import launch; raise SystemExit(launch())"
 
 
@@ -33,6 +42,12 @@ def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser = JobParser(prog="deepspeed", description="start the ranks of a training script", allow_abbrev=False)
     add_options(parser)
+    parser.abbreviated = _OPTIONS
+    parser.retype("--num_nodes", _count_of_hosts)
+    parser.retype("--num_gpus", _count_of_ranks)
+    for name in ("--include", "--exclude"):
+        parser.retype(name, _filter)
+    parser.retype("--launcher", str.lower)
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     parser.add_argument("--autotuning", choices=("tune", "run"), default="", help="find the best settings; and train")
     parser.add_argument("--no_ssh_check", action="store_true", help="accepted")
@@ -47,9 +62,12 @@ def launch_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def launch_ranks(given: argparse.Namespace) -> int:
     """Start the job's ranks and wait for them, with `--autotuning` after a search for its best settings, or only that.
     Returns the job's exit code, 1 where no settings fit. Raises LaunchError."""
+    from polyaccel.cli.job import is_far
     from polyaccel.cli.run import run_job
 
     made = job(given)
+    if given.launcher in _LAUNCHERS and not is_far(dict(made.hosts), made.node, force=given.force_multi):
+        given.launcher = None
     if given.autotuning:
         best = tune(given, given.words, made)
         if best is None or given.autotuning == "tune":
@@ -62,7 +80,7 @@ def launch_ranks(given: argparse.Namespace) -> int:
 
 def job(given: argparse.Namespace) -> Job:
     """What the options describe. Raises LaunchError."""
-    from polyaccel.cli.job import job_of, read_environment
+    from polyaccel.cli.job import job_of, variables_of_files
     from polyaccel.cli.run import count_ranks
 
     if given.hostfile is None and given.hosts is None and DEFAULT_HOSTFILE.is_file():
@@ -71,13 +89,26 @@ def job(given: argparse.Namespace) -> Job:
         print(f"deepspeed: there is no hostfile {given.hostfile}: ranks are started on this machine", file=sys.stderr)
         given.hostfile = None
     named = [int(slot) for slot in re.findall(r"\d+", (given.include or "").partition(":")[2])]
-    made = job_of(given, os.environ, lambda: max(count_ranks(), 1 + max(named, default=0)))
-    exports: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):
-        file = folder / os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME)
-        if file.is_file():
-            exports |= read_environment(file)
-    return replace(made, exports={**exports, **made.exports}, names_local_rank=not given.no_local_rank)
+    variables = variables_of_files(os.environ.get(_ENVIRONMENT_VARIABLE, DEEPSPEED_ENVIRONMENT_NAME), os.environ)
+    made = job_of(given, os.environ, lambda: max(count_ranks(), 1 + max(named, default=0)), variables=variables)
+    return replace(made, names_local_rank=not given.no_local_rank)
+
+
+def _count_of_hosts(text: str) -> int | None:
+    """A number of hosts; those below 1 mean all."""
+    return int(text) if int(text) > 0 else None
+
+
+def _count_of_ranks(text: str) -> int | None:
+    """A number of ranks on each host; those below 1 mean one for each device."""
+    from polyaccel.cli.options import rank_count
+
+    is_all = text.removeprefix("-").isdecimal() and int(text) < 1
+    return None if is_all else rank_count(text)
+
+
+def _filter(text: str) -> str | None:
+    return text or None
 
 
 def config_of(arguments: Sequence[str]) -> str:

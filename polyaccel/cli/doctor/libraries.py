@@ -14,7 +14,7 @@ from pathlib import Path
 
 from polyaccel.cli.doctor.machine import guarded
 from polyaccel.errors import PolyaccelError
-from polyaccel.seal import SECRET_VARIABLE
+from polyaccel.redaction import redact_variables
 
 PACKAGES = (
     *("polyaccel", "torch", "torch-npu", "intel-extension-for-pytorch", "triton", "jax", "jaxlib", "ml-dtypes"),
@@ -47,8 +47,7 @@ def packages() -> dict[str, str | None]:
 
 def variables() -> dict[str, str]:
     """The environment variables that matter and are set."""
-    found = {name: value for name, value in sorted(os.environ.items()) if _matters(name)}
-    return {name: "(set; not shown)" if name == SECRET_VARIABLE else value for name, value in found.items()}
+    return redact_variables({name: value for name, value in sorted(os.environ.items()) if _matters(name)})
 
 
 def libraries() -> dict[str, str]:

@@ -47,7 +47,8 @@ def connect_members(members: JobMembers) -> dict[int, socket.socket]:
     address = LOOPBACK if len(set(networks)) == 1 else _outward_address(members.meeting_host)
     connected: dict[int, socket.socket] = {}
     try:
-        with socket.create_server((address, 0), backlog=members.world_size) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=members.world_size) as listener:
             own = _Door(address, listener.getsockname()[1], secrets.token_hex(16))
             doors = [_Door(*said) for said in members.exchange(list(own))]
             for peer in range(members.rank):

@@ -7,6 +7,7 @@ number of each rank's last call, which a watchdog keeps on the communicator's bo
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,8 @@ from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.types import DType
+
+_log = logging.getLogger(__name__)
 
 _RING_LENGTH = 1024
 
@@ -242,6 +245,10 @@ class RecordingCommunicator(WrappedCommunicator):
         said = error.message if str(entry.collective) in error.message else f"{entry.collective}: {error.message}"
         message = "; ".join([said, *places.values()])
         missing = tuple(sorted({*known, *(places if is_late else have_ended(notes, entry.group))}))
+        if (
+            self.recorder.on_failure is not None and missing
+        ):  # at once: a launcher may end this rank before its traceback
+            _log.warning("rank %d: %s", self.ranks[self.rank], message)
         if is_late:
             return CommTimeout(message, missing_ranks=missing, cure=error.cure)
         return CommError(message, missing_ranks=missing, cure=error.cure, value=error.value)

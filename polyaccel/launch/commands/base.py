@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from polyaccel.launch.base import JOB_ID, Job, JobEnd, Launcher, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.commands.task import JOB_VARIABLE
-from polyaccel.launch.hosts import is_here
+from polyaccel.launch.hosts import is_here, without_user
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import RankProcess, exit_code, start_rank
 from polyaccel.launch.supervise import JobFailure, Supervisor
@@ -77,7 +77,8 @@ class CommandLauncher(Launcher):
         return _CommandSupervisor(plan, JobOutput(plan, merged=merged_log(job)), self.process, look).run()
 
     def _met(self, job: Job) -> Job:
-        """The job with a place where its ranks meet."""
+        """The job with a place where its ranks meet, on hosts as the command knows them."""
+        job = replace(job, hosts=without_user(job.hosts, self.name))
         first = next(iter(job.hosts))
         if job.master_port is not None:
             port = job.master_port

@@ -29,12 +29,12 @@ from polyaccel.launch.process import exit_code, signal_name
 from polyaccel.launch.program import check_not_nested
 from polyaccel.launch.remote.agent import LauncherOrders
 from polyaccel.launch.remote.supervise import ANSWER_S
-from polyaccel.launch.supervise import SignalInbox, Supervisor
+from polyaccel.launch.signals import ENDING, PASSED_ON, SignalInbox
+from polyaccel.launch.supervise import Supervisor
 from polyaccel.types import Probe
 
 _AGENT = "polyaccel.launch.elastic.torch.agent"
 _NAME = "the elastic agent"
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVES_S = 5.0
 """An agent whose launcher has hung up tells the others, and ends within this time."""
 
@@ -155,15 +155,15 @@ class _ElasticHost:
 
     def _await_start(self) -> Job | JobEnd | None:
         """The next job; the end where a signal came first; None where the agent has ended."""
-        with SignalInbox((*_ENDS, signal.SIGCHLD), [self._orders.read_fd]) as inbox:
+        with SignalInbox((*PASSED_ON, signal.SIGCHLD), [self._orders.read_fd]) as inbox:
             while True:
                 self._look()
                 start = self._orders.next_start()
                 if start is not None or self._orders.is_lost:
                     return start
-                asked = [each for each in inbox.wait(self._silent_in_s()) if each in _ENDS]
+                asked = [each for each in inbox.wait(self._silent_in_s()) if each in ENDING]
                 if asked:
-                    why = f"ended by {asked[0].name}, while the hosts met"
+                    why = f"ended by {signal_name(asked[0])}, while the hosts met"
                     return JobEnd(128 + asked[0], why, was_asked=True)
 
     def _silent_in_s(self) -> float:

@@ -5,6 +5,10 @@ The pods of a JobSet `NAME` with one job called `node` have the host names NAME-
 domain NAME, and each finds its number in JOB_COMPLETION_INDEX. A TrainJob is such a JobSet too. So every pod gives the
 command `polyaccel run` with all hosts and its own number, and the ranks meet at the first pod: no pod needs ssh. In an
 MPIJob the launcher's pod alone gives it, with the hostfile that the operator writes, and mpirun reaches the others.
+
+[Note: Secrets of a manifest]
+People keep manifests in repositories. A variable whose name is that of a secret is taken from a Secret of the cluster,
+which has the manifest's name, and its value does not stand in the manifest.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job
+from polyaccel.redaction import is_secret
 
 HOSTFILE = "/etc/mpi/hostfile"
 """Where the MPI operator writes the hosts of an MPIJob, for its launcher."""
@@ -80,7 +85,7 @@ def _train_job(job: Job, words: Sequence[str], pods: PodSettings) -> Manifest:
         raise LaunchError("a TrainJob does not say in which folder its container works", cure=cure, value=pods.workdir)
     trainer: Manifest = {"image": pods.image, "command": _numbered(words), "numNodes": len(job.hosts)}
     if job.exports:
-        trainer["env"] = _environment(job.exports)
+        trainer["env"] = _environment(job.exports, pods)
     if pods.resources:
         trainer["resourcesPerNode"] = {"limits": dict(pods.resources)}
     return {
@@ -133,16 +138,21 @@ def _pod(
     if pods.workdir is not None:
         made["workingDir"] = pods.workdir
     if environment := {**(variables or {}), **job.exports}:
-        made["env"] = _environment(environment)
+        made["env"] = _environment(environment, pods)
     if pods.resources and has_resources:
         made["resources"] = {"limits": dict(pods.resources)}
     made["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     return {"containers": [made], "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]}
 
 
-def _environment(variables: Mapping[str, str]) -> list[Manifest]:
-    """`$(NAME)` in a value would be replaced; `$$` stands for a dollar sign."""
-    return [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
+def _environment(variables: Mapping[str, str], pods: PodSettings) -> list[Manifest]:
+    """`$(NAME)` in a value would be replaced; `$$` stands for a dollar sign. See [Note: Secrets of a manifest]."""
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": pods.name, "key": name}}}
+        if is_secret(name)
+        else {"name": name, "value": value.replace("$", "$$")}
+        for name, value in variables.items()
+    ]
 
 
 def _listed(job: Job) -> Sequence[str]:

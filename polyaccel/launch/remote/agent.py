@@ -11,7 +11,6 @@ import os
 import secrets
 import select
 import selectors
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -60,13 +59,13 @@ class LauncherOrders:
             if self._has_ended:
                 return None
 
-    def take(self) -> tuple[list[signal.Signals], str]:
+    def take(self) -> tuple[list[int], str]:
         """As `Orders.take` has it."""
-        signals, end = list[signal.Signals](), ""
+        signals, end = list[int](), ""
         for line in self._lines():
             what, _, number = line.partition(" ")
             if what == SIGNAL:
-                signals.append(signal.Signals(int(number)))
+                signals.append(int(number))
             elif what == END:
                 end = f"ended by {self.sender}"
         if self._has_ended:

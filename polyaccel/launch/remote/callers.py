@@ -132,7 +132,9 @@ class Callers:
     """The launcher's side: agents by their hosts' numbers. `take` whenever `fileno` can be read, and now and then."""
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("", 0), backlog=1024)
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()

@@ -108,11 +108,11 @@ class HostProcess(RankProcess):
         """End the way: nobody answers at its other end."""
         super().signal_group(signal.SIGKILL)
 
-    def signal_rank(self, signum: signal.Signals) -> None:
+    def signal_rank(self, signum: int) -> None:
         self.send(f"{SIGNAL} {int(signum)}")
 
-    def signal_group(self, signum: signal.Signals) -> None:
-        if signum is not signal.SIGCONT:
+    def signal_group(self, signum: int) -> None:
+        if signum != signal.SIGCONT:
             self.send(f"{SIGNAL} {int(signum)}")
 
 
@@ -145,7 +145,7 @@ class CallingProcess(HostProcess):
 class HostsSupervisor(Supervisor):
     """Runs one job on several hosts, once."""
 
-    signals: ClassVar[tuple[signal.Signals, ...]] = (*Supervisor.signals, signal.SIGTSTP)
+    signals: ClassVar[tuple[int, ...]] = (*Supervisor.signals, signal.SIGTSTP)
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class HostsSupervisor(Supervisor):
         before = super()._patience_s()
         return max(0.0, until if before is None else min(until, before))
 
-    def _handle(self, signals: list[signal.Signals]) -> None:
+    def _handle(self, signals: list[int]) -> None:
         with suppress(BlockingIOError):
             os.read(self._read_fd, 4096)
         while not self._heard.empty():

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from itertools import takewhile
+from secrets import token_hex
+from time import monotonic, sleep
 
 from polyaccel import comm
 from polyaccel.comm.default import default_communicator
+from polyaccel.launch.process import end_with_parent
+from polyaccel.launch.tree import JobTree
 from polyaccel.testkit.training.torch_training import check_torch_stages
 
 _GRACE_S = 10.0
+_MARK = "POLYACCEL_CHECK_ID"
+"""The variable by which all that torchrun has started is found: its ranks lead sessions of their own."""
+_POLL_S = 0.02
 _OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ERROR = re.compile(
     r"(\[rank\d+\]: ?)?([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Timeout|Apart|Exit|Conflict|NotFound)\b"
@@ -32,9 +40,11 @@ def check_under_torchrun(accelerator: str, backend: str, ranks: int, *, timeout_
     module = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     plugins = {"DS_ACCELERATOR": accelerator, "POLYACCEL_ACCELERATOR": accelerator, "POLYACCEL_COMM": backend}
     environ = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+    mark = token_hex(16)
     job = subprocess.Popen(
         [*module, "-m", __name__],
-        env=environ | {"OMP_NUM_THREADS": "1", "POLYACCEL_MATRIX_KERNELS": "off"} | plugins,
+        env=environ | {"OMP_NUM_THREADS": "1", "POLYACCEL_MATRIX_KERNELS": "off", _MARK: mark} | plugins,
+        preexec_fn=end_with_parent(os.getpid(), signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,6 +56,8 @@ def check_under_torchrun(accelerator: str, backend: str, ranks: int, *, timeout_
     except subprocess.TimeoutExpired:
         said = _end(job)
         raise AssertionError(f"{ranks} ranks of torchrun were not done after {timeout_s:g} s: {_last(said)}") from None
+    finally:
+        kill_marked(mark)
     if job.returncode:
         raise AssertionError(f"{ranks} ranks of torchrun ended with exit code {job.returncode}: {_last(said)}")
 
@@ -58,6 +70,13 @@ def _end(job: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         job.kill()
         return ""
+
+
+def kill_marked(mark: str) -> None:
+    """Kill what torchrun has started and left: a rank that waits inside a library heeds no other signal."""
+    tree, until_s = JobTree(mark, _MARK), monotonic() + _GRACE_S
+    while tree.signal(signal.SIGKILL) and monotonic() < until_s:
+        sleep(_POLL_S)
 
 
 def _last(said: str) -> str:
@@ -75,7 +94,9 @@ def _last(said: str) -> str:
 
 
 def main() -> None:
-    """One rank."""
+    """One rank. It ends with torchrun's agent, whatever it does then."""
+    if (ask := end_with_parent(os.getppid())) is not None:
+        ask()
     comm.init_distributed()
     check_torch_stages(default_communicator())
     comm.destroy_process_group()

@@ -47,7 +47,7 @@ def _script(folder: Path, text: str) -> Path:
 
 
 def test_every_rank_finds_its_place_and_arguments_arrive_as_they_are(two_hosts: Hosts, tmp_path: Path) -> None:
-    (tmp_path / ".polyaccel_env").write_text("# ours\n\nFROM_FILE=a b=$c\n")
+    (tmp_path / ".polyaccel_env").write_text("# ours\n\nFROM_FILE=a 'b=$c'\n")
     script = _script(tmp_path, SAID)
     logs = tmp_path / "logs"
     told = ("--export", 'OURS=it\'s "mine"', "--enable_each_rank_log", str(logs))

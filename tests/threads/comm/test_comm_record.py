@@ -275,3 +275,19 @@ def test_a_call_has_one_number_which_its_errors_and_its_parts_have() -> None:
             ]
 
     run_threads(1, body)
+
+
+def test_who_is_missing_is_logged_before_the_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(LocalCommunicator):
+        def start(self, collective: Collective) -> Work:
+            raise CommError(f"{collective} failed", missing_ranks=(1,))
+
+    inner = LocalWorld(2, CpuAccelerator(), timeout_s=5.0).communicators[0]
+    recorded = RecordingCommunicator(Broken(inner.rank, inner._place, inner.accelerator), watch_s=None)
+    reasons: list[str] = []
+    recorded.recorder.on_failure = reasons.append
+    with caplog.at_level("WARNING", logger="polyaccel"), pytest.raises(CommError) as caught:
+        recorded.barrier(label="step")
+    assert len(reasons) == 1
+    assert caught.value.missing_ranks == (1,)
+    assert [record.args[0] for record in caplog.records if record.name.endswith("watch.record")] == [0]

@@ -48,7 +48,7 @@ print("LOADED", [m for m in sys.modules if m.split(".")[0] in {_HEAVY} or m.star
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     shown, _, loaded = done.stdout.partition("LOADED ")
     assert all(f"\n    {name} " in shown for name in VERBS)
-    assert loaded.strip() == "['polyaccel.cli.parser', 'polyaccel.cli.main']"
+    assert loaded.strip() == "['polyaccel.cli.parser', 'polyaccel.cli.streams', 'polyaccel.cli.main']"
 
 
 def test_the_package_runs_as_the_command() -> None:

@@ -12,9 +12,7 @@ import pytest
 
 from polyaccel.accelerators import detect
 from polyaccel.cli import run as verb
-from polyaccel.cli.job import read_environment
 from polyaccel.cli.main import main
-from polyaccel.errors import LaunchError
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
 from polyaccel.launch.local import LocalLauncher
@@ -145,9 +143,17 @@ def test_a_rank_of_another_launcher_starts_nothing(
     jobs: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert main(["run", "train.py"]) == 1
     assert "WORLD_SIZE=4 is set" in capsys.readouterr().err
     assert jobs == []
+
+
+def test_numbers_of_pods_are_no_ranks(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "PET_NODE_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--nproc", "2", "train.py"]) == 5
+    assert [job.world_size for job in jobs] == [2]
 
 
 @pytest.fixture
@@ -215,6 +221,24 @@ def test_a_host_that_is_given_the_command_by_itself_has_its_number(jobs: list[Jo
     assert (job.node, job.master_addr, job.master_port, job.secret) == (1, "a", 29500, "")
 
 
+def test_ranks_of_a_host_with_a_user_meet_at_its_address(jobs: list[Job]) -> None:
+    where = ["--hosts", "me@a:2,me@b:2,me@c:1", "--include", "me@b:0@me@c"]
+    assert main(["run", *where, "--node-rank", "1", "--master-port", "0", "train.py"]) == 5
+    (job,) = jobs
+    assert (job.hosts, job.master_addr, job.master_port) == ({"me@b": (0,), "me@c": (0,)}, "b", 29500)
+
+
+@pytest.mark.parametrize("text", ["", "@", "a:0@", "a@a:1"])
+def test_a_filter_that_names_no_host_is_refused(jobs: list[Job], hostfile: str, text: str) -> None:
+    assert main(["run", "-H", hostfile, "--include", text, "train.py"]) == 1
+    assert jobs == []
+
+
+def test_no_folder_is_called_none(jobs: list[Job]) -> None:
+    assert main(["run", "--nproc", "1", "--enable_each_rank_log", "None", "train.py"]) == 5
+    assert [job.log_dir for job in jobs] == [None]
+
+
 def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--dry-run", "--nproc", "2", "--export", "A=b c", "train.py", "it's"]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -224,12 +248,3 @@ def test_a_dry_run_shows_what_would_run(jobs: list[Job], capsys: pytest.CaptureF
     assert first.endswith(f"{sys.executable} train.py 'it'\"'\"'s'")
     assert "SECRET" not in first
     assert jobs == []
-
-
-def test_a_file_of_variables_is_read_line_by_line(tmp_path: Path) -> None:
-    file = tmp_path / ".polyaccel_env"
-    file.write_text("# ours\n\nA=b=c d\n B=\n")
-    assert read_environment(file) == {"A": "b=c d", "B": ""}
-    file.write_text("A=1\nB\n")
-    with pytest.raises(LaunchError, match=r"_env, line 2: 'B' is no line NAME=VALUE"):
-        read_environment(file)

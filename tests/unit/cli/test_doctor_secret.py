@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.cli.doctor import libraries
+from polyaccel.redaction import HIDDEN
 from polyaccel.seal import SECRET_VARIABLE
 
 
@@ -13,4 +14,4 @@ def test_the_jobs_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYACCEL_LOG", "info")
     found = libraries.variables()
     assert found["POLYACCEL_LOG"] == "info"
-    assert found[SECRET_VARIABLE] == "(set; not shown)"
+    assert found[SECRET_VARIABLE] == HIDDEN

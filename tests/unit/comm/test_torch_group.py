@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -17,7 +18,7 @@ from polyaccel.comm import host_address, torch_group
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.host_address import listening_socket
 from polyaccel.comm.join.setup import init_distributed
-from polyaccel.comm.torch_group import join_default_group
+from polyaccel.comm.torch_group import join_default_group, own_part
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.port import free_port
@@ -190,3 +191,42 @@ def test_a_stores_file_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_limit_that_no_clock_counts_is_refused(timeout: float) -> None:
     with pytest.raises(CommError, match="a timeout of"):
         init_distributed(timeout=timeout)
+
+
+def _parts_of(store: Any, world_size: int) -> list[Any]:
+    def part(rank: int) -> Any:
+        own = own_part(store, rank, world_size, Deadline(30))
+        own.set(f"address/{rank}", f"{id(own)}")
+        return own
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(part, reversed(range(world_size))))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 3, 3), (3, 2), (1, 4)], ids=str)
+def test_a_start_sees_nothing_of_the_starts_before_it(sizes: tuple[int, ...]) -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    for size in sizes:
+        parts = _parts_of(store, size)
+        written = {rank: parts[0].get(f"address/{rank}") for rank in range(size)}
+        assert all(part.get(f"address/{rank}") == written[rank] for part in parts for rank in range(size))
+        assert len(set(written.values())) == size
+        assert not parts[0].check([f"address/{size}"])
+
+
+def test_a_rank_that_died_while_it_asked_is_not_taken_for_its_successor() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    store.set("polyaccel/start/ask/1", "of the dead")
+    first, second = _parts_of(store, 2)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_rank_0_does_not_wait_for_ever_for_who_never_comes() -> None:
+    import torch.distributed as dist
+
+    own_part(dist.HashStore(), 0, 2, Deadline(0.05)).set("here", "0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from ipaddress import IPv6Address
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,12 @@ def test_no_way_is_none() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own list is Linux's")
 def test_interfaces_are_those_that_the_kernel_lists() -> None:
     listed = Path("/proc/net/fib_trie").read_text()
+    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    of_ipv6 = {(words[-1], str(IPv6Address(bytes.fromhex(words[0])))) for words in lines}
     found = host_address.interfaces()
     assert set(found) <= {name for _, name in socket.if_nameindex()}
-    for address in found.values():
-        assert f"|-- {address}\n" in listed
+    for name, address in found.items():
+        assert f"|-- {address}\n" in listed or (name, address) in of_ipv6
 
 
 @pytest.mark.parametrize(
@@ -65,4 +68,28 @@ def test_a_host_without_a_name_has_no_address_of_that_name(monkeypatch: pytest.M
         raise socket.gaierror(name)
 
     monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_: unknown(name))
     assert host_address.named_addresses() == []
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_addresses_of_ipv6_are_found_as_those_of_ipv4() -> None:
+    assert host_address.address_facing("::1") == "::1"
+    assert host_address.means_this_host("::1")
+    assert host_address.interface_between_hosts("::1") == host_address.loopback_interface()
+    assert host_address.interface_facing("::1") is None
+
+
+def test_an_interface_without_ipv4_has_its_address_of_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "if_inet6").write_text(
+        "fd770001000000000000000000000002 02 40 00 80     ib9\n"
+        "fe800000000000000000000000000002 02 40 20 80     ib9\n"
+        "fe800000000000000000000000000003 03 40 20 80     ib8\n"
+        "00000000000000000000000000000001 01 80 10 80     lo9\n"
+    )
+    monkeypatch.setattr(host_address, "_IPV6_FILE", tmp_path / "if_inet6")
+    found = host_address.interfaces()
+    assert found["ib9"] == "fd77:1::2"
+    assert not {"ib8", "lo9"} & set(found)
+    monkeypatch.setattr(host_address, "address_facing", lambda peer: "fd77:1::2")
+    assert host_address.interface_facing("fd77:1::1") == "ib9"

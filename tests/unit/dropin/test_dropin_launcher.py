@@ -9,6 +9,7 @@ import pytest
 from polyaccel_deepspeed.commands import bench, launch
 from polyaccel_deepspeed.launcher import job, launch_arguments
 
+from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JobEnd
 
 HOSTS = "a slots=2\nb slots=4  # faster\n\n# c slots=8\n"
@@ -98,8 +99,70 @@ def test_variables_of_the_environment_file_are_exported(
     assert job(launch_arguments(["--num_gpus", "1", script])).exports == {"A": "2"}
 
 
+def test_the_environment_file_is_read_as_a_shell_reads_it_and_wins(
+    script: str, hostfile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("UCX_TLS", "of the shell")
+    (tmp_path / ".deepspeed_env").write_text("export A='a b'\nB=\"$HOME/x\"\nUCX_TLS=tcp\n")
+    exports = job(launch_arguments(["-H", hostfile, script])).exports
+    assert {name: exports[name] for name in ("A", "B", "UCX_TLS")} == {"A": "a b", "B": "/home/me/x", "UCX_TLS": "tcp"}
+
+
 def test_options_of_the_bench_and_of_the_launcher_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("polyaccel_deepspeed.commands.launch", lambda args: seen.append(args) or 0)
     assert bench(["--trials", "3", "--num_gpus", "2", "--scan"]) == 0
     assert seen == [["--num_gpus", "2", "--module", "polyaccel_deepspeed.bench", "--trials", "3", "--scan"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--num_gpu", "2"], {"nproc": 2}),
+        (["--num_gp=2"], {"nproc": 2}),
+        (["--num_acc", "3"], {"nproc": 3}),
+        (["--master_p", "29501", "--inc", "localhost:0"], {"master_port": 29501, "include": "localhost:0"}),
+        (["--enable_each", "logs"], {"log_dir": Path("logs")}),
+        (["--enable_each_rank_log", "None"], {"log_dir": None}),
+        (["--enable_each_rank_log=None"], {"log_dir": None}),
+        (["--num_nodes", "-1", "--num_gpus", "-1"], {"num_nodes": None, "nproc": None}),
+        (["--num_nodes", "0", "--num_gpus=0"], {"num_nodes": None, "nproc": None}),
+        (["--include", "", "--exclude", ""], {"include": None, "exclude": None}),
+        (["--include=", "--num_gpus", "2"], {"include": None, "nproc": 2}),
+        (["--master_port", "0"], {"master_port": None}),
+        (["--launcher", "SLURM"], {"launcher": "slurm"}),
+        (["--launcher=OpenMPI"], {"launcher": "openmpi"}),
+        (["--launcher", "PDSH", "--launcher_a", "-F x"], {"launcher": "pdsh", "launcher_args": "-F x"}),
+    ],
+)
+def test_options_mean_what_they_mean_to_deepspeed(options: list[str], wanted: dict[str, object], script: str) -> None:
+    given = launch_arguments([*options, script, "--num_gpu", "7", "--local_rank", "x"])
+    assert {name: getattr(given, name) for name in wanted} == wanted
+    assert (given.script, given.arguments) == (script, ["--num_gpu", "7", "--local_rank", "x"])
+
+
+@pytest.mark.parametrize("options", [["--num", "2"], ["--master", "a"], ["--no_such"], ["--num_gpus", "x"]])
+def test_what_no_option_begins_with_or_several_do_is_refused(options: list[str], script: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        launch_arguments([*options, script])
+    assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "OPENMPI", "mpich", "Slurm", "mvapich", "impi"])
+def test_a_launcher_for_several_hosts_is_not_asked_for_on_one(
+    launcher: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(
+        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobEnd(0)
+    )
+    assert launch(["--launcher", launcher, "--num_gpus", "2", script]) == 0
+    assert [made.world_size for made in started] == [2]
+
+
+def test_options_of_a_launcher_with_an_open_quote_are_one_error(script: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        job(launch_arguments(["--launcher_args", "'-F x", "--num_gpus", "1", script]))
+    assert raised.value.value == "'-F x"

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.hosts import Hosts, excluded, first_hosts, first_slots, included, listed_hosts, read_hostfile
+from polyaccel.launch.hosts import (
+    Hosts,
+    address_of,
+    excluded,
+    first_hosts,
+    first_slots,
+    included,
+    is_here,
+    listed_hosts,
+    read_hostfile,
+    without_user,
+)
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True) | st.sampled_from(["::1", "fe80::2:1", "10.0.0.1"])
 HOSTS = st.dictionaries(NAMES, st.integers(1, 9).map(lambda count: tuple(range(count))), min_size=1, max_size=6)
@@ -102,8 +113,8 @@ class _File(type(Path())):  # type: ignore[misc]
     def __init__(self, *args: object) -> None:
         pass
 
-    def read_text(self, *args: object, **kwargs: object) -> str:
-        return str(self.text)
+    def read_bytes(self) -> bytes:
+        return str(self.text).encode()
 
 
 @pytest.mark.parametrize(
@@ -156,3 +167,56 @@ def test_counts_take_the_first() -> None:
             first_hosts(hosts, count)
     with pytest.raises(LaunchError, match="--nproc 0"):
         first_slots(hosts, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "hosts"),
+    [
+        (b"\xef\xbb\xbfa slots=2\r\nb slots=1\r\n", {"a": (0, 1), "b": (0,)}),
+        ("\ufeffa slots=2\n".encode("utf-16-le"), {"a": (0, 1)}),
+        (b"# M\xfcller's\na slots=1\n", {"a": (0,)}),
+        (b"a slots=2 max_slots=8\n", {"a": (0, 1)}),
+        (b"a slots=8 max-slots=8  # full\nb\tslots=1\tmax_slots=2 cpu=intel", {"a": tuple(range(8)), "b": (0,)}),
+        (b"me@a slots=1\nme@b slots=2\n", {"me@a": (0,), "me@b": (0, 1)}),
+    ],
+)
+def test_hostfiles_of_other_programs_are_read(data: bytes, hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(data)
+    assert read_hostfile(tmp_path / "hosts") == hosts
+
+
+@pytest.mark.parametrize("data", [b"a slots=8 max_slots=4", b"a slots=8 8", b"a max_slots=4", b"a slots=2slots=3"])
+def test_a_line_that_contradicts_itself_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(data)
+    with pytest.raises(LaunchError) as raised:
+        read_hostfile(tmp_path / "hosts")
+    assert raised.value.value == str(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:0@a:1", {"a": (0, 1)}),
+        ("a:1@b@a:0,1", {"a": (0, 1), "b": (0,)}),
+        ("a@a", {"a": (0, 1)}),
+        ("me@c", {"me@c": (0, 1, 2)}),
+        ("me@c:1@a:0", {"a": (0,), "me@c": (1,)}),
+        ("a@me@c:0-1", {"a": (0, 1), "me@c": (0, 1)}),
+        ("c:2", {"me@c": (2,)}),
+        ("me@c:0@me@c:2", {"me@c": (0, 2)}),
+    ],
+)
+def test_a_filter_may_name_users_and_hosts_more_than_once(text: str, hosts: Hosts) -> None:
+    assert included({"a": (0, 1), "b": (0,), "me@c": (0, 1, 2)}, text) == hosts
+
+
+def test_the_address_of_a_host_has_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "me")
+    assert [address_of(host) for host in ("a", "me@a", "me@fe80::1")] == ["a", "a", "fe80::1"]
+    assert is_here("localhost")
+    assert is_here("me@localhost")
+    assert not is_here("you@localhost")
+    assert without_user({"me@a": (0,), "b": (0,)}, "slurm") == {"a": (0,), "b": (0,)}
+    with pytest.raises(LaunchError) as raised:
+        without_user({"you@a": (0,)}, "slurm")
+    assert raised.value.value == "you@a"

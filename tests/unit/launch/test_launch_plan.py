@@ -73,10 +73,20 @@ def test_every_job_has_a_secret_that_its_ranks_share_unless_the_user_gives_one()
     assert min(map(len, set.union(*shared))) >= LEAST_SECRET_LENGTH
 
 
+@pytest.mark.parametrize("mark", ["POLYACCEL_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "CROSS_RANK"])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_rank_of_another_launcher_starts_no_job(name: str) -> None:
+def test_a_rank_of_another_launcher_starts_no_job(name: str, mark: str) -> None:
     with pytest.raises(LaunchError, match=rf"{name}=1 is set: .*(?s:.*)unset {name}"):
-        plan_local(["program"], nproc=2, environment={name: "1"})
+        plan_local(["program"], nproc=2, environment={name: "1", mark: "0"})
+
+
+def test_numbers_that_an_operator_has_set_for_a_pod_are_replaced() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456", "PET_NNODES": "4"}
+    first, second = (dict(spec.environment) for spec in plan_local(["program"], nproc=2, environment=pod).ranks)
+    assert [each["RANK"] for each in (first, second)] == ["0", "1"]
+    assert {each["WORLD_SIZE"] for each in (first, second)} == {"2"}
+    assert first["MASTER_ADDR"] == "127.0.0.1"
+    assert first["MASTER_PORT"] != "23456"
 
 
 def test_zero_ranks_are_refused() -> None:

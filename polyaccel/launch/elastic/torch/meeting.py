@@ -56,7 +56,7 @@ class StorePlace:
         return registry.get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
-                endpoint=f"{self.address}:{self.port}",
+                endpoint=f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}",
                 run_id=_RUN_ID,
                 min_nodes=hosts.least,
                 max_nodes=hosts.most,

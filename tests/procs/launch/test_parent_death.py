@@ -1,0 +1,73 @@
+"""A rank that waits in native code with the interpreter's lock held ends with what has started it all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+from launcher_job import Job, is_alive, wait_gone
+
+from polyaccel.testkit.training.torch_launched import kill_marked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+_STUCK = """
+import ctypes, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print("stuck", flush=True)
+while True:
+    ctypes.PyDLL(None).pause()  # keeps the interpreter's lock
+"""
+STUCK_RANK = "ready()\n" + _STUCK
+_PARENT = f"""
+import os, subprocess, sys
+from polyaccel.launch.process import end_with_parent
+child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}], stdout=subprocess.PIPE, start_new_session=True,
+                         preexec_fn=end_with_parent(os.getpid()))
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert wait_gone(child)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with Job(tmp_path, STUCK_RANK) as job:
+        ranks, _ = job.pids()
+        job.process.kill()
+        assert all(map(wait_gone, ranks))
+
+
+def test_what_a_checks_torchrun_has_left_is_killed() -> None:
+    mark = token_hex(16)
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", _STUCK],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "POLYACCEL_CHECK_ID": mark},
+    )
+    try:
+        assert stuck.stdout is not None
+        assert stuck.stdout.readline() == b"stuck\n"
+        kill_marked(mark)
+        assert stuck.wait(30) == -signal.SIGKILL
+    finally:
+        stuck.kill()
+        stuck.communicate()
