@@ -137,6 +137,8 @@ class FileStorage(Storage):
                 cure='name another storage for it in the config, such as "checkpoint": {"storage": "fsspec"}',
                 value=self.location,
             )
+        # The program may change its working directory later, and the process that writes has another one.
+        self.location = os.path.abspath(self.location)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -29,9 +29,10 @@ from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.groups import SavedGroups, hyperparameters, load_groups, match_groups
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.state import TrainedState
-from polyaccel.errors import CheckpointError, ConfigError, Problem
+from polyaccel.engine.state import TrainedState, over_stages
+from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
 from polyaccel.plain import bytes_in
 from polyaccel.types import DType
@@ -60,7 +61,8 @@ class TrainingRun:
     half of what the host has left."""
 
     def scalars(self, client_state: Any, *, may_have_bytes: bool) -> dict[str, Any]:
-        """The plain values of a checkpoint. Frontends replace those that differ between them.
+        """The plain values of a checkpoint. Frontends replace those that differ between them. Collective where there
+        are stages.
 
         Raises CheckpointError for a `client_state` that is no mapping, or has bytes and may not.
         """
@@ -75,11 +77,10 @@ class TrainingRun:
                 "unpickled",
                 value=where,
             )
-        groups = None if self.groups is None else {"param_groups": [hyperparameters(group) for group in self.groups]}
         return {
             "counters": self.counters.state_dict(),
             "loss_scaler": self.loss_scaler.state_dict(),
-            "optimizer": groups,
+            "optimizer": self._saved_groups(),
             "optimizer_kind": self.optimizer_kind,
             "param_steps": self.zero.steps,
             "client_optimizer": {},
@@ -88,25 +89,45 @@ class TrainingRun:
             "client_state": dict(client_state),
         }
 
-    def resumes_optimizer(self, tag: str, saved: SavedValues, *, wanted: bool) -> bool:
-        """Whether optimizer states are taken over: they are `wanted`, they were saved, and this run has an optimizer.
+    def _saved_groups(self) -> dict[str, Any] | None:
+        """The optimizer's groups with the names of their parameters; without names where one group has all."""
+        members = self.members()
+        if self.groups is None:
+            return None
+        saved: dict[str, Any] = {"param_groups": [hyperparameters(group) for group in self.groups]}
+        if len(self.groups) > 1:
+            saved["param_names"] = [
+                [fqn for fqn, index in members.items() if index == group] for group in range(len(self.groups))
+            ]
+        return saved
 
-        Raises CheckpointError when the saved ones are of another kind than this run's, ConfigError when its groups are
-        not as many.
+    def members(self) -> dict[str, int | None]:
+        """Every parameter of the model, with the index of its optimizer group; None for a frozen one. Collective where
+        there are stages."""
+        params = self.zero.layout.params
+        return over_stages(self.beyond, {param.fqn: param.group if param.trainable else None for param in params})
+
+    def match_groups(
+        self, reader: StateReader, saved: SavedValues, members: Mapping[str, int | None], *, wanted: bool
+    ) -> list[int | None] | None:
+        """Find the saved group of each of the optimizer's groups, which hold `members`. None where optimizer states are
+        not taken over: they are not `wanted`, were not saved, or this run has no optimizer.
+
+        Raises CheckpointError when the saved ones are of another kind than this run's, and what `match_groups` of
+        `engine.groups` raises.
         """
         if not wanted:
-            return False
+            return None
         kind, theirs = self.optimizer_kind, saved.optimizer_kind
         if kind is not None and theirs is not None and kind != theirs:
             raise CheckpointError(
-                f"checkpoint {tag!r} has the optimizer state of {theirs}, this run has {kind}",
+                f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {kind}",
                 cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
                 value=theirs,
             )
         if self.groups is None or saved.optimizer is None:
-            return False
-        load_groups([dict(group) for group in self.groups], saved.optimizer.param_groups)
-        return True
+            return None
+        return match_groups(self.groups, saved.optimizer, members, reader.saved_name)
 
     def check_progress(self, saved: SavedValues) -> None:
         """Raise CheckpointError for counts and a loss scale that `load_progress` could not take over."""
@@ -118,11 +139,10 @@ class TrainingRun:
         self.counters.load_state_dict(saved.counters)
         self.loss_scaler.load_state_dict(saved.loss_scaler)
 
-    def load_groups(self, saved: SavedValues) -> None:
-        """Take over the hyperparameters of the optimizer's groups, if there are any, which `resumes_optimizer` found to
-        be as many."""
+    def load_groups(self, saved: SavedValues, sources: Sequence[int | None]) -> None:
+        """Take over the hyperparameters of the optimizer's groups from the saved ones at `sources`."""
         if self.groups is not None and saved.optimizer is not None:
-            load_groups(self.groups, saved.optimizer.param_groups)
+            load_groups(self.groups, saved.optimizer.param_groups, sources)
 
     def load_together(self, saved: CheckpointReader, check: Callable[[], Takeover]) -> None:
         """Take over the checkpoint `saved` on all ranks or on none; gradients are forgotten. Collective.
@@ -173,12 +193,6 @@ class Takeover:
     read: Callable[[], None]
     is_whole: bool
     steps: Mapping[str, int]
-
-
-class SavedGroups(BaseModel):
-    """The optimizer's groups in a checkpoint, without their parameters."""
-
-    param_groups: list[dict[str, Any]]
 
 
 class SavedValues(BaseModel):
@@ -265,6 +279,14 @@ def check_names(
     ours = {param.fqn: param.global_shape for param in zero.layout.params if prod(param.global_shape)}
     theirs = {entry.fqn: tuple(entry.shape) for entry in reader.tensors() if entry.kind == PARAM}
     shapes = {fqn: (theirs[fqn], ours[fqn]) for fqn in ours.keys() & theirs.keys() if theirs[fqn] != ours[fqn]}
+    available = (ours.keys() | set(elsewhere)) & theirs.keys()
+    if theirs and ours and not available and not strict:
+        raise CheckpointError(
+            f"checkpoint {reader.tag!r} has no parameter of this model: it has {', '.join(sorted(theirs)[:4])}, "
+            f"the model {', '.join(sorted(ours)[:4])}",
+            cure="name_map gives the names under which the parameters were saved",
+            value=reader.tag,
+        )
     missing, unknown = (
         sorted(ours.keys() - theirs.keys() - set(left_out)),
         sorted(theirs.keys() - ours.keys() - set(elsewhere)),
@@ -373,17 +395,3 @@ def wanted_state(
         )
     pieces.sort(key=lambda piece: (reader.saved_name(piece.fqn), piece.kind, piece.start))  # as they are stored
     return WantedState(pieces, tuple(kept), tuple(fresh.values()))
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def load_groups(groups: Sequence[MutableMapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over the hyperparameters of saved groups. Raises ConfigError when their number differs."""
-    if len(groups) != len(saved):
-        expected = f"the checkpoint has {len(saved)} optimizer groups"
-        raise ConfigError([Problem("optimizer.param_groups", len(groups), expected, "build the same groups")])
-    for group, values in zip(groups, saved, strict=True):
-        group.update({key: tuple(value) if key == "betas" else value for key, value in values.items()})

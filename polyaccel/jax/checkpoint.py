@@ -5,7 +5,7 @@ The function's random keys follow from the seed and the count of micro-batches, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
@@ -64,14 +64,14 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
-    elsewhere = over_stages(run.beyond, {param.fqn: True for param in run.zero.layout.params}).keys()
+    members = run.members()
 
     def check() -> Takeover:
         return _check(
             run,
             stacking,
             saved,
-            elsewhere,
+            members,
             optimizer_states=optimizer_states,
             schedule=schedule,
             name_map=name_map,
@@ -86,30 +86,30 @@ def _check(
     run: TrainingRun,
     stacking: Stacking,
     saved: CheckpointReader,
-    elsewhere: Collection[str],
+    members: Mapping[str, int | None],
     *,
     optimizer_states: bool,
     schedule: bool,
     name_map: NameMap | None,
     custom: OwnTree | None,
 ) -> Takeover:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`. Any
-    stage of a pipeline has the parameters `elsewhere`."""
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
+    `members` are the parameters of all stages of a pipeline."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
     reader: RenamedReader | GivenReader = renamed
     values = SavedValues.of(reader)
     if custom is None:
-        check_names(run.zero, reader, strict=True, elsewhere=elsewhere)
+        check_names(run.zero, reader, strict=True, elsewhere=members)
     else:
         given = custom.values(saved, run.accelerator.allocate)
         given.check(shapes)
         own = {param.fqn: param.global_shape for param in run.zero.layout.params}
         reader = GivenReader(renamed, given.in_parts(stacking.layers), own)
     run.check_progress(values)
-    resumes = run.resumes_optimizer(reader.tag, values, wanted=optimizer_states)
+    sources = run.match_groups(reader, values, members, wanted=optimizer_states)
     wanted = wanted_state(run.zero, reader, optimizer_states=optimizer_states, strict=True)
-    optax = run.zero.optimizer if resumes and isinstance(run.zero.optimizer, OptaxOptimizer) else None
+    optax = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, OptaxOptimizer) else None
     numbers = values.client_optimizer.get(_OPTAX, {})
     if optax is not None and numbers.keys() != optax.numbers.keys():
         raise CheckpointError(
@@ -126,13 +126,13 @@ def _check(
     def read() -> None:
         wanted.read(reader, run.accelerator)
         run.load_progress(values)
-        if resumes:
+        if sources is not None:
             wanted.begin_fresh(run)
-            run.load_groups(values)
+            run.load_groups(values, sources)
         if optax is not None:
             optax.numbers.update(numbers)
         if of_schedule is not None:
             run.schedule.load_state_dict(of_schedule)
 
-    steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if resumes else {}
+    steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if sources is not None else {}
     return Takeover(read=read, is_whole=optimizer_states, steps=steps)

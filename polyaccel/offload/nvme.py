@@ -71,7 +71,7 @@ class NvmeTier(Tier):
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         if options.path is None:
             raise OffloadError("the nvme tier has no directory for its files", cure="set nvme_path")
-        self._folder = RankFolder(Path(options.path), options.run_id, options.rank)
+        self._folder = RankFolder(Path(options.path).absolute(), options.run_id, options.rank)
         try:
             self._transfers = open_transfers(_THREADS)
         except OffloadError:

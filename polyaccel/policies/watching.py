@@ -3,6 +3,7 @@ profiled."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from polyaccel.comm.base import Communicator
@@ -52,8 +53,16 @@ def profile_settings_of(config: ResolvedConfig) -> ProfileSettings | None:
         recomputed=section.recompute_fwd_factor,
     )
     return ProfileSettings(
-        step=section.profile_step, style=style, output_file=section.output_file, folder=config.run_folder
+        step=section.profile_step,
+        style=style,
+        output_file=_absolute(section.output_file),
+        folder=_absolute(config.run_folder),
     )
+
+
+def _absolute(path: str | None) -> str | None:
+    """The path as the working directory of now means it."""
+    return None if path is None else os.path.abspath(path)
 
 
 def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | None:
@@ -61,7 +70,7 @@ def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | N
     if config.trace is None:
         return None
     first, last = config.trace.steps
-    folder = Path(config.trace.folder or config.run_folder or ".")
+    folder = Path(config.trace.folder or config.run_folder or ".").absolute()
     return RunTrace(communicator, first, last, folder, wants_profiler=config.trace.profiler)
 
 

@@ -42,13 +42,15 @@ def open_stream(
     """
     if folder is None and not chosen:
         return MonitorStream()
+    # Files open late, and are read again at the end; the program may have another working directory by then.
+    home = Path(folder or ".").absolute()
     problems: list[Problem] = []
     opened: list[Monitor] = []
     if communicator.rank == 0:
-        problems += [] if folder is None else _make_folder(Path(folder), communicator.world_size, about)
+        problems += [] if folder is None else _make_folder(home, communicator.world_size, about)
         for each in () if problems else chosen:
             try:
-                opened.append(_opened(each, Path(folder or ".")))
+                opened.append(_opened(each, home))
             except ConfigError as error:
                 problems += (_named(problem, each) for problem in error.problems)
             except PolyaccelError as error:
@@ -60,8 +62,8 @@ def open_stream(
         raise ConfigError(problems)
     if folder is None:
         return MonitorStream(opened)
-    own, at_close = _open_files_of_rank(Path(folder), communicator.rank)
-    pictures = Path(folder) if communicator.rank == 0 else None
+    own, at_close = _open_files_of_rank(home, communicator.rank)
+    pictures = home if communicator.rank == 0 else None
     return MonitorStream(opened, own=own, pictures=pictures, at_close=at_close)
 
 

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class ClientOptimizer(SliceOptimizer):
         self._shards: dict[int, Shard] = {}
         self._members: list[list[Tensor]] = []
         """For each group, what stands for its parameters on this rank while the optimizer steps."""
+        self._member_names: list[list[str]] = []
         self._resting: dict[Tensor, dict[str, Any]] = {}
         """The states that frozen parameters had, until they are trained."""
 
@@ -133,6 +135,7 @@ class ClientOptimizer(SliceOptimizer):
         for group in self.optimizer.param_groups:
             names = [self._names[parameter] for parameter in group["params"]]
             self._members.append([views[name] for name in names if name in views])
+            self._member_names.append([name for name in names if name in views])
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """Go on with other shards, of more parameters. States of whole parameters go along; those of slices are left to
@@ -144,6 +147,7 @@ class ClientOptimizer(SliceOptimizer):
         state.update({parameter: values for parameter, values in kept.items() if values})
         self._places.clear()
         self._members.clear()
+        self._member_names.clear()
         self.bind(shards)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -213,36 +217,58 @@ class ClientOptimizer(SliceOptimizer):
                         state[name] = view.raw
 
     def whole_state(self) -> bytes | None:
-        """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat."""
+        """States that cannot be cut, serialised: those of an optimizer on whole parameters. None when all are flat.
+
+        torch numbers the parameters; `names` has the name of each number.
+        """
         if self._flat:
             return None
         with self._on_slices():
-            return packed(self.optimizer.state_dict(), "the state of the optimizer")
+            state = self.optimizer.state_dict()
+        return packed({**state, "names": list(chain.from_iterable(self._member_names))}, "the state of the optimizer")
 
     def check_whole_state(self, data: bytes) -> None:
         """Raise CheckpointError for what `load_whole_state` could not take over."""
+        self._renumbered(data)
+
+    def load_whole_state(self, data: bytes) -> None:
+        """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
+        state = self._renumbered(data)
+        groups = self.optimizer.param_groups
+        with self._on_slices():
+            self.optimizer.load_state_dict(state)
+        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
+
+    def _renumbered(self, data: bytes) -> dict[str, Any]:
+        """What `whole_state` gave, with this run's numbers of the parameters. Raises CheckpointError for what is none,
+        or belongs to other parameters."""
         state = unpacked(data, "the state of the optimizer")
         try:
             saved = [len(group["params"]) for group in state["param_groups"]]
             states = dict(state["state"])
-        except (TypeError, KeyError, ValueError) as error:
+            names = state.get("names")
+            if not all(isinstance(each, dict) for each in states.values()):
+                raise ValueError("a state is no dict")
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the saved state of the optimizer is none: {error!r}", cure="load another tag"
             ) from error
-        ours = [len(members) for members in self._members]
-        if saved != ours or not all(isinstance(each, dict) for each in states.values()):
+        ours = list(chain.from_iterable(self._member_names))
+        if names is None:  # saved before names were: by position
+            names = ours if saved == [len(each) for each in self._member_names] else []
+        if sorted(names) != sorted(ours):
+            only = sorted(set(names) ^ set(ours))
             raise CheckpointError(
-                f"the saved optimizer has groups of {saved} parameters, this one of {ours}",
+                f"the saved optimizer has groups of {saved} parameters, this one of "
+                f"{[len(each) for each in self._member_names]}; only one of both has {', '.join(only[:8])}",
                 cure="build the same groups and freeze the same layers, or load another tag",
                 value=saved,
             )
-
-    def load_whole_state(self, data: bytes) -> None:
-        """Take over the states that `whole_state` gave; the hyperparameters stay as they are."""
-        groups = self.optimizer.param_groups
+        numbers = {name: number for number, name in enumerate(names)}
         with self._on_slices():
-            self.optimizer.load_state_dict(unpacked(data, "the state of the optimizer"))
-        self.optimizer.param_groups = groups  # torch made new ones, which schedules would not know
+            own = self.optimizer.state_dict()["param_groups"]
+        renumbered = {number: states[numbers[name]] for number, name in enumerate(ours) if numbers[name] in states}
+        return {"state": renumbered, "param_groups": own}
 
     def holds(self, shard: Shard, fqn: str, name: str) -> bool:
         """Whether the parameter has state `name` in the shard: none before its first update, whatever others have."""

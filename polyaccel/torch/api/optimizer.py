@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from polyaccel.engine.groups import hyperparameters, load_groups
 from polyaccel.engine.lr_schedules import SCHEDULES
-from polyaccel.engine.resuming import hyperparameters, load_groups
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
 from polyaccel.ops.optimizers import OPTIMIZERS
 

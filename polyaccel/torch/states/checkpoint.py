@@ -12,9 +12,9 @@ from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.checkpoint.views.given_values import BUFFER, GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.frozen_base import base_checksums
+from polyaccel.engine.groups import require_order
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, check_names, try_out, wanted_state
-from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.packing import unpacked
@@ -80,10 +80,10 @@ def load_run(
         names = {param.fqn for param in run.zero.layout.params}
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
-    elsewhere = over_stages(run.zero.beyond, {param.fqn: True for param in run.zero.layout.params}).keys()
+    members = run.members()
 
     def check() -> Takeover:
-        return _check(run, saved, base, wanted, loading, elsewhere)
+        return _check(run, saved, base, wanted, loading, members)
 
     run.load_together(saved, check)
     return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
@@ -126,24 +126,25 @@ def _check(
     base: Mapping[str, str],
     load: WantedLoad,
     loading: CustomLoading | None,
-    elsewhere: Collection[str],
+    members: Mapping[str, int | None],
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
-    `base` has the checksums of parameters that `saved` may have left out, `elsewhere` the names of parameters that any
-    stage of a pipeline has."""
+    `base` has the checksums of parameters that `saved` may have left out, `members` the parameters of all stages of a
+    pipeline with their optimizer groups."""
     shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
     renamed = RenamedReader(saved, load.name_map, shapes)
     reader: Reader = renamed
     values = SavedValues.of(reader)
     if loading is None:
         left_out: Collection[str] = _same_base(renamed, values, base) if load.strict else frozenset()
-        check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=elsewhere)
+        check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=members)
     else:
         given = loading.values(run.adapter, saved, run.accelerator.allocate, renamed.saved_name)
         given.check({param.fqn: param.shape for param in run.zero.layout.params})
         reader, left_out = GivenReader(renamed, given, shapes), given.untouched
     client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
-    resumes_optimizer = run.resumes_optimizer(reader.tag, values, wanted=load.optimizer_states)
+    sources = run.match_groups(reader, values, members, wanted=load.optimizer_states)
+    resumes_optimizer = sources is not None
     if resumes_optimizer and client is not None:
         _allocate_client_states(run.zero, reader)
     wanted = wanted_state(
@@ -173,6 +174,8 @@ def _check(
     of_schedule = _saved_schedule(run.schedule, values, blobs) if load.schedule else None
     if of_schedule is not None:
         try_out(run.schedule, of_schedule)
+        if sources is not None:
+            require_order(of_schedule, sources, reader.tag)
     wanted.verify(reader)
 
     def read() -> None:
@@ -186,9 +189,9 @@ def _check(
                 run.data.load_state_dict(values.data)
         if random_states is not None:
             random_states.restore(run.accelerator)
-        if resumes_optimizer:
+        if sources is not None:
             wanted.begin_fresh(run)
-            run.load_groups(values)
+            run.load_groups(values, sources)
             if client is not None:
                 client.restore(run.zero.shards, values.client_optimizer, reader.has)
                 if of_optimizer is not None:

@@ -58,5 +58,5 @@ def made_folder(name: str, folder: Path) -> Path:
 
 def output_folder(name: str, directory: Path, options: Mapping[str, Any]) -> Path:
     """The folder that `output_path` and `job_name` say; without an `output_path`, one called `name` in `directory`."""
-    folder = Path(options["output_path"]) if options.get("output_path") else directory / name
+    folder = Path(options["output_path"]).absolute() if options.get("output_path") else directory / name
     return made_folder(name, folder / (options.get("job_name") or ""))

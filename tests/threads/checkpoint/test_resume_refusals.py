@@ -66,6 +66,22 @@ def test_a_model_with_more_and_less_takes_what_fits_when_told_to(tmp_path):
     assert found["extra"].tolist() == [9.0, 9.0]
 
 
+def test_a_load_that_takes_no_parameter_is_refused(tmp_path):
+    saved(tmp_path)
+
+    def other():
+        return nn.Sequential(nn.Linear(6, 33))
+
+    with pytest.raises(CheckpointError) as caught:
+        loading(tmp_path, other, load_module_strict=False, load_optimizer_states=False)
+    assert "0.weight" in str(caught.value)
+    names = {"0.weight": "wide.weight", "0.bias": "wide.bias"}.get
+    found = loading(
+        tmp_path, other, load_module_strict=False, load_optimizer_states=False, name_map=lambda name: names(name, name)
+    )
+    assert torch.equal(found["0.weight"], parity_model().wide.weight)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_new_parameters_keep_their_values_and_states_when_told_to(tmp_path, stage, caplog):
     saved(tmp_path)

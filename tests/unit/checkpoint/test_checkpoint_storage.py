@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from polyaccel.checkpoint.storage import FileStorage
+from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.storage import StorageContract
 
@@ -144,3 +145,16 @@ def test_the_operating_systems_errors_name_the_file(storage: FileStorage) -> Non
     storage.write("file", [b""])
     with pytest.raises(CheckpointError, match=r"cannot write .*file/below: "):
         storage.write("file/below", [b""])
+
+
+@pytest.mark.parametrize("kind", [FileStorage, NodeLocalStorage])
+def test_a_relative_location_is_the_folder_of_the_moment_it_was_named(kind, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    storage = kind("runs")
+    monkeypatch.chdir(there)
+    storage.write("a/b", [b"1"])
+    assert (here / "runs" / "a" / "b").read_bytes() == b"1"
+    assert not list(there.iterdir())

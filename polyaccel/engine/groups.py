@@ -1,0 +1,99 @@
+"""The optimizer's groups in a checkpoint: saved with their parameters' names, matched by name at a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from polyaccel.errors import CheckpointError, ConfigError, Problem
+
+
+class SavedGroups(BaseModel):
+    """The optimizer's groups in a checkpoint: hyperparameters, and the parameters' names where there are several."""
+
+    param_groups: list[dict[str, Any]]
+    param_names: list[list[str]] | None = None
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def match_groups(
+    groups: Sequence[Mapping[str, Any]],
+    saved: SavedGroups,
+    members: Mapping[str, int | None],
+    saved_name: Callable[[str], str],
+) -> list[int | None]:
+    """Find for each of `groups` the index of the saved group whose hyperparameters it takes over.
+
+    `members` has the index of each trained parameter's group; `saved_name` gives the name that it was saved under. A
+    group none of whose parameters was in a saved one keeps its own hyperparameters (None), unless both are empty.
+    Without saved names, groups match by position.
+
+    Raises ConfigError when the groups are not as many as the saved ones, CheckpointError naming the parameters where
+    one group has parameters of saved groups with different hyperparameters.
+    """
+    require_as_many(groups, saved.param_groups)
+    if saved.param_names is None:
+        return list(range(len(groups)))
+    positions = {name: index for index, names in enumerate(saved.param_names) for name in names}
+    sources: list[dict[int, str]] = [{} for _ in groups]
+    for fqn, group in members.items():
+        position = positions.get(saved_name(fqn))
+        if group is not None and position is not None:
+            sources[group].setdefault(position, fqn)
+    for index, found in enumerate(sources):
+        first = next(iter(found), None)
+        if first is not None and any(saved.param_groups[each] != saved.param_groups[first] for each in found):
+            moved = ", ".join(f"{fqn!r} of saved group {each}" for each, fqn in sorted(found.items()))
+            raise CheckpointError(
+                f"optimizer group {index} has parameters of saved groups with other hyperparameters: {moved}",
+                cure="build the groups that were saved; load_optimizer_states=False begins with a new optimizer",
+                value=sorted(found.values()),
+            )
+    return [next(iter(found), None if saved.param_names[index] else index) for index, found in enumerate(sources)]
+
+
+def load_groups(
+    groups: Sequence[MutableMapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    sources: Sequence[int | None] | None = None,
+) -> None:
+    """Take over the hyperparameters of saved groups, of those at `sources` (None: by position).
+
+    Raises ConfigError when their number differs.
+    """
+    require_as_many(groups, saved)
+    for group, source in zip(groups, range(len(groups)) if sources is None else sources, strict=True):
+        if source is not None:
+            values = saved[source]
+            group.update({key: tuple(value) if key == "betas" else value for key, value in values.items()})
+
+
+def require_as_many(groups: Sequence[object], saved: Sequence[object]) -> None:
+    """Raise ConfigError when there are not as many `groups` as `saved` ones."""
+    if len(groups) != len(saved):
+        expected = f"the checkpoint has {len(saved)} optimizer groups"
+        raise ConfigError([Problem("optimizer.param_groups", len(groups), expected, "build the same groups")])
+
+
+def require_order(state: Mapping[str, Any], sources: Sequence[int | None], tag: str) -> None:
+    """Raise CheckpointError where the saved `state` of a schedule has one value for each group, the values differ, and
+    groups stand in another order than they were saved in."""
+    if list(sources) == list(range(len(sources))):
+        return
+    for name, values in state.items():
+        if (
+            isinstance(values, (list, tuple))
+            and len(values) == len(sources)
+            and any(each != values[0] for each in values)
+        ):
+            raise CheckpointError(
+                f"the schedule in checkpoint {tag!r} has {name!r} by position of groups that are in another order here",
+                cure="build the groups in the saved order; load_lr_scheduler_states=False begins with a new schedule",
+                value=name,
+            )
