@@ -6,14 +6,20 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from polyaccel.errors import ConfigError
+from polyaccel.errors import ConfigError, Problem
 from polyaccel.redaction import redact_tree
 
 if TYPE_CHECKING:
     from polyaccel.config import Config, ResolvedConfig
     from polyaccel.config.section import Section
+
+
+READERS = "polyaccel.config_readers"
+"""Entry points of packages that read configs of other tools: functions from a source, a number of ranks and the
+arguments of `--set` to a config and sentences about what was altered."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,6 +34,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="ranks that will train (default: what the batch sizes imply, else 1)",
     )
+    check.add_argument(
+        "--deepspeed",
+        action="store_true",
+        help="read the config as the drop-in `deepspeed` does, and show what it would train with",
+    )
+    check.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help='an argument that decides an "auto", by its name in TrainingArguments (learning_rate=1e-4)',
+    )
     check.set_defaults(func=_check)
     schema = verbs.add_parser("schema", help="print the JSON Schema of configs, for editors")
     schema.set_defaults(func=_print_schema)
@@ -40,16 +59,44 @@ def _check(args: argparse.Namespace) -> int:
     from polyaccel.config.load import draft_config
 
     try:
-        draft = draft_config(args.file)
-        world_size = _implied_world_size(draft.config) if args.world_size is None else args.world_size
-        config = load_resolved(args.file, world_size=world_size)
+        settings = dict(map(_setting, args.settings))
+        source, sentences, world_size = args.file, list[str](), args.world_size
+        if args.deepspeed:
+            source, sentences = _as_deepspeed(args.file, world_size or 1, settings)
+        draft = draft_config(source, source_name=args.file)
+        if world_size is None:
+            world_size = _implied_world_size(draft.config)
+        config = load_resolved(source, world_size=world_size, hints=settings, source_name=args.file)
         if problems := start_problems(config):
             raise ConfigError(problems, source=draft.source)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
-    _report(config, draft.source, world_size)
+    _report(config, draft.source, world_size, sentences)
     return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """The name and the value of a `--set`. Raises ConfigError for text of another form."""
+    name, separator, value = text.partition("=")
+    if not (name and separator):
+        raise ConfigError([Problem("--set", text, "should be NAME=VALUE", "write learning_rate=1e-4")], source="--set")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the drop-in makes of a config, and a sentence for each change. Raises ConfigError where it is missing."""
+    found = [point for point in metadata.entry_points(group=READERS) if point.name == "deepspeed"]
+    if not found:
+        cure = "pip install polyaccel-deepspeed"
+        raise ConfigError(
+            [Problem("--deepspeed", True, "needs the drop-in, which is not installed", cure)], source=file
+        )
+    tree, sentences = found[0].load()(file, world_size, settings)
+    return dict(tree), list(sentences)
 
 
 def _implied_world_size(config: Config) -> int:
@@ -69,7 +116,7 @@ def _implied_world_size(config: Config) -> int:
     return train // (micro * gas)
 
 
-def _report(config: ResolvedConfig, source: str, world_size: int) -> None:
+def _report(config: ResolvedConfig, source: str, world_size: int, sentences: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -89,7 +136,7 @@ def _report(config: ResolvedConfig, source: str, world_size: int) -> None:
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     console.print(Text(f"{source}: valid for {ranks}"))
     console.print(table)
-    for sentence in config.without_effect:
+    for sentence in (*sentences, *config.without_effect):
         console.print(Text(sentence))
 
 

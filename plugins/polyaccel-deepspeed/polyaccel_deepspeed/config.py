@@ -8,25 +8,29 @@ else that would change results stays, for polyaccel to refuse by name.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
+from importlib.util import find_spec
 from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 from polyaccel import comm
 from polyaccel.config import Config
-from polyaccel.config.absent import absent_keys
 from polyaccel.config.keys import walk_keys
 from polyaccel.config.load import read_tree
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
+from polyaccel_deepspeed.auto_values import fill_auto
+from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 
 log = getLogger("polyaccel.deepspeed")
 
-Tree = dict[str, Any]
 _PARAMS = ("optimizer.params", "scheduler.params")
 """Tables of arguments, whose values mean what the optimizer says."""
 _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
@@ -35,29 +39,58 @@ _CLIPPING = 1.0
 """DeepSpeed 0.19's `gradient_clipping` where the config has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A key that was dropped or altered; `what` ends the sentence. `is_warning` where a reader may not expect it."""
-
-    key: str
-    what: str
-    is_warning: bool = False
-
-    def __str__(self) -> str:
-        return f"config: {self.key} {self.what}"
-
-
 def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
     """The config that `source` (a path, a mapping, base64) means to DeepSpeed 0.19.8, and what had to be altered.
 
     Raises ConfigError where there is no JSON object. The source itself is left alone.
     """
-    tree, problems, name = read_tree(source)
-    if problems:
-        raise ConfigError(problems, source=name)
+    tree = read_text(source)
     if not isinstance(tree, dict):
         return tree, ()
     return tree, tuple(change for rule in _RULES for change in rule(tree))
+
+
+def read_text(source: Any) -> Any:
+    """What is written in `source`. A file may be hjson, as DeepSpeed reads it, where the package hjson is installed.
+
+    Raises ConfigError where there is no JSON.
+    """
+    if isinstance(source, os.PathLike):
+        source = Path(source)
+    try:
+        tree, problems, name = read_tree(source)
+    except ConfigError as error:
+        is_path = isinstance(source, str | Path) and os.path.isfile(source)
+        if not is_path or find_spec("hjson") is None:
+            raise
+        hjson = import_module("hjson")
+        try:
+            tree, problems, name = read_tree(hjson.loads(Path(source).read_text(encoding="utf-8-sig")), str(source))
+        except hjson.HjsonDecodeError:
+            raise error from None
+    if problems:
+        raise ConfigError(problems, source=name)
+    return tree
+
+
+def read_config(source: Any) -> tuple[Tree, tuple[Change, ...]]:
+    """`normalise`, with what the engine of `deepspeed.initialize` does beside it."""
+    tree, changes = normalise(source)
+    tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
+    return tree, changes
+
+
+def read_for_check(source: Any, world_size: int, arguments: Mapping[str, Any]) -> tuple[Tree, list[str]]:
+    """The entry point of `polyaccel config check --deepspeed`: what `deepspeed.initialize` would train with on
+    `world_size` ranks, with "auto" filled as the Trainer of transformers fills it from `arguments`.
+
+    Raises ConfigError where an argument contradicts a value that is written.
+    """
+    written = read_text(source)
+    filled = fill_auto(written, world_size, arguments) if isinstance(written, dict) else ()
+    tree, changes = read_config(written)
+    changes = (*filled, *changes, *whole_batch(tree, world_size))
+    return tree, [str(change) for change in changes]
 
 
 def log_changes(changes: tuple[Change, ...]) -> None:
@@ -66,12 +99,8 @@ def log_changes(changes: tuple[Change, ...]) -> None:
         log.log(30 if change.is_warning else 20, "%s", change)
 
 
-def _known_keys() -> frozenset[str]:
-    return frozenset({*(key.dotted for key in walk_keys(Config)), *absent_keys()})
-
-
 def _dotted(tree: Tree) -> Iterator[Change]:
-    known = _known_keys()
+    known = known_keys()
     for key in [key for key in tree if "." in key and key in known]:
         yield Change(key, f"= {tree.pop(key)!r} was dropped: DeepSpeed does not read a dotted key at the top level")
 
@@ -161,6 +190,7 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _monitors,
     _clipping,
     _parameters_at_rest,
+    *RULES,
 )
 
 

@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import HashStore
 from polyaccel import comm
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.initialize import initialize as initialize_torch
-from polyaccel_deepspeed.config import log_changes, normalise
+from polyaccel_deepspeed.config import log_changes, read_config
+from polyaccel_deepspeed.config_rules import whole_batch
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
 from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
@@ -47,14 +48,14 @@ def initialize(
     if model is None:
         raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
     written = _the_config(args, config, config_params)
-    tree, changes = normalise(written)
-    tree["checkpoint"] = {"async": False, **tree.get("checkpoint", {})}  # scripts read the folder after a save
+    tree, changes = read_config(written)
     tree = with_expert_ranks(with_tensor_ranks(tree, model), model)
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, config=tree)
+    changes = (*changes, *whole_batch(tree, comm.get_world_size()))
     engine, own_optimizer, loader, schedule = initialize_torch(
         model,
         optimizer=None if isinstance(optimizer, NamedOptimizer) else optimizer,
