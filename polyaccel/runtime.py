@@ -141,7 +141,13 @@ class Runtime:
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
-        layout = self.plan(specs, adapter.unit_names, rooms=self._rooms(specs), parts=adapter.part_names())
+        layout = self.plan(
+            specs,
+            adapter.unit_names,
+            rooms=self._rooms(specs),
+            parts=adapter.part_names(),
+            updates=adapter.update_names(),
+        )
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
@@ -164,9 +170,10 @@ class Runtime:
         *,
         rooms: Mapping[str, int] = MappingProxyType({}),
         parts: Mapping[str, str] = MappingProxyType({}),
+        updates: Mapping[str, str] = MappingProxyType({}),
     ) -> ShardLayout:
         """Lay out `specs` as the config says over the mesh; see `plan_for`."""
-        return plan_for(self.config, specs, units, self.mesh, rooms, parts)
+        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
 
     def _rooms(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""

@@ -85,6 +85,10 @@ class ModelAdapter(ParamOwner):
         different backward passes."""
         return {}
 
+    def update_names(self) -> Mapping[str, str]:
+        """The kind of each parameter's update, "" where nothing is said. A bucket holds parameters of one kind."""
+        return {}
+
     @abstractmethod
     def on_bound(self, fqn: str, view: Buffer) -> None:
         """From now on the model's parameter lives in `view`, which holds its value already."""
