@@ -29,9 +29,10 @@ from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.engine.about import about_run
-from polyaccel.engine.base import EngineParts, ModelAdapter
+from polyaccel.engine.base import EngineParts
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, Problem

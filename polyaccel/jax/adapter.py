@@ -10,7 +10,7 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.engine.base import ModelAdapter
+from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.params import Leaf
 from polyaccel.jax.program.stacking import Stacking, repeated_blocks
