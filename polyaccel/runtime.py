@@ -29,9 +29,10 @@ from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.engine.about import about_run
-from polyaccel.engine.base import EngineParts, ModelAdapter
+from polyaccel.engine.base import EngineParts
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.engine.same_training import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, Problem
@@ -141,7 +142,13 @@ class Runtime:
         specs, kind = tuple(adapter.param_specs()), None if optimizer is None else optimizer.kind
         facts = training_facts(specs, kind, groups, common_settings_of(self.config), self.about)
         require_same_training(self.communicator, [*facts, self.training_data])
-        layout = self.plan(specs, adapter.unit_names, rooms=self._rooms(specs), parts=adapter.part_names())
+        layout = self.plan(
+            specs,
+            adapter.unit_names,
+            rooms=self._rooms(specs),
+            parts=adapter.part_names(),
+            updates=adapter.update_names(),
+        )
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
@@ -164,9 +171,10 @@ class Runtime:
         *,
         rooms: Mapping[str, int] = MappingProxyType({}),
         parts: Mapping[str, str] = MappingProxyType({}),
+        updates: Mapping[str, str] = MappingProxyType({}),
     ) -> ShardLayout:
         """Lay out `specs` as the config says over the mesh; see `plan_for`."""
-        return plan_for(self.config, specs, units, self.mesh, rooms, parts)
+        return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
 
     def _rooms(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""

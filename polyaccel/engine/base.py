@@ -1,5 +1,4 @@
-"""What every frontend has in common: the `ModelAdapter` that shows a model to the ZeRO step, and the `Engine` that
-users hold."""
+"""The `Engine` that users of every frontend hold."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from logging import INFO, WARNING, getLogger
 from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
 from polyaccel.checkpoint.replica.replicas import Replicas
 from polyaccel.checkpoint.saver import SavePolicy, Saver
@@ -26,8 +24,6 @@ from polyaccel.engine.state import TrainedState
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh
-from polyaccel.types import ParamSpec
-from polyaccel.zero.buckets.params import ParamOwner
 from polyaccel.zero.update.optimizers import Group
 from polyaccel.zero.update.walk import StepResult
 
@@ -67,31 +63,6 @@ class EngineParts:
     alarms: StepAlarms | None
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
-
-
-class ModelAdapter(ParamOwner):
-    """A model as the ZeRO step sees it: named flat parameters, nothing else."""
-
-    @abstractmethod
-    def param_specs(self) -> Sequence[ParamSpec]:
-        """Every parameter once (tied ones under their first name), in the order in which gradients appear."""
-
-    @abstractmethod
-    def unit_names(self) -> Mapping[str, str]:
-        """The unit of each parameter: those of a unit are gathered at once."""
-
-    def part_names(self) -> Mapping[str, str]:
-        """The part of each parameter, "" where nothing is said: those of different parts get their gradients in
-        different backward passes."""
-        return {}
-
-    @abstractmethod
-    def on_bound(self, fqn: str, view: Buffer) -> None:
-        """From now on the model's parameter lives in `view`, which holds its value already."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Take back whatever was attached to the model. It keeps its parameters' values."""
 
 
 class Engine(ABC):

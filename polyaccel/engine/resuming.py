@@ -348,7 +348,7 @@ class WantedState:
             for slot, states in self.fresh:
                 for state in states.values():
                     state.fill(0.0)
-                optimizer.initialise_states(states, groups[slot.param.group])
+                optimizer.initialise_states(states, groups[slot.param.group], slot.param)
 
 
 def wanted_state(

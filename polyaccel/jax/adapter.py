@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,15 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.engine.base import ModelAdapter
+from polyaccel.engine.model_adapter import ModelAdapter
+from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.params import Leaf
 from polyaccel.jax.program.stacking import Stacking, repeated_blocks
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
 from polyaccel.jax.views import ParamViews, array_over
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.params import ParamStore
+from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 class JaxAdapter(ModelAdapter):
@@ -38,6 +40,7 @@ class JaxAdapter(ModelAdapter):
             self._specs[fqn] = ParamSpec(fqn, tuple(shape), dtype, trainable=own.is_floating)
         self.stacking = Stacking(self._specs, stacked)
         self.views = ParamViews({fqn: spec.shape for fqn, spec in self._specs.items()})
+        self._updates: Mapping[str, str] = {}
         self._sharded: set[str] = set()
         """Parameters that are whole nowhere, except while a unit of the program needs them."""
 
@@ -61,6 +64,14 @@ class JaxAdapter(ModelAdapter):
     def unit_names(self) -> dict[str, str]:
         """Repeated blocks, and layers that are stacked, are units; everything else is the root's."""
         return repeated_blocks(self._specs) | self.stacking.units()
+
+    def separate(self, optimizer: SliceOptimizer | None) -> None:
+        """Let parameters that an optax transformation updates differently share no bucket."""
+        if isinstance(optimizer, OptaxOptimizer):
+            self._updates = optimizer.follow({name: layer.fqn for name, layer in self.stacking.layers.items()})
+
+    def update_names(self) -> Mapping[str, str]:
+        return self._updates
 
     def leaves(self) -> list[Leaf]:
         """The parameters in tree order, as programs that gather them know them."""

@@ -16,6 +16,7 @@ from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.custom_loading import OwnTree
+from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.jax.program.stacking import Stacking
 
@@ -33,8 +34,9 @@ def contents_of(
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
     steps = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
     scalars["param_steps"] = over_stages(run.beyond, steps)
-    if isinstance(run.zero.optimizer, OptaxOptimizer):
-        scalars["client_optimizer"] = {_OPTAX: dict(run.zero.optimizer.numbers)}
+    optimizer = run.zero.optimizer
+    if isinstance(optimizer, OptaxOptimizer):
+        scalars["client_optimizer"] = {_OPTAX: dict(optimizer.numbers)}
     if run.schedule is not None:
         scalars["lr_scheduler"] = run.schedule.state_dict()
     return SaveContents(
@@ -44,7 +46,7 @@ def contents_of(
             for fqn, shape, at in [stacking.in_whole(slot.param.fqn, slot.param.shape, start)]
         ),
         scalars=scalars,
-        rank_blobs={},
+        rank_blobs={_OPTAX: optimizer.whole_state()} if isinstance(optimizer, OptaxOnTree) else {},
     )
 
 
@@ -118,6 +120,8 @@ def _check(
             cure="load another tag, or begin with a new optimizer: load_optimizer_states=False",
             value=sorted(numbers),
         )
+    on_tree = run.zero.optimizer if resumes and isinstance(run.zero.optimizer, OptaxOnTree) else None
+    whole = None if on_tree is None else on_tree.read_whole_state(saved.rank_blobs(0).get(_OPTAX, b""))
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:
         try_out(run.schedule, of_schedule)
@@ -131,6 +135,8 @@ def _check(
             run.load_groups(values, sources)
         if optax is not None:
             optax.numbers.update(numbers)
+        if on_tree is not None:
+            on_tree.take_whole_state(whole)
         if of_schedule is not None:
             run.schedule.load_state_dict(of_schedule)
 

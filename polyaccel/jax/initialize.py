@@ -18,7 +18,7 @@ from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.modules import as_function
 from polyaccel.jax.native.engine import NativeEngine
 from polyaccel.jax.native.mesh import native_mesh
-from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.optax_on_tree import optax_optimizer
 from polyaccel.jax.pipeline.layers import LayerList
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
 from polyaccel.jax.views_engine import ViewsEngine
@@ -54,7 +54,10 @@ def initialize(
     runtime.apply_to_process()
     layers = LayerList.of(model, params) if isinstance(model, (list, tuple)) else None
     _check_config(runtime, is_native=mesh is not None, is_list=layers is not None)
-    slices, hyperparameters = _make_optimizer(runtime, optimizer)
+    fn, tree = as_function(model, params) if layers is None else (layers, list(params))
+    is_replicated = runtime.policy.optim is not Placement.SHARDED or runtime.communicator.world_size == 1
+    may_be_whole = is_replicated and mesh is None and not stacked and runtime.mesh.size_of(("pipe",)) == 1
+    slices, hyperparameters = _make_optimizer(runtime, optimizer, tree, may_be_whole=may_be_whole)
     engine: JaxEngine
     if layers is not None and runtime.mesh.size_of(("pipe",)) > 1:
         asked, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
@@ -63,7 +66,6 @@ def initialize(
         method = "parameters" if asked.partition == "best" else asked.partition
         engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, method)
     else:
-        fn, tree = as_function(model, params) if layers is None else (layers, list(params))
         engine = (
             ViewsEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)
             if mesh is None
@@ -155,14 +157,16 @@ def _native_problems(runtime: Runtime) -> list[Problem]:
     return problems
 
 
-def _make_optimizer(runtime: Runtime, client: Any) -> tuple[SliceOptimizer | None, dict[str, Any]]:
+def _make_optimizer(
+    runtime: Runtime, client: Any, params: Any, *, may_be_whole: bool
+) -> tuple[SliceOptimizer | None, dict[str, Any]]:
     """The optimizer on slices and its hyperparameters: the caller's, else the config's, else none."""
     if client is not None:
         if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
             kind = type(client).__name__
             cure = "pass an optax transformation, or name the optimizer in the config"
             raise PolyaccelError(f"a {kind} is no optax transformation", cure=cure, value=kind)
-        return OptaxOptimizer(client), {}
+        return optax_optimizer(client, params, runtime.param_dtype, may_be_whole=may_be_whole), {}
     section = runtime.config.optimizer
     native = runtime.native_optimizer()
     if native is not None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from polyaccel.jax.engine import JaxEngine
+from polyaccel.jax.optax_on_tree import OptaxOnTree
 from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
@@ -40,7 +41,9 @@ class ViewsEngine(JaxEngine):
         self._beyond = self._stage_runtime.beyond
         self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
         groups = self.optimizer.param_groups
-        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer)
+        self.adapter.separate(slice_optimizer)
+        resident = isinstance(slice_optimizer, OptaxOnTree)
+        self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
         self._function: LossFunction | ShardedFunction = self._loss_function
         if are_sharded:
             params_in_programs = ShardedParams(self.zero, self.accelerator)

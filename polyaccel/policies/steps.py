@@ -47,10 +47,11 @@ def plan_for(
     mesh: Mesh,
     rooms: Mapping[str, int] = MappingProxyType({}),
     parts: Mapping[str, str] = MappingProxyType({}),
+    updates: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardLayout:
     """Lay out `specs`; `units` gives the unit of each parameter, asked only where parameters are sharded. `rooms` has
     the most elements that any rank holds of a parameter that is cut (`plan_layout`); parameters of different `parts`
-    share no bucket where every pass reduces its gradients.
+    share no bucket where every pass reduces its gradients, those of different `updates` nowhere.
 
     Buckets hold at most `zero_optimization.reduce_bucket_size` elements, and fewer for a small model, so that there are
     enough of them to overlap and to keep few under way.
@@ -62,6 +63,8 @@ def plan_for(
     cap = min(zero.reduce_bucket_size, wanted)
     policy = ZeroPolicy.of_stage(zero.stage)
     parts = parts if policy.grads is Placement.SHARDED else {}
+    if updates:
+        parts = {spec.fqn: f"{parts.get(spec.fqn, '')}/{updates.get(spec.fqn, '')}" for spec in specs}
     plan = partial(plan_layout, specs, mesh=mesh, max_bucket_numel=cap, rooms=rooms, parts=parts)
     if policy.params is not Placement.SHARDED:
         return plan()

@@ -15,7 +15,7 @@ from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.base import ModelAdapter
+from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred.values import value_of
 from polyaccel.torch.gathering.arriving import expect

@@ -49,7 +49,8 @@ class NativeEngine(JaxEngine):
         super().__init__(fn, params, runtime, hyperparameters)
         self._mesh = mesh
         specs = tuple(self.adapter.param_specs())
-        layout = runtime.plan(specs, self.adapter.unit_names)
+        self.adapter.separate(slice_optimizer)
+        layout = runtime.plan(specs, self.adapter.unit_names, updates=self.adapter.update_names())
         update = None if slice_optimizer is None else slice_update(slice_optimizer)
         program = StepProgram(
             *(mesh, layout, runtime.policy, runtime.step_policy, specs[::-1], self._loss_function, update, seed)
@@ -60,7 +61,8 @@ class NativeEngine(JaxEngine):
             if slice_optimizer is None:
                 return {}
             states = {name: allocate_numpy(1, DType.FLOAT32) for name in slice_optimizer.state_names}
-            slice_optimizer.initialise_states(states, self.optimizer.param_groups[bucket.kind.group])
+            group = self.optimizer.param_groups[bucket.kind.group]
+            slice_optimizer.initialise_states(states, group, bucket.slots[0].param)
             return {name: float(state.raw[0]) for name, state in states.items()}
 
         memory = NativeMemory(mesh, layout, runtime.policy, self._first_values(params), starts, program.publish)

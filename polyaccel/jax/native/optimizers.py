@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from polyaccel.errors import ShardingError
 from polyaccel.jax.native.rows import Rows
-from polyaccel.jax.optax_optimizer import OptaxOptimizer
+from polyaccel.jax.optax_optimizer import OptaxOptimizer, Program
 from polyaccel.ops.base import Formula
 from polyaccel.ops.jax.updates import updated
 from polyaccel.ops.optimizers import APPLY, OPTIMIZERS
+from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.update.optimizers import (
     Group,
     RowOptimizer,
@@ -41,7 +42,7 @@ class SliceUpdate(Protocol):
     def terms(self, group: Group, step: int) -> Any:
         """The numbers that update `step` of a parameter needs, as a pytree."""
 
-    def variant(self, group: Group) -> Hashable:
+    def variant(self, group: Group, bucket: Bucket) -> Hashable:
         """The settings that a program is compiled for; all others are among the terms."""
 
     def apply(
@@ -63,7 +64,7 @@ class RowUpdate:
         rule = self._row.rule(group, step)
         return rule.constants, (rule.settings["lr"], *trust_bounds(rule)) if self._has_ratio else ()
 
-    def variant(self, group: Group) -> Formula:
+    def variant(self, group: Group, bucket: Bucket) -> Formula:
         return self._row.rule(group, 1).formula
 
     def apply(
@@ -93,14 +94,14 @@ class OptaxUpdate:
     def terms(self, group: Group, step: int) -> dict[str, float]:
         return self._optimizer.numbers
 
-    def variant(self, group: Group) -> None:
-        return None
+    def variant(self, group: Group, bucket: Bucket) -> Program:
+        return self._optimizer.programs[bucket.slots[0].param.fqn]
 
     def apply(
-        self, variant: None, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
+        self, variant: Program, master: Any, grad: Any, states: Arrays, terms: Any, grad_scale: Any, rows: Rows
     ) -> Updated:
-        master, after = self._optimizer.step(master, grad, {**states, **terms}, grad_scale)
-        return Updated(master, {name: after[name] for name in states}, {name: after[name] for name in terms})
+        master, after = self._optimizer.step(variant, master, grad, states, terms, grad_scale)
+        return Updated(master, {**states, **after}, self._optimizer.numbers_after(terms))
 
 
 def slice_update(optimizer: SliceOptimizer) -> SliceUpdate:

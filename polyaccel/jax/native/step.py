@@ -133,7 +133,7 @@ class NativeStep:
                 each = [self._update_of.terms(group, step) for step in steps]
                 terms.append(each[0] if all(one == each[0] for one in each) else stacked(each))
             indices.append(known[key])
-            variants.append(self._update_of.variant(group))
+            variants.append(self._update_of.variant(group, bucket))
         inputs = Inputs(terms, self._program.rounding_keys(after), np.float32(loss_scale))
         return Recipe(tuple(indices), tuple(variants)), inputs
 

@@ -9,6 +9,7 @@ that checkpoints hold them like those of any other optimizer.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.ops.base import CAST, SCALE
+from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, try_on_slices
 from polyaccel.torch.packing import packed, unpacked
 from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
+
+_log = logging.getLogger(__name__)
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -33,15 +37,12 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
 
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""States that torch's optimizers keep once for a parameter. For one without dimensions, the shape does not tell these
-from states of its elements."""
-
 
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
     """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
 
-    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks.
+    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks, and for one
+    that a trial finds not to be, whatever `allow_untested` says.
     """
     known = type(optimizer) in ELEMENTWISE
     if sharded and not known and not allow_untested:
@@ -51,6 +52,21 @@ def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
             cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
             value=name,
         )
+    if sharded and not known:
+        name, trial = type(optimizer).__name__, try_on_slices(optimizer)
+        if trial.differs:
+            raise ShardingError(
+                f"{name} does not update elements independently ({trial.differs}), and ZeRO cuts parameters over ranks",
+                cure='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
+                "that element alone",
+                value=name,
+            )
+        if trial.untried:
+            _log.warning(
+                "%s runs on slices of parameters, as zero_allow_untested_optimizer allows; whether it may was not "
+                "tried: %s. An optimizer that looks at whole tensors trains wrongly there, and stage 0 has whole ones",
+                *(name, trial.untried),
+            )
     return known or sharded
 
 
@@ -123,7 +139,7 @@ class ClientOptimizer(SliceOptimizer):
             for piece in shard.slices:
                 view = shard.master.view(piece.shard_offset, piece.length).raw
                 parameter = parameters[piece.fqn]
-                tensor = view if self._flat else view.view(parameter.shape)
+                tensor = view if self._flat else _as_whole(view, parameter)
                 if self.evaluates:
                     tensor = parameter
                 if parameter in earlier:
@@ -328,6 +344,13 @@ class ClientOptimizer(SliceOptimizer):
                     self.optimizer.state[tensor] = state
 
 
+def _as_whole(view: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A view of a whole parameter's master weights, with the attributes that users gave the parameter."""
+    tensor = view.view(parameter.shape)
+    vars(tensor).update({name: value for name, value in vars(parameter).items() if not name.startswith(("_", "ds_"))})
+    return tensor
+
+
 def _cut_state(state: dict[str, Any], parameter: Tensor, piece: Slice, flat: bool) -> dict[str, Any]:
     """The part of a parameter's present state that belongs to a slice of it."""
     if not flat:
@@ -345,7 +368,7 @@ def _is_elementwise(name: str, value: Any, numel: int, parameter: Tensor) -> boo
     """Whether a state has one value for each of the `numel` elements of `parameter`, or of a slice of it."""
     if not isinstance(value, Tensor) or value.numel() != numel:
         return False
-    return value.dim() > 0 or (parameter.dim() == 0 and name not in _NUMBERS)
+    return value.dim() > 0 or (parameter.dim() == 0 and name not in NUMBER_STATES)
 
 
 def _number(value: Any) -> float | None:

@@ -20,7 +20,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
-from polyaccel.types import DType
+from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import Bucket, Slice
 from polyaccel.zero.update.gradient_facts import allocate_sums, read_sums, sums_in
 
@@ -110,8 +110,11 @@ class SliceOptimizer(ABC):
         """The states that the engine allocates for it, each as long as the shard, in float32."""
         return ()
 
-    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:  # noqa: B027 - zeros suit most
-        """Set the states of a new shard, which are zero, to where the optimizer starts."""
+    def initialise_states(  # noqa: B027 - zeros suit most
+        self, states: Mapping[str, Buffer], group: Group, param: ParamSpec
+    ) -> None:
+        """Set new states, which are zero, to where the optimizer starts. They are of `param`, or of all parameters of
+        its bucket."""
 
     @abstractmethod
     def update(
@@ -142,7 +145,7 @@ class RowOptimizer(SliceOptimizer):
     def state_names(self) -> tuple[str, ...]:
         return tuple(self.row.states)
 
-    def initialise_states(self, states: Mapping[str, Buffer], group: Group) -> None:
+    def initialise_states(self, states: Mapping[str, Buffer], group: Group, param: ParamSpec) -> None:
         for name, key in self.row.states.items():
             if key is not None:
                 states[name].fill(float(group.get(key, 0.0)))

@@ -85,7 +85,7 @@ class StateStore:
         shard = Shard(plan.bucket, tier, place.master, place.out, place.slices())
         for name, state in plan.states.items():
             shard.allocate_state(name, state.dtype)
-        optimizer.initialise_states(shard.states, group)
+        optimizer.initialise_states(shard.states, group, plan.bucket.slots[0].param)
         self.shards.append(shard)
         self._by_bucket[index] = shard
 

@@ -142,7 +142,14 @@ def test_every_optimizer(native, name, stage, world):
 
 @pytest.mark.parametrize(
     ("name", "stage", "world"),
-    [("adam", 2, "three devices"), ("momentum", 0, "two processes")],
+    [
+        ("adam", 2, "three devices"),
+        ("momentum", 0, "two processes"),
+        ("masked", 0, "one device"),
+        ("masked", 2, "two processes"),
+        ("partition", 1, "three devices"),
+        ("partition", 0, "one device"),
+    ],
 )
 def test_a_transformation_of_optax(native, name, stage, world):
     pytest.importorskip("optax")

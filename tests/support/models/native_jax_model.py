@@ -62,8 +62,22 @@ def transformation(name):
         "momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
         "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
         "lamb": lambda: optax.lamb(1e-2),
+        "masked": lambda: optax.adamw(1e-2, weight_decay=1.0, mask=matrices),
+        "partition": lambda: optax.partition(
+            {"trained": optax.contrib.schedule_free_adamw(1e-2), "frozen": optax.set_to_zero()}, labels
+        ),
         None: lambda: None,
     }[name]()
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if "second" in jax.tree_util.keystr(path) else "trained", params
+    )
 
 
 def start(config, fn=loss, optax_name=None):

@@ -17,7 +17,7 @@ from flax import linen, nnx
 from jax_models import leaves, make_config
 
 import polyaccel
-from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
+from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
 
 SGD = {
@@ -166,21 +166,6 @@ def test_a_transformation_of_optax_replaces_the_configs_optimizer(name, stage, t
         params = optax.apply_updates(params, updates)
     for fqn, value in leaves(params).items():
         np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "transformation",
-    [
-        optax.lamb(1e-2),
-        optax.adafactor(1e-2),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-        optax.apply_if_finite(optax.sgd(0.1), 2),
-    ],
-    ids=["lamb", "adafactor", "clip_by_global_norm", "apply_if_finite"],
-)
-def test_a_transformation_that_is_not_elementwise_is_refused(transformation):
-    with pytest.raises(ShardingError, match="independently"):
-        run_threads(1, lambda _: polyaccel.initialize(model=loss, params=start(), optimizer=transformation, config=SGD))
 
 
 def test_a_schedule_of_the_config_needs_its_optimizer():

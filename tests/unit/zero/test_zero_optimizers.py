@@ -46,7 +46,7 @@ def make_shard(sizes, world, rank, optimizer, group, dtype=DType.FLOAT32):
     buffers[1].fill(0.5)
     for name in optimizer.state_names:
         shard.allocate_state(name, DType.FLOAT32)
-    optimizer.initialise_states(shard.states, group)
+    optimizer.initialise_states(shard.states, group, shard.bucket.slots[0].param)
     return shard
 
 

@@ -1,0 +1,39 @@
+"""What shows a frontend's model to the ZeRO step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+from polyaccel.buffer import Buffer
+from polyaccel.types import ParamSpec
+from polyaccel.zero.buckets.params import ParamOwner
+
+
+class ModelAdapter(ParamOwner):
+    """A model as the ZeRO step sees it: named flat parameters, nothing else."""
+
+    @abstractmethod
+    def param_specs(self) -> Sequence[ParamSpec]:
+        """Every parameter once (tied ones under their first name), in the order in which gradients appear."""
+
+    @abstractmethod
+    def unit_names(self) -> Mapping[str, str]:
+        """The unit of each parameter: those of a unit are gathered at once."""
+
+    def part_names(self) -> Mapping[str, str]:
+        """The part of each parameter, "" where nothing is said: those of different parts get their gradients in
+        different backward passes."""
+        return {}
+
+    def update_names(self) -> Mapping[str, str]:
+        """The kind of each parameter's update, "" where nothing is said. A bucket holds parameters of one kind."""
+        return {}
+
+    @abstractmethod
+    def on_bound(self, fqn: str, view: Buffer) -> None:
+        """From now on the model's parameter lives in `view`, which holds its value already."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Take back whatever was attached to the model. It keeps its parameters' values."""

@@ -1,0 +1,244 @@
+"""A proof by trial that a torch optimizer may run on flat slices of the parameters, before it does.
+
+Copies of the optimizer step on small stand-ins of its own parameters, in its own groups: once on whole tensors, and
+once cut into flat slices over two ranks, as ZeRO cuts them. Where the weights differ, so would the training.
+
+[Note: What the trial sees]
+Stand-ins have the parameters' places in the groups, ranks of tensors and attributes, but smaller shapes; a few of each
+kind are large enough for the usual thresholds of factored and blocked optimizers. Gradients are random, weights are in
+float64, and a learning rate of 0 (the begin of a warmup) is replaced. What an optimizer does after more steps than are
+tried is not seen. Nothing of the user's optimizer changes: neither state nor hooks, and no generator moves.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_LARGE = {1: 300, 2: 136}
+"""The longest dimension of a large stand-in by its number of dimensions, 8 for more."""
+_SMALL = 3
+_MOST = 400
+"""So many parameters are tried at most."""
+_FEW = 8
+"""So many stand-ins, at most two of each kind, are tried over more steps, and so many are large."""
+NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
+"""States that torch's optimizers keep once for a parameter. For one without dimensions, the shape does not tell these
+from states of its elements."""
+_HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The outcome. `differs`: how slices differ from whole parameters, "" where they do not; `untried`: why nothing
+    was tried, "" where it was."""
+
+    differs: str = ""
+    untried: str = ""
+
+
+class _Untried(Exception):
+    pass
+
+
+class _Differs(Exception):
+    pass
+
+
+def try_on_slices(optimizer: torch.optim.Optimizer) -> Trial:
+    """Compare copies of `optimizer` on whole stand-ins and on slices of them. See [Note: What the trial sees]."""
+    try:
+        everyone, few = _stand_ins(optimizer)
+        with _generators_kept({each.parameter.device for each in everyone}):
+            _compare(optimizer, everyone, 3)
+            _compare(optimizer, few, 12)
+    except _Differs as found:
+        return Trial(differs=str(found))
+    except _Untried as found:
+        return Trial(untried=str(found))
+    return Trial()
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """What stands for `parameter`: a tensor of `shape`, of which the first rank has `first` elements."""
+
+    parameter: Tensor
+    shape: tuple[int, ...]
+    first: int
+
+    def part(self, rank: int) -> slice:
+        """The elements of one of the two ranks."""
+        return slice(0, self.first) if rank == 0 else slice(self.first, None)
+
+
+def _stand_ins(optimizer: torch.optim.Optimizer) -> tuple[list[_StandIn], list[_StandIn]]:
+    """Those of all parameters, some of them large, and a few small ones for more steps."""
+    found: list[_StandIn] = []
+    few: list[_StandIn] = []
+    counts: dict[tuple[int, int], int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"][: _MOST - len(found)]:
+            kind = (index, parameter.dim())
+            count = counts[kind] = counts.get(kind, 0) + 1
+            longest = _LARGE.get(parameter.dim(), 8) if count == 1 and len(few) < _FEW else _SMALL
+            found.append(_stand_in(parameter, longest, count))
+            if count <= 2 and len(few) < _FEW:
+                few.append(_stand_in(parameter, 2 * _SMALL, count))
+    if not found:
+        raise _Untried("it has no parameters")
+    return found, few
+
+
+def _stand_in(parameter: Tensor, longest: int, count: int) -> _StandIn:
+    """One whose dimensions are at most `longest`: cut, with the first rank or with the second, by `count`."""
+    shape = tuple(min(length, longest) for length in parameter.shape)
+    numel = prod(shape)
+    return _StandIn(parameter, shape, (numel * 3 // 8 or numel, numel, 0)[(count - 1) % 3])
+
+
+@contextmanager
+def _generators_kept(devices: Collection[torch.device]) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    others = [device for device in devices if device.type not in ("cpu", "meta")]
+    kind = others[0].type if others else "cuda"
+    with torch.random.fork_rng(sorted({device.index or 0 for device in others}), device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int) -> None:
+    """Raise _Differs where slices move otherwise than whole tensors, _Untried where these cannot be moved."""
+    state, reason = torch.random.get_rng_state(), ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            whole = _run(optimizer, members, steps, dtype, None)
+            break
+        except _Differs:
+            raise
+        except Exception as error:
+            reason = reason or _brief(error)
+    else:
+        raise _Untried(f"a copy of it cannot be tried ({reason})")
+    if not torch.equal(state, torch.random.get_rng_state()):
+        raise _Untried("it draws random numbers")
+    try:
+        ranks = [_run(optimizer, members, steps, dtype, rank) for rank in range(2)]
+        cut = [[torch.cat(parts) for parts in zip(*both, strict=True)] for both in zip(*ranks, strict=True)]
+    except Exception as error:
+        raise _Differs(f"it fails on flat slices ({_brief(error)})") from error
+    start = before = [_values(each, at, -1, dtype).flatten() for at, each in enumerate(members)]
+    for wanted, found in zip(whole, cut, strict=True):
+        for one, other, past, each in zip(wanted, found, before, members, strict=True):
+            # Updates are compared: a small learning rate hides in the weights.
+            least = 16 * torch.finfo(dtype).eps * _largest(one)
+            if not torch.allclose(other, one, rtol=0.0, atol=1e-4 * _largest(one - past) + least, equal_nan=True):
+                shape = tuple(each.parameter.shape)
+                raise _Differs(f"slices of a tensor of shape {shape} move otherwise than the whole")
+        before = wanted
+    if all(torch.equal(one, past) for one, past in zip(before, start, strict=True)):
+        raise _Untried("a copy of it moves nothing")
+
+
+def _brief(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _values(each: _StandIn, at: int, step: int, dtype: torch.dtype) -> Tensor:
+    """Weights (`step` -1) or gradients of a stand-in: on the CPU, from a generator of their own."""
+    generator = torch.Generator().manual_seed(7919 * (step + 2) + at)
+    scale = 0.3 + at % 5 if step >= 0 else 0.5
+    return (scale * torch.randn(each.shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def _run(
+    optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int, dtype: torch.dtype, rank: int | None
+) -> list[list[Tensor]]:
+    """The members' weights, flat, after each step of a copy of `optimizer`: the parts of `rank`, or whole ones."""
+    tensors: list[tuple[int, _StandIn, Tensor]] = []
+    wholes: dict[int, Tensor] = {}
+    for at, each in enumerate(members):
+        parameter = each.parameter
+        value = _values(each, at, -1, dtype).to("cpu" if parameter.device.type == "meta" else parameter.device)
+        wholes[id(parameter)] = whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        vars(whole).update(vars(parameter))
+        if rank is None:
+            tensors.append((at, each, whole))
+        elif (own := value.flatten()[each.part(rank)].clone()).numel():
+            tensors.append((at, each, own))  # as `ClientOptimizer` has them: bare tensors
+    stepped = {id(each.parameter): tensor for _, each, tensor in tensors}
+    twin = _twin(optimizer, wholes, stepped)
+    for _, each, tensor in tensors:
+        state = optimizer.state.get(each.parameter, {})
+        if state:
+            twin.state[tensor] = {name: _state(name, value, each, rank, dtype) for name, value in state.items()}
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step  # hooks of the process stay out
+    found = []
+    for index in range(steps):
+        for at, each, tensor in tensors:
+            if each.parameter.requires_grad:
+                grad = _values(each, at, index, dtype).to(tensor.device)
+                tensor.grad = grad if rank is None else grad.flatten()[each.part(rank)].clone()
+        with torch.no_grad():
+            step(twin)
+        now = {at: tensor.detach().flatten().cpu().clone() for at, _, tensor in tensors}
+        found.append([now.get(at, torch.zeros(0, dtype=dtype)) for at in range(len(members))])
+    return found
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, wholes: Mapping[int, Tensor], stepped: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """A copy of `optimizer` without states and hooks. Its groups have the tensors `stepped`, and what else it refers to
+    has `wholes`, both by the identity of the parameter that they stand for."""
+    twin = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {**wholes, id(optimizer): twin}
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "step")}
+    for value in kept.values():
+        if isinstance(value, torch.Generator):
+            memo[id(value)] = value.clone_state()
+    hooks: dict[str, Any] = {name: OrderedDict() for name in _HOOKS if name in kept}
+    vars(twin).update(copy.deepcopy({name: value for name, value in kept.items() if name not in hooks}, memo), **hooks)
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        copied = copy.deepcopy({name: value for name, value in group.items() if name != "params"}, memo)
+        if isinstance(copied.get("lr"), (int, float)) and not copied["lr"]:
+            copied["lr"] = 1e-2
+        copied["params"] = [stepped[id(each)] for each in group["params"] if id(each) in stepped]
+        twin.param_groups.append(copied)
+    return twin
+
+
+def _state(name: str, value: Any, each: _StandIn, rank: int | None, dtype: torch.dtype) -> Any:
+    """The state that a parameter has already, for its stand-in. Raises _Differs for one that cannot be cut."""
+    if not isinstance(value, Tensor) or (value.dim() == 0 and (each.parameter.dim() or name in NUMBER_STATES)):
+        return copy.deepcopy(value)
+    if value.shape != each.parameter.shape:
+        raise _Differs(f"its state {name!r} of shape {tuple(value.shape)} is neither a number nor one for each element")
+    small = value.detach()[tuple(slice(0, length) for length in each.shape)].clone()
+    small = small.to(dtype) if small.is_floating_point() else small
+    return small if rank is None else small.flatten()[each.part(rank)]

@@ -1,0 +1,341 @@
+"""Transformations of optax that look at the tree of parameters, under the engine and in plain optax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax_models import leaves
+
+import polyaccel
+from polyaccel.errors import CheckpointError, PolyaccelError, ShardingError
+from polyaccel.jax.optax_optimizer import OptaxOptimizer, TracedTransformation
+from polyaccel.testkit.ranks.threads import run_threads
+
+STEPS = 4
+
+
+def start():
+    random = np.random.default_rng(0)
+    return {
+        "emb": {"kernel": random.standard_normal((3, 5), dtype=np.float32)},
+        "norm": {"scale": random.standard_normal(5, dtype=np.float32)},
+        "out": {
+            "kernel": random.standard_normal((5, 2), dtype=np.float32),
+            "bias": random.standard_normal(2, dtype=np.float32),
+            "gain": np.float32(1.5),
+        },
+    }
+
+
+def loss(params, batch, rng):
+    hidden = jnp.tanh(batch["x"] @ params["emb"]["kernel"]) * params["norm"]["scale"]
+    found = hidden @ params["out"]["kernel"] * params["out"]["gain"] + params["out"]["bias"]
+    return jnp.square(found - batch["y"]).mean()
+
+
+def data(at, rank):
+    random = np.random.default_rng([at, rank])
+    return {
+        "x": random.standard_normal((4, 3), dtype=np.float32),
+        "y": random.standard_normal((4, 2), dtype=np.float32),
+    }
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if "emb" in jax.tree_util.keystr(path) else "trained", params
+    )
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) > 1, params)
+
+
+def by_path(updates, params):
+    def factor(path, update):
+        return update * (0.1 if "bias" in jax.tree_util.keystr(path) else -0.1)
+
+    return jax.tree_util.tree_map_with_path(factor, updates)
+
+
+def by_length(updates, params):
+    return jax.tree.map(lambda update: -0.1 * update / (update.shape[0] if update.ndim else 1), updates)
+
+
+def by_index(updates, params):
+    flat, structure = jax.tree.flatten(updates)
+    return jax.tree.unflatten(structure, [-0.02 * at * update for at, update in enumerate(flat)])
+
+
+FROZEN = {"partition", "multi_transform", "freeze"}
+"""Those that leave `emb` as it was."""
+
+TRANSFORMATIONS = {
+    "partition": lambda: optax.partition({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels),
+    "multi_transform": lambda: optax.multi_transform(
+        {"trained": optax.sgd(1e-1, momentum=0.9), "frozen": optax.set_to_zero()}, labels(start())
+    ),
+    "two rates": lambda: optax.partition({"trained": optax.adam(1e-2), "frozen": optax.adam(1e-4)}, labels),
+    "mask": lambda: optax.adamw(1e-2, weight_decay=1.0, mask=matrices),
+    "mask as a tree": lambda: optax.adamw(1e-2, weight_decay=1.0, mask=matrices(start())),
+    "freeze": lambda: optax.chain(
+        optax.adam(1e-2), optax.freeze(jax.tree.map(lambda label: label == "frozen", labels(start())))
+    ),
+    "masked by shape": lambda: optax.chain(
+        optax.sgd(1e-1),
+        optax.masked(optax.scale(0.1), lambda params: jax.tree.map(lambda leaf: jnp.shape(leaf)[:1] == (5,), params)),
+    ),
+    "stateless, path": lambda: optax.stateless(by_path),
+    "stateless, shape": lambda: optax.stateless(by_length),
+    "stateless, index": lambda: optax.stateless(by_index),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2, weight_decay=1.0, mask=matrices), 2),
+    "states of the weights": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
+    "cocob": lambda: optax.contrib.cocob(),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw, static_args="mask")(
+        optax.linear_schedule(1e-2, 0.0, 8), weight_decay=0.5, mask=matrices
+    ),
+}
+
+WHOLE = {
+    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(1e-1)),
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-1, key=0),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(1.0),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(1e-1), 2),
+}
+"""Those that need whole parameters, or all of them."""
+
+
+def plainly(make, world):
+    """The parameters by name after plain training."""
+    transformation = make()
+    params = jax.tree.map(jnp.asarray, start())
+    state = transformation.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for at in range(STEPS):
+        grads = [jax.grad(loss)(params, data(at, rank), None) for rank in range(world)]
+        params, state = step(params, state, jax.tree.map(lambda *each: sum(each) / world, *grads))
+    return leaves(params)
+
+
+def under_engines(make, world, stages, folder):
+    """The parameters by name after the first half of the steps at the first of `stages`, a checkpoint, and the rest at
+    the second."""
+
+    def go(ranks):
+        def engine_at(stage):
+            config = {
+                "train_micro_batch_size_per_gpu": 4,
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 12},
+            }
+            return polyaccel.initialize(model=loss, params=start(), optimizer=make(), config=config)
+
+        engine = engine_at(stages[0])
+        for at in range(STEPS // 2):
+            engine.train_batch(data(at, ranks.rank))
+        engine.save_checkpoint(str(folder))
+        engine.destroy()
+        engine = engine_at(stages[1])
+        engine.load_checkpoint(str(folder))
+        for at in range(STEPS // 2, STEPS):
+            engine.train_batch(data(at, ranks.rank))
+        found = leaves(engine.params)
+        engine.destroy()
+        return found
+
+    results = run_threads(world, go)
+    for found in results[1:]:
+        for fqn, value in found.items():
+            np.testing.assert_array_equal(value, results[0][fqn])
+    return results[0]
+
+
+PLACES = [(1, (2, 0)), (2, (0, 2)), (3, (2, 1)), (2, (2, 2)), (1, (3, 3))]
+"""Ranks, and the stages before and after the checkpoint."""
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stages"),
+    [(name, *PLACES[at % len(PLACES)]) for at, name in enumerate(TRANSFORMATIONS)]
+    + [("partition", *PLACES[2]), ("mask", *PLACES[1])],
+)
+def test_masks_and_labels_act_on_the_tree(name, world, stages, tmp_path):
+    make = TRANSFORMATIONS[name]
+    found = under_engines(make, world, stages, tmp_path)
+    for fqn, value in plainly(make, world).items():
+        np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
+    if name in FROZEN:
+        np.testing.assert_array_equal(found["emb.kernel"], start()["emb"]["kernel"])
+        assert np.all(found["out.kernel"] != start()["out"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stages"), [(name, *((2, (0, 0)), (1, (2, 0)))[at % 2]) for at, name in enumerate(WHOLE)]
+)
+def test_whole_parameters_serve_what_needs_them(name, world, stages, tmp_path):
+    found = under_engines(WHOLE[name], world, stages, tmp_path)
+    for fqn, value in plainly(WHOLE[name], world).items():
+        np.testing.assert_allclose(found[fqn], value, rtol=1e-4, atol=2e-6, err_msg=fqn)
+
+
+CULPRITS = {
+    "adafactor": "scale_by_factored_rms",
+    "lamb": "scale_by_trust_ratio",
+    "noisy_sgd": "add_noise",
+    "muon": "scale_by_muon",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_where_parameters_are_cut_it_is_refused_by_name(name):
+    def go(_):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+        with pytest.raises(ShardingError) as caught:
+            polyaccel.initialize(model=loss, params=start(), optimizer=WHOLE[name](), config=config)
+        assert caught.value.value == CULPRITS.get(name, name)
+        assert '"stage": 0' in caught.value.cure
+
+    run_threads(2, go)
+
+
+FAILING = {
+    "reduce_on_plateau": lambda: optax.chain(optax.sgd(1e-1), optax.contrib.reduce_on_plateau()),
+    "lookahead": lambda: optax.lookahead(optax.sgd(1e-1), 2, 0.5),
+    "scale_by_polyak": lambda: optax.polyak_sgd(),
+    "masked": lambda: optax.adamw(1e-2, mask={"another": True}),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_fails_on_the_tree_is_refused_by_name(name, stage):
+    def go(_):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        with pytest.raises(ShardingError) as caught:
+            polyaccel.initialize(model=loss, params=start(), optimizer=FAILING[name](), config=config)
+        assert caught.value.value == name
+
+    run_threads(1, go)
+
+
+def test_states_of_another_transformation_are_refused(tmp_path):
+    """Also those on whole parameters, whose file is no state of ours."""
+
+    def go(_):
+        def engine_of(transformation):
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}}
+            return polyaccel.initialize(model=loss, params=start(), optimizer=transformation, config=config)
+
+        engine = engine_of(WHOLE["centralize"]())
+        engine.train_batch(data(0, 0))
+        engine.save_checkpoint(str(tmp_path))
+        other = engine_of(WHOLE["lamb"]())
+        with pytest.raises(CheckpointError):
+            other.load_checkpoint(str(tmp_path))
+        other.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+
+    run_threads(1, go)
+
+
+def test_masters_of_16_bit_parameters_and_frozen_ones():
+    def go(ranks):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+        }
+        engine = polyaccel.initialize(
+            model=loss, params=start(), optimizer=TRANSFORMATIONS["partition"](), config=config
+        )
+        before = np.asarray(engine.params["emb"]["kernel"]).tobytes()
+        for at in range(STEPS):
+            engine.train_batch(data(at, ranks.rank))
+        assert engine.params["emb"]["kernel"].dtype == jnp.bfloat16
+        assert np.asarray(engine.params["emb"]["kernel"]).tobytes() == before
+
+    run_threads(2, go)
+
+
+def test_a_mask_over_leaves_that_are_not_trained():
+    params = {**start(), "table": np.arange(3, dtype=np.int32)}
+    mask = jax.tree.map(lambda leaf: np.ndim(leaf) > 1, params)
+
+    def go(_):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+        engine = polyaccel.initialize(
+            model=loss, params=params, optimizer=optax.adamw(1e-2, weight_decay=1.0, mask=mask), config=config
+        )
+        engine.train_batch(data(0, 0))
+        return leaves(engine.params)
+
+    found = run_threads(1, go)[0]
+    np.testing.assert_array_equal(found["table"], [0, 1, 2])
+
+
+def test_a_transformation_that_cannot_be_called_is_no_transformation():
+    config = {"train_micro_batch_size_per_gpu": 4}
+    with pytest.raises(PolyaccelError):
+        run_threads(1, lambda _: polyaccel.initialize(model=loss, params=start(), optimizer=3, config=config))
+
+
+# fmt: off
+ELEMENTWISE = [
+    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adan", "amsgrad", "apply_every", "clip", "ema",
+    "keep_params_nonnegative", "lion", "nadamw", "optimistic_adam_v2", "radam", "rmsprop", "rprop",
+    "scale_by_rss", "scale_by_stddev", "sgd", "signum", "zero_nans", "contrib.adopt", "contrib.ademamix",
+    "contrib.madgrad", "contrib.schedule_free_sgd",
+]
+# fmt: on
+"""Transformations of optax whose elements are independent, by their names; given a rate, or nothing."""
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_no_elementwise_transformation_is_refused(name):
+    """Every slice of every parameter moves as in plain optax, from states of its own."""
+    factory = optax
+    for part in name.split("."):
+        factory = getattr(factory, part, None)
+    if factory is None:
+        pytest.skip("not in this version of optax")
+    try:
+        transformation = factory(1e-2)
+    except TypeError:
+        transformation = factory()
+    tree = {"kernel": start()["emb"]["kernel"], "bias": start()["norm"]["scale"]}
+    params, state = tree, transformation.init(tree)
+    optimizer = OptaxOptimizer(TracedTransformation(transformation, tree))
+    parts = {(fqn, at): [jnp.asarray(part), {}] for fqn, leaf in tree.items() for at, part in enumerate(halves(leaf))}
+    for (fqn, _), held in parts.items():
+        starts = optimizer.programs[fqn].starts
+        held[1] = {name: jnp.full(held[0].shape, start or 0.0) for name, start in starts.items()}
+    numbers = optimizer.numbers
+    for step in range(2):
+        grads = jax.tree.map(lambda leaf, step=step: jnp.cos(7.0 * leaf + step), tree)
+        updates, state = transformation.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for (fqn, at), held in parts.items():
+            gradient = jnp.asarray(halves(np.asarray(grads[fqn]))[at])
+            held[:] = optimizer.step(optimizer.programs[fqn], held[0], gradient, held[1], numbers, 1.0)
+        numbers = optimizer.numbers_after(numbers)
+    for fqn, leaf in params.items():
+        found = np.concatenate([parts[fqn, 0][0], parts[fqn, 1][0]])
+        np.testing.assert_allclose(found, np.ravel(leaf), rtol=1e-4, atol=1e-6)
+
+
+def halves(leaf):
+    """A leaf, flat, in two unequal parts."""
+    return np.split(np.ravel(leaf), [np.size(leaf) * 3 // 8])
