@@ -251,3 +251,41 @@ def test_a_table_as_long_as_the_batch_by_chance_is_named(name, caplog):
     caplog.clear()
     train(fn, {**batch, "cw": replicated(batch["cw"])} if name in LOOKUPS else batch, 1, accumulation=1)
     assert named() == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_engines_have_each_others_parameters_in_their_batches(stage):
+    """As the two halves of a GAN: the parameters of one are constants of the other's loss."""
+
+    def critic(p, batch, rng):
+        return jnp.mean(jax.nn.softplus(batch["x"] @ batch["other"]["w"] @ p["w"].T))
+
+    def maker(p, batch, rng):
+        return jnp.mean(jax.nn.softplus(-(batch["x"] @ p["w"]) @ batch["other"]["w"].T))
+
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    start = {"w": np.eye(3, 4, dtype=np.float32)}
+
+    def go(ranks):
+        one = polyaccel.initialize(model=maker, params=params(), config=config)
+        other = polyaccel.initialize(model=critic, params=start, config=config)
+        found = []
+        for _ in range(3):
+            found.append(float(other.train_batch({"x": X, "other": replicated(one.params)})))
+            found.append(float(one.train_batch({"x": X, "other": replicated(other.params)})))
+        return found
+
+    wanted, one, other = [], params(), start
+    for _ in range(3):
+        loss, gradient = jax.value_and_grad(critic)(other, {"x": X, "other": one}, None)
+        other = jax.tree.map(lambda value, by: value - 0.1 * by, other, gradient)
+        wanted.append(float(loss))
+        loss, gradient = jax.value_and_grad(maker)(one, {"x": X, "other": other}, None)
+        one = jax.tree.map(lambda value, by: value - 0.1 * by, one, gradient)
+        wanted.append(float(loss))
+    assert run_threads(1, go)[0] == pytest.approx(wanted, rel=1e-5)
