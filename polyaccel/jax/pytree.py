@@ -45,9 +45,12 @@ def require_only_params(params: Any) -> None:
         kind, place = type(node).__name__, f"params{jax.tree_util.keystr(path)}"
         cure = "pass the parameters alone as params="
         if _has(node, "opt_state"):
-            of_node = f"{place}{'[%r]' if isinstance(node, Mapping) else '.%s'}"
-            cure += f" ({of_node % 'params'})" if _has(node, "params") else ""
-            cure += ", and the transformation as optimizer=" + (f" ({of_node % 'tx'})" if _has(node, "tx") else "")
+            params_of, tx_of = (
+                f" ({place}[{name!r}])" if isinstance(node, Mapping) else f" ({place}.{name})"
+                for name in ("params", "tx")
+            )
+            cure += params_of if _has(node, "params") else ""
+            cure += f", and the transformation as optimizer={tx_of if _has(node, 'tx') else ''}"
             what = "a training state"
         elif _is_of_optax(node):
             cure += ", and the transformation as optimizer=, whose states the engine makes"

@@ -41,7 +41,7 @@ def _require_no_mesh(name: str) -> None:
         raise PolyaccelError(
             f"{name} was called inside jax.set_mesh of {mesh.size} devices, axes {dict(mesh.shape)}",
             cure='leave the mesh before the call; several devices of a process train with "jax": {"execution": '
-            '"native"}, which has a mesh of its own',
+            '"native"}, which makes the mesh itself',
             value=dict(mesh.shape),
         )
 

@@ -173,7 +173,7 @@ def _run(fn: LossFn, params: Any, batch: Any, rng: Any) -> Any:
         if _OF_MESHES.search(str(error)) is None:
             raise
         raise PolyaccelError(
-            f"the function cannot use a mesh or an axis of its own: {type(error).__name__}: {error}",
+            f"the function uses a mesh or an axis that the engine's program lacks: {type(error).__name__}: {error}",
             cure=_NO_MESH,
             value=str(error),
         ) from error

@@ -16,7 +16,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.jax.program.units import recomputed_by, traced_by
 
 _FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "inference": False}
-"""The value in training of the arguments by which modules of the field tell training from evaluation."""
+"""The value in training of the arguments by which modules of the field switch between training and evaluation."""
 
 
 class ModuleCall:

@@ -77,7 +77,7 @@ def noisy(p, batch, rng):
 
 
 def entries(name):
-    """(loss, entries beside x, the one without an axis over samples)."""
+    """(loss, entries in addition to x, the one without an axis over samples)."""
     return {
         "class weights": (weighted, {"y": np.arange(ROWS) % 4, "cw": np.arange(1, 5, dtype=np.float32)}, "cw"),
         "teacher": (distilled, {"teacher": {"w": np.full((5, 4), 0.3, np.float32)}}, "teacher"),

@@ -1,4 +1,4 @@
-"""What a batch may hold, and how it is cut into micro-batches: beside the same loss of the whole batch in plain JAX."""
+"""What a batch may hold, and how it is cut into micro-batches, compared with the whole batch in plain JAX."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE = {
     "a key": (noisy, {"key": jax.random.key(3)}, "key"),
     "a key of 32 bits": (noisy, {"key": jax.random.PRNGKey(3)}, "key"),
 }
-"""Loss, entries beside x, and which of them has no axis over samples."""
+"""Loss, entries in addition to x, and which of them has no axis over samples."""
 
 
 def train(fn, batch, steps, accumulation, start=None, **config):
@@ -90,7 +90,7 @@ def test_what_is_declared_replicated_is_whole_in_every_micro_batch(name, stage):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_nobody_declares_is_refused_and_not_cut(name):
+def test_what_is_not_declared_is_refused_and_not_cut(name):
     fn, entries, _ = WHOLE[name]
     batch = {"x": X, **entries}
     with pytest.raises(PolyaccelError) as caught:
@@ -236,7 +236,7 @@ USES = {
 
 @pytest.mark.parametrize("name", [*LOOKUPS, *USES])
 def test_a_table_as_long_as_the_batch_by_chance_is_named(name, caplog):
-    """It is cut, for it cannot be told from samples; rows of it are looked up, which is what tables are for."""
+    """It is cut, for it looks like samples; rows of it are looked up, which is what tables are for."""
     use = (LOOKUPS | USES)[name]
     batch = {"x": X, "y": np.arange(ROWS), "cw": np.arange(ROWS, dtype=np.float32)}
 

@@ -130,7 +130,7 @@ def test_a_module_of_equinox_with_state_is_refused():
 
 
 class Trains(linen.Module):
-    """Told apart by an argument, as most examples of flax have it."""
+    """Switched by an argument, as most examples of flax have it."""
 
     flag: str
 
@@ -300,7 +300,7 @@ def states():
         "nnx.Optimizer": nnx.Optimizer(model, transformation, wrt=nnx.Param),
         "own state": OwnState(params, moments),
         "a dict": {"params": params, "opt_state": moments, "step": 0},
-        "moments beside": {"w": params["w"], "moments": moments},
+        "moments and weights": {"w": params["w"], "moments": moments},
         "one state": {"w": params["w"], "trace": {"m": optax.trace(0.9).init(params)}},
         "batch statistics": {"params": params, "batch_stats": {"mean": jnp.zeros(4)}},
     }
@@ -313,7 +313,7 @@ def states():
         ("nnx.Optimizer", "Optimizer"),
         ("own state", "OwnState"),
         ("a dict", "dict"),
-        ("moments beside", "ScaleByAdamState"),
+        ("moments and weights", "ScaleByAdamState"),
         ("one state", "TraceState"),
         ("batch statistics", "dict"),
     ],
@@ -324,7 +324,7 @@ def test_states_are_not_trained_as_parameters(name, kind):
     assert found.value == kind
 
 
-def test_a_train_state_is_refused_beside_a_module_too():
+def test_a_train_state_is_refused_with_a_module_too():
     model = Positional()
     variables = model.init(jax.random.key(0), X, X[:, :3], is_training=False)
     state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(0.1))
