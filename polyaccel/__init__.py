@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from polyaccel import checkpointing as checkpointing
     from polyaccel import comm as comm
+    from polyaccel import jax as jax
+    from polyaccel import torch as torch
     from polyaccel import utils as utils
     from polyaccel import zero as zero
     from polyaccel.accelerators import get_accelerator as get_accelerator
@@ -38,7 +40,7 @@ _HOMES = {
     "load_config": "polyaccel.config",
     "set_accelerator": "polyaccel.accelerators",
 }
-_ROOMS = ("checkpointing", "comm", "utils", "zero")
+_ROOMS = ("checkpointing", "comm", "jax", "torch", "utils", "zero")
 
 __all__ = [
     "Config",
@@ -51,8 +53,10 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "jax",
     "load_config",
     "set_accelerator",
+    "torch",
     "utils",
     "zero",
 ]

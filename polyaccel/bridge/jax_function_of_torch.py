@@ -126,7 +126,8 @@ class TorchFunction:
             return jax.tree.leaves(result)  # type: ignore[no-any-return]
 
         zeros = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for one in arguments]
-        with torch.no_grad(), _Draws(is_refused=not is_seeded), ExitStack() as until:
+        # Layers of JAX in the module run on the zeros now, though this be a call in a program that is being traced.
+        with jax.ensure_compile_time_eval(), torch.no_grad(), _Draws(is_refused=not is_seeded), ExitStack() as until:
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             versions = [buffer._version for buffer in buffers.values()]
             result = plainly(until, buffers, zeros[:-1], 0) if is_seeded else plainly(until, buffers, zeros, None)

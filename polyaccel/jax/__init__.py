@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyaccel.bridge.torch_module_of_jax import as_torch as as_torch
     from polyaccel.jax.native.mesh import init_distributed as init_distributed
+    from polyaccel.jax.program.batches import replicated as replicated
     from polyaccel.jax.program.units import scan_units as scan_units
     from polyaccel.jax.program.units import unit as unit
 
-__all__ = ["as_torch", "init_distributed", "scan_units", "unit"]
+__all__ = ["as_torch", "init_distributed", "replicated", "scan_units", "unit"]
 
 _HOMES = {
     "as_torch": "polyaccel.bridge.torch_module_of_jax",  # the room of both frameworks is above this one
     "init_distributed": "polyaccel.jax.native.mesh",
+    "replicated": "polyaccel.jax.program.batches",
     "scan_units": "polyaccel.jax.program.units",
     "unit": "polyaccel.jax.program.units",
 }

@@ -120,7 +120,7 @@ def _check(
             cure="load another tag, or begin with a new optimizer: load_optimizer_states=False",
             value=sorted(numbers),
         )
-    on_tree = run.zero.optimizer if resumes and isinstance(run.zero.optimizer, OptaxOnTree) else None
+    on_tree = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, OptaxOnTree) else None
     whole = None if on_tree is None else on_tree.read_whole_state(saved.rank_blobs(0).get(_OPTAX, b""))
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from logging import getLogger
 from typing import Any
 
 import jax
@@ -23,13 +25,18 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
-from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.program.batches import as_inputs, samples_of, split_batch
+from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.indexing import looked_up
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime
+
+log = getLogger(__name__)
 
 
 class OptimizerGroups:
@@ -76,6 +83,8 @@ class JaxEngine(Engine):
             self._recorder.trace.profile_by(JaxStepProfiler())
         self._pid = os.getpid()
         self._losses: list[jax.Array] = []
+        self._cuts: set[Any] = set()
+        """The batches that `_look_at_cut` has seen, by their shapes."""
 
     def _traced(self, batch: Any) -> Any:
         """The loss of `batch` as JAX traces it, for shapes alone."""
@@ -114,9 +123,11 @@ class JaxEngine(Engine):
         """One optimizer step; returns the mean loss of this process's micro-batches.
 
         `data_iter` is a batch, whose arrays are cut along their first axis into as many micro-batches as the config
-        accumulates, or an iterator of micro-batches. Raises PolyaccelError for a batch that cannot be cut evenly.
+        accumulates, or an iterator of micro-batches; `polyaccel.jax.replicated` marks what is to stay whole. Raises
+        PolyaccelError for a batch that cannot be cut evenly.
         """
 
+    @engine_call
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """The loss of one micro-batch (or of the next of an iterator), with None for the random key."""
         self._require_own_process()
@@ -133,6 +144,7 @@ class JaxEngine(Engine):
     def program(self, batch: Any) -> jax.stages.Compiled:
         """The compiled program of a micro-batch like `batch`: ask its `memory_analysis()` or `cost_analysis()`."""
 
+    @engine_call
     def step(self) -> None:
         """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
         self._require_own_process()
@@ -159,22 +171,62 @@ class JaxEngine(Engine):
         if _is_iterator(data):
             with self.timer("data"):
                 return [next(data) for _ in range(count)]
-        if count == 1:
-            return [data]
-        leaves, structure = jax.tree.flatten(as_inputs(data))
-        lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in leaves}
-        if len(lengths) != 1 or (length := lengths.pop()) % count or not length:
-            raise PolyaccelError(
-                f"a batch of shapes {[jnp.shape(leaf) for leaf in leaves]} cannot be cut into {count} micro-batches",
-                cure="give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu",
-                value=lengths,
+        cure = "give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu"
+        parts = split_batch(data, count, over="micro-batches", length_cure=cure)
+        self._look_at_cut(data, parts)
+        return parts
+
+    def _look_at_cut(self, batch: Any, parts: Sequence[Any]) -> None:
+        """Warn once of an entry of `batch` that was cut into `parts` though the function looks up rows in it."""
+        if len(parts) == 1:
+            return
+        leaves, structure = jax.tree.flatten(parts[0])
+        key = (structure, tuple(getattr(leaf, "shape", ()) for leaf in leaves))
+        if key in self._cuts:
+            return
+        self._cuts.add(key)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), as_inputs(batch)
+        )
+        try:
+            program = self._traced(shapes)
+        except Exception:  # it will be raised where the function runs
+            return
+        at, first = samples_of(batch), len(self.adapter.is_trained)
+        for index in sorted(looked_up(program, [first + index for index in at])):
+            log.warning(
+                "the function looks up rows of %s, which is cut into %d parts along its first axis: if it is no array "
+                "of samples, pass polyaccel.jax.replicated(value) in its place",
+                *(at[index - first], len(parts)),
             )
-        size = length // count
-        cuts = [[leaf[at * size : (at + 1) * size] for leaf in leaves] for at in range(count)]
-        return [jax.tree.unflatten(structure, cut) for cut in cuts]
+
+    @contextmanager
+    def _parts_of(self, whole: Any, count: int) -> Iterator[None]:
+        """Run the function on `count` parts of the batch `whole`.
+
+        Raises PolyaccelError where it takes all of it and fails on a part: an array in it has no axis over samples.
+        """
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if count == 1 or isinstance(error, PolyaccelError) or _is_iterator(whole) or not self._takes(whole):
+                raise
+            raise PolyaccelError(
+                f"the function takes this batch, but no part of it: {type(error).__name__}: {error}",
+                cure="declare what is no array of samples: polyaccel.jax.replicated(value) in the batch",
+                value=str(error),
+            ) from error
+
+    def _takes(self, batch: Any) -> bool:
+        try:
+            self._traced(as_inputs(batch))
+        except Exception:
+            return False
+        return True
 
     # Checkpoints.
 
+    @engine_call
     def save_checkpoint(
         self,
         save_dir: str,
@@ -198,6 +250,7 @@ class JaxEngine(Engine):
         allows_bytes = self._saver.policy.allows_bytes
         return contents_of(self._run(), self.adapter.stacking, client_state, allows_bytes=allows_bytes)
 
+    @engine_call
     def load_checkpoint(
         self,
         load_dir: str,

@@ -21,6 +21,8 @@ from polyaccel.jax.native.mesh import native_mesh
 from polyaccel.jax.optax_on_tree import optax_optimizer
 from polyaccel.jax.pipeline.layers import LayerList
 from polyaccel.jax.pipeline_engine import JaxPipelineEngine
+from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.pipeline.choice import chosen_table
@@ -33,6 +35,7 @@ _RECOMPUTATION = frozenset({"enabled", "keep"})
 """The keys of `activation_checkpointing` that mean something for JAX."""
 
 
+@engine_call
 def initialize(
     model: Any,
     params: Any,
@@ -46,6 +49,7 @@ def initialize(
 ) -> JaxEngine:
     """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says. Modules of flax and equinox
     are taken too, see `polyaccel.jax.modules`."""
+    require_only_params(params)
     parsed = load_config(config)
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
@@ -164,7 +168,9 @@ def _make_optimizer(
     if client is not None:
         if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
             kind = type(client).__name__
+            has_one = callable(getattr(getattr(client, "tx", None), "update", None))
             cure = "pass an optax transformation, or name the optimizer in the config"
+            cure = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else cure
             raise PolyaccelError(f"a {kind} is no optax transformation", cure=cure, value=kind)
         return optax_optimizer(client, params, runtime.param_dtype, may_be_whole=may_be_whole), {}
     section = runtime.config.optimizer

@@ -1,21 +1,22 @@
 """Modules of flax and equinox as functions of their parameters, so that the engine knows functions only.
 
 The batch is passed as to a module of torch: a mapping as named arguments, a tuple or list as positional ones, anything
-else as the one argument; it returns its loss, or (loss, auxiliary output). Its repeated blocks are units
-(`polyaccel.jax.program.module_units`).
+else as the one argument; it returns its loss, or (loss, auxiliary output). The module is in training mode where there
+is a random key, and in evaluation mode elsewhere, by its own switch (`model.eval()` of nnx, `inference_mode` of
+equinox) and by arguments such as `train`. Its repeated blocks are units (`polyaccel.jax.program.module_units`).
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from polyaccel.errors import InvariantError, PolyaccelError
 from polyaccel.jax.program.function import LossFn
+from polyaccel.jax.program.module_calls import LinenStreams, ModuleCall, missing_stream
 from polyaccel.jax.program.module_units import blocks_of, equinox_with_units, linen_interceptor, nnx_with_units
 
 
@@ -26,12 +27,25 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
     PolyaccelError for a model without parameters, and for a module with other state than parameters: a function has
     none.
     """
+    kind = type(model).__name__
     for package, name, convert in _KINDS:
         loaded = sys.modules.get(package)
         if loaded is not None and isinstance(model, getattr(loaded, name)):
+            if not callable(model):
+                raise PolyaccelError(
+                    f"a {kind} has no __call__ that gives the loss",
+                    cure="pass a function fn(params, batch, rng) that uses its parts, and its parameters as params=",
+                    value=kind,
+                )
             return convert(model, params)
+    if hasattr(model, "opt_state"):
+        raise PolyaccelError(
+            f"a {kind} is a training state, and no model",
+            cure="pass the module or the function alone as model=, and the transformation as optimizer=: the engine "
+            "makes its states",
+            value=kind,
+        )
     if not callable(model) or isinstance(model, type):
-        kind = type(model).__name__
         raise PolyaccelError(f"a {kind} is no function", cure="pass model=fn, fn(params, batch, rng)", value=kind)
     if params is None:
         raise PolyaccelError(
@@ -42,6 +56,7 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
 
 def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
     from flax import linen
+    from flax.errors import InvalidRngError
 
     if params is None:
         raise PolyaccelError("a flax.linen module has no parameters", cure="pass params=model.init(key, ...)")
@@ -50,10 +65,26 @@ def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
         raise _stateful(others)
     params = params.get("params", params)
     interceptor = linen_interceptor(blocks_of(params))
+    of_call, streams = ModuleCall(type(model)), LinenStreams()
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
-        with linen.intercept_methods(interceptor):
-            return _call(model.apply, batch, {"params": params}, rngs=None if rng is None else {"dropout": rng})
+        args, named = of_call.arguments(batch, trains=rng is not None)
+
+        def call(rngs: Any) -> Any:
+            return model.apply({"params": params}, *args, rngs=rngs, **named)
+
+        rngs = None if rng is None else streams.keys(rng, call)
+        try:
+            with linen.intercept_methods(interceptor):
+                return call(rngs)
+        except InvalidRngError as error:
+            stream = missing_stream(error)
+            raise PolyaccelError(
+                f"the module draws random numbers in evaluation, of the stream {stream!r}, and there is no key",
+                cure=f'draw where self.has_rng("{stream}") alone, or by an argument train; or pass a function that '
+                "gives model.apply its rngs",
+                value=stream,
+            ) from error
 
     return loss, params
 
@@ -76,6 +107,7 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
     others = nnx.filter_state(rest, nnx.Not(nnx.RngState))
     if jax.tree.leaves(others):
         raise _stateful(sorted({".".join(map(str, path)) for path, _ in nnx.to_flat_state(others)}))
+    of_call = ModuleCall(type(model))
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
         drawn = [
@@ -84,7 +116,8 @@ def _from_nnx(model: Any, params: Any) -> tuple[LossFn, Any]:
         ]
         graph = still if rng is None else moving
         variables = jax.tree.unflatten(whole, jax.tree.leaves(params))
-        return _call(nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), blocks), batch)
+        args, named = of_call.arguments(batch, trains=rng is not None)
+        return nnx_with_units(nnx.merge(graph, variables, jax.tree.unflatten(structure, drawn)), blocks)(*args, **named)
 
     return loss, named
 
@@ -93,13 +126,18 @@ def _from_equinox(model: Any, params: Any) -> tuple[LossFn, Any]:
     import equinox
 
     _require_own(params)
-    arrays, static = equinox.partition(model, equinox.is_inexact_array)
+    parts = jax.tree.leaves(model, is_leaf=lambda part: isinstance(part, equinox.nn.StateIndex))
+    if any(isinstance(part, equinox.nn.StateIndex) for part in parts):
+        raise _stateful(["equinox.nn.State"])
+    arrays, moving = equinox.partition(model, equinox.is_inexact_array)
+    _, still = equinox.partition(equinox.nn.inference_mode(model), equinox.is_inexact_array)
     blocks = blocks_of(arrays)
-    takes_key = "key" in inspect.signature(type(model).__call__).parameters
+    of_call = ModuleCall(type(model))
 
     def loss(params: Any, batch: Any, rng: Any) -> Any:
-        named = {"key": rng} if takes_key else {}
-        return _call(equinox_with_units(equinox.combine(params, static), blocks), batch, **named)
+        args, named = of_call.arguments(batch, trains=rng is not None, **({"key": rng} if of_call.takes_key else {}))
+        static = still if rng is None else moving
+        return equinox_with_units(equinox.combine(params, static), blocks)(*args, **named)
 
     return loss, arrays
 
@@ -109,12 +147,6 @@ _KINDS: tuple[tuple[str, str, Callable[[Any, Any], tuple[LossFn, Any]]], ...] = 
     ("flax.nnx", "Module", _from_nnx),
     ("equinox", "Module", _from_equinox),
 )
-
-
-def _call(fn: Any, batch: Any, *leading: Any, **named: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return fn(*leading, **batch, **named)
-    return fn(*leading, *batch, **named) if isinstance(batch, (tuple, list)) else fn(*leading, batch, **named)
 
 
 def _require_own(params: Any) -> None:

@@ -17,7 +17,8 @@ from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
 from polyaccel.jax.pipeline.exchange import ArrayExchange
 from polyaccel.jax.pipeline.layers import LayerList, is_float, numels_of, pair_of, shapes_of_params
-from polyaccel.jax.program.function import as_inputs
+from polyaccel.jax.program.batches import as_inputs
+from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table
@@ -127,6 +128,7 @@ class JaxPipelineEngine(ViewsEngine):
             value=self._stage,
         )
 
+    @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
         """As that of `JaxEngine`, of pairs (inputs, labels). Every stage's ranks of a place give the same ones; returns
         the mean loss of these on every stage. `aux` is there on the last stage."""
@@ -140,6 +142,7 @@ class JaxPipelineEngine(ViewsEngine):
         self.step()
         return loss
 
+    @engine_call
     def eval_batch(self, data_iter: Any) -> jax.Array:
         """The mean loss of as many micro-batches as a step has, on every stage, with None for the random key."""
         self._require_own_process()
@@ -156,7 +159,7 @@ class JaxPipelineEngine(ViewsEngine):
         cast = jnp.float16 if self.runtime.casts_inputs else None
         found = []
         for each in self._micro_batches(data):
-            inputs, labels = pair_of(as_inputs(each))
+            inputs, labels = pair_of(as_inputs(each, self._device))
             if cast is not None:
                 inputs = jax.tree.map(lambda leaf: leaf.astype(cast) if is_float(leaf) else leaf, inputs)
             found.append((inputs, labels))

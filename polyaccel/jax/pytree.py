@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,10 +36,49 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
     return leaves, structure
 
 
+def require_only_params(params: Any) -> None:
+    """Raise ShardingError for a tree that has more than parameters: the moments of an optimizer, or running statistics,
+    would be trained as parameters in silence."""
+    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]:
+        if not _is_state(node):
+            continue
+        kind, place = type(node).__name__, f"params{jax.tree_util.keystr(path)}"
+        cure = "pass the parameters alone as params="
+        if _has(node, "opt_state"):
+            params_of, tx_of = (
+                f" ({place}[{name!r}])" if isinstance(node, Mapping) else f" ({place}.{name})"
+                for name in ("params", "tx")
+            )
+            cure += params_of if _has(node, "params") else ""
+            cure += f", and the transformation as optimizer={tx_of if _has(node, 'tx') else ''}"
+            what = "a training state"
+        elif _is_of_optax(node):
+            cure += ", and the transformation as optimizer=, whose states the engine makes"
+            what = "a state of an optax transformation"
+        else:
+            cure += f" ({place}['params']), and statistics in the batch, marked by polyaccel.jax.replicated"
+            what = "variables with running statistics (batch_stats)"
+        raise ShardingError(f"{place} is a {kind}, {what}: it would be trained as parameters", cure=cure, value=kind)
+
+
+def _is_state(node: Any) -> bool:
+    has_statistics = isinstance(node, Mapping) and "params" in node and "batch_stats" in node
+    return has_statistics or _has(node, "opt_state") or _is_of_optax(node)
+
+
+def _has(node: Any, name: str) -> bool:
+    return name in node if isinstance(node, Mapping) else hasattr(node, name)
+
+
+def _is_of_optax(node: Any) -> bool:
+    return isinstance(node, tuple) and type(node).__module__.partition(".")[0] == "optax"
+
+
 def dtype_of(fqn: str, leaf: Any) -> DType:
     """The type that JAX gives a leaf: without `jax_enable_x64` a float64 of numpy is a float32.
 
-    Raises ShardingError for integers of 64 bits, whose values JAX would cut off in silence.
+    Raises ShardingError for integers of 64 bits, whose values JAX would cut off in silence, and for a type that the
+    engine does not have.
     """
     found = np.dtype(jnp.result_type(leaf)) if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
     if isinstance(leaf, (int, float)):  # numpy has 64 bits for Python's numbers, JAX its default type
@@ -50,7 +90,18 @@ def dtype_of(fqn: str, leaf: Any) -> DType:
             cure='convert it to int32, or jax.config.update("jax_enable_x64", True) before JAX is used',
             value=found.name,
         )
-    return DType.parse(kept.name)
+    try:
+        return DType.parse(kept.name)
+    except ShardingError as error:
+        if np.issubdtype(kept, np.complexfloating):
+            cure = "make its real and imaginary parts two parameters: jax.lax.complex(re, im) in the function"
+        elif kept.kind == "u":
+            cure = f"convert it to a signed type (leaf.view(jnp.{kept.name[1:]}) keeps its bits), or close over it"
+        else:
+            cure = "use float32, bfloat16, float16, or integers of up to 32 bits"
+        raise ShardingError(
+            f"parameter {fqn!r} is {kept.name}, of which the engine holds no parameters", cure=cure, value=kept.name
+        ) from error
 
 
 def as_array(leaf: Any) -> jax.Array:

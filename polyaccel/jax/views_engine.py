@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.optax_on_tree import OptaxOnTree
-from polyaccel.jax.program.function import LossFn, LossFunction, as_inputs
+from polyaccel.jax.program.batches import as_inputs
+from polyaccel.jax.program.context import engine_call, warn_of_idle_devices
+from polyaccel.jax.program.function import LossFn, LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
@@ -49,9 +51,14 @@ class ViewsEngine(JaxEngine):
             params_in_programs = ShardedParams(self.zero, self.accelerator)
             self._function = ShardedFunction(self._loss_function, self.adapter.leaves(), params_in_programs)
         self.adapter.let_go()
+        arrays = self.adapter.views.arrays()
+        self._device = next(iter(arrays[0].devices())) if arrays else jax.local_devices(backend="cpu")[0]
+        """The one that this rank computes on."""
+        warn_of_idle_devices(self.communicator)
         self._recorder.begin()
 
     @property
+    @engine_call
     def params(self) -> Any:
         """The parameters, in the caller's tree, up to date: arrays over the engine's memory, or gathered copies."""
         self._require_own_process()
@@ -62,13 +69,15 @@ class ViewsEngine(JaxEngine):
     def copies(self) -> CopyCount:
         return self.adapter.views.count()
 
+    @engine_call
     def grad_step(self, batch: Any) -> jax.Array:
         self._require_own_process()
         self._require_optimizer()
         self._settle_params()
+        batch = as_inputs(batch, self._device)
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-        self._work.count(as_inputs(batch), self.global_steps + 1)
+        self._work.count(batch, self.global_steps + 1)
         self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):
@@ -85,21 +94,24 @@ class ViewsEngine(JaxEngine):
         self._losses.append(loss)
         return loss
 
+    @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
         losses = []
         for micro_batch in self._micro_batches(data_iter):
-            losses.append(self.grad_step(micro_batch))
+            with self._parts_of(data_iter, self.gradient_accumulation_steps()):
+                losses.append(self.grad_step(micro_batch))
             self.step()
         return jnp.stack(losses).mean()
 
     def _evaluate(self, batch: Any) -> tuple[Any, Any]:
         self._settle_params()
-        return self._function.evaluate(self.adapter.views.arrays(), batch)
+        return self._function.evaluate(self.adapter.views.arrays(), as_inputs(batch, self._device))
 
+    @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
         self._require_own_process()
         rng = jax.random.fold_in(self._key, 0)
-        return self._function.compiled(self.adapter.views.arrays(), batch, rng, 1.0)
+        return self._function.compiled(self.adapter.views.arrays(), as_inputs(batch, self._device), rng, 1.0)
 
     def destroy(self) -> None:
         """Let go of buffers and connections. `params` taken before keep their values."""

@@ -66,6 +66,19 @@ def test_importing_loads_no_framework(module: str) -> None:
     assert found.isdisjoint({*FRAMEWORKS, "stevedore"} if module != "polyaccel.registry" else FRAMEWORKS)
 
 
+def test_rooms_of_frameworks_are_attributes_that_load_no_framework() -> None:
+    """The guide writes `polyaccel.jax.unit` after `import polyaccel`."""
+    script = """
+import sys, polyaccel
+assert (polyaccel.jax.__name__, polyaccel.torch.__name__) == ("polyaccel.jax", "polyaccel.torch")
+assert {"jax", "torch"} <= {*dir(polyaccel)}
+assert not {"jax", "torch"} & {*sys.modules}
+assert callable(polyaccel.jax.replicated) and callable(polyaccel.torch.as_jax)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_training_does_not_load_the_compiler() -> None:
     """torch's own optimizers load it when they are made: seconds of every start, on every rank."""
     script = """

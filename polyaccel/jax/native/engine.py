@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy, numpy_dtype
-from polyaccel.errors import PolyaccelError
 from polyaccel.jax.engine import JaxEngine
 from polyaccel.jax.native.memory import NativeMemory
 from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import StepProgram
 from polyaccel.jax.native.step import NativeStep
-from polyaccel.jax.program.function import LossFn, as_inputs
+from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.context import engine_call
+from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import CopyCount
 from polyaccel.runtime import Runtime
@@ -48,6 +49,7 @@ class NativeEngine(JaxEngine):
     ) -> None:
         super().__init__(fn, params, runtime, hyperparameters)
         self._mesh = mesh
+        self._loss_function.devices = mesh.world_size
         specs = tuple(self.adapter.param_specs())
         self.adapter.separate(slice_optimizer)
         layout = runtime.plan(specs, self.adapter.unit_names, updates=self.adapter.update_names())
@@ -89,6 +91,7 @@ class NativeEngine(JaxEngine):
     # Running the function.
 
     @property
+    @engine_call
     def params(self) -> Any:
         """Copies of the parameters, in the caller's tree, on this process's first device."""
         self._require_own_process()
@@ -100,6 +103,7 @@ class NativeEngine(JaxEngine):
         """JAX has the parameters itself, and imports none."""
         return CopyCount(0, 0)
 
+    @engine_call
     def grad_step(self, batch: Any) -> jax.Array:
         """The mean loss of one micro-batch of all own devices; its gradients are kept. Auxiliary output is in `aux`,
         where there are several devices with an axis over them."""
@@ -112,12 +116,14 @@ class NativeEngine(JaxEngine):
             losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
         return self._take(losses, aux)
 
+    @engine_call
     def train_batch(self, data_iter: Any = None) -> jax.Array:
         # The last micro-batch, the exchange and the update are one program.
         *earlier, last = self._micro_batches(data_iter)
         losses = []
         for micro_batch in earlier:
-            losses.append(self.grad_step(micro_batch))
+            with self._parts_of(data_iter, self.gradient_accumulation_steps()):
+                losses.append(self.grad_step(micro_batch))
             self.step()
         if self.counters.is_boundary:
             losses.append(self._step_with(last))
@@ -133,6 +139,7 @@ class NativeEngine(JaxEngine):
         losses, aux = self.zero.evaluate(cut)
         return self._own_mean(losses), self._own_aux(aux)
 
+    @engine_call
     def program(self, batch: Any) -> jax.stages.Compiled:
         """The compiled program of a step that is one micro-batch like `batch`, its exchange and its update."""
         self._require_own_process()
@@ -169,25 +176,20 @@ class NativeEngine(JaxEngine):
     def _cut(self, batch: Any) -> Any:
         """A micro-batch over the devices, with an axis over them.
 
-        Raises PolyaccelError where it cannot be cut evenly, ShardingError for a function that closed over parameters.
+        Raises PolyaccelError as `split_batch`, ShardingError for a function that closed over parameters.
         """
-        cut = jax.tree.map(self._cut_leaf, as_inputs(batch))
+        parts = split_batch(
+            batch,
+            len(self._mesh.local),
+            over="devices of this process",
+            length_cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
+        )
+        self._look_at_cut(batch, parts)
+        cut = jax.tree.map(lambda *own: self._mesh.over_devices([_led(part) for part in own]), *map(as_inputs, parts))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
-        self._loss_function.check(self._program.differentiate, arguments)
+        with self._parts_of(batch, len(parts)):
+            self._loss_function.check(self._program.differentiate, arguments)
         return cut
-
-    def _cut_leaf(self, value: Any) -> jax.Array:
-        count = len(self._mesh.local)
-        if jnp.ndim(value) == 0:
-            return self._mesh.over_devices([np.asarray(value)[None]] * count)
-        length, rest = divmod(value.shape[0], count)
-        if rest:
-            raise PolyaccelError(
-                f"{value.shape[0]} samples cannot be cut over the {count} devices of this process",
-                cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
-                value=value.shape[0],
-            )
-        return self._mesh.over_devices([value[at * length : (at + 1) * length][None] for at in range(count)])
 
     def _meet(self, what: str) -> None:
         """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
@@ -211,3 +213,8 @@ class NativeEngine(JaxEngine):
             return parts[0][0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
 
         return jax.tree.map(own, aux)
+
+
+def _led(part: Any) -> Any:
+    """A device's part of an array, behind an axis over devices."""
+    return part[None] if isinstance(part, jax.Array) else np.asarray(part)[None]

@@ -8,6 +8,7 @@ the jitted functions in it, are compared with the memory of parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -52,6 +53,8 @@ class LossFunction:
         self._with_gradients = jax.jit(self.differentiate)
         self._without = jax.jit(self._evaluate)
         self._checked: set[Any] = set()
+        self.devices = 1
+        """How many devices the engine's own programs are spread over."""
 
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
         """(loss, auxiliary output, gradients of `loss * factor` for the trained leaves), all of it computed.
@@ -66,7 +69,7 @@ class LossFunction:
 
     def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         """(loss, auxiliary output), computed, with None for `rng`. Raises as `gradients` does."""
-        arguments = (list(leaves), as_inputs(batch))
+        arguments = (list(leaves), batch)
         self.check(self._without, arguments)
         loss, aux = jax.block_until_ready(self._without(*arguments))
         return loss, aux
@@ -78,7 +81,7 @@ class LossFunction:
     def _arguments(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, ...]:
         trained = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if wanted]
         frozen = [leaf for leaf, wanted in zip(leaves, self._is_trained, strict=True) if not wanted]
-        return trained, frozen, as_inputs(batch), rng, np.float32(factor)
+        return trained, frozen, batch, rng, np.float32(factor)
 
     def differentiate(self, trained: Any, frozen: Any, batch: Any, rng: Any, factor: Any) -> Any:
         """The results of `gradients`, to be traced by JAX: leaves in tree order, the trained ones and the others."""
@@ -101,7 +104,7 @@ class LossFunction:
             batch = jax.tree.map(self._cast, batch)
         recomputation = None if rng is None else self._recomputation  # an evaluation keeps nothing
         with recomputed_by(recomputation):
-            found = self._fn(jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
+            found = _run(self._fn, jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
         if recomputation is not None and not recomputation.count:
             key, expected = "activation_checkpointing.enabled", "the function has no units to recompute"
             cure = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
@@ -112,12 +115,14 @@ class LossFunction:
         return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
     def check(self, compiled: Any, arguments: Any) -> None:
-        """`refuse_closed_over` for a program that is new."""
+        """`refuse_closed_over` and `refuse_meshes` for a program that is new."""
         leaves, structure = jax.tree.flatten(arguments)
         signature = (id(compiled), structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
         if signature in self._checked:
             return
-        self.refuse_closed_over(compiled.trace(*arguments).jaxpr)
+        program = compiled.trace(*arguments).jaxpr
+        self.refuse_closed_over(program)
+        refuse_meshes(program, self.devices)
         self._checked.add(signature)
 
     def refuse_closed_over(self, program: ClosedJaxpr) -> None:
@@ -137,6 +142,14 @@ def loss_and_aux(found: Any) -> tuple[Any, Any]:
     """(loss as at least float32, auxiliary output) of what a user's function gave. Raises PolyaccelError where that has
     no scalar loss."""
     loss, aux = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, float, int)):
+        kind = f"{type(loss).__name__} of {len(loss)}" if isinstance(loss, _CONTAINERS) else type(loss).__name__
+        raise PolyaccelError(
+            f"the function returned a {kind} where a scalar loss was expected",
+            cure="return the one loss to train with, such as sum(losses.values()), or (loss, auxiliary output), of "
+            "which the second is any pytree",
+            value=kind,
+        )
     if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise PolyaccelError(
             f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
@@ -147,19 +160,55 @@ def loss_and_aux(found: Any) -> tuple[Any, Any]:
     return jnp.reshape(loss, ()).astype(wide), aux
 
 
-def as_inputs(batch: Any) -> Any:
-    """`batch` with tensors of other libraries in host memory as numpy arrays. Raises PolyaccelError for no array."""
-    return jax.tree.map(_as_input, batch)
+_CONTAINERS = (tuple, list, dict)
 
 
-def _as_input(value: Any) -> Any:
-    if isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-        return value
-    array = np.asarray(value)
-    if array.dtype == object:
-        kind = type(value).__name__
-        raise PolyaccelError(f"a batch has a {kind}", cure="pass arrays, in any pytree", value=kind)
-    return array
+def _run(fn: LossFn, params: Any, batch: Any, rng: Any) -> Any:
+    """What `fn` gives. Raises PolyaccelError where it asks for a mesh that an engine's program does not have."""
+    try:
+        return fn(params, batch, rng)
+    except PolyaccelError:
+        raise
+    except (NameError, TypeError, ValueError) as error:
+        if _OF_MESHES.search(str(error)) is None:
+            raise
+        raise PolyaccelError(
+            f"the function uses a mesh or an axis that the engine's program lacks: {type(error).__name__}: {error}",
+            cure=_NO_MESH,
+            value=str(error),
+        ) from error
+
+
+_OF_MESHES = re.compile(r"mesh\b|axis name|NamedSharding|PartitionSpec|pspec", re.IGNORECASE)
+_NO_MESH = (
+    "leave with_sharding_constraint, shard_map, pmean and the like out of the function: the engine cuts the batch and "
+    'averages the gradients, over ranks, or over devices with "jax": {"execution": "native"}'
+)
+
+
+def refuse_meshes(program: ClosedJaxpr, devices: int) -> None:
+    """Raise PolyaccelError for a program that asks for other devices than the engine's own, `devices` of them."""
+    for equation in _equations(program.jaxpr):
+        name = equation.primitive.name
+        mesh = equation.params.get("mesh", getattr(equation.params.get("sharding"), "mesh", None))
+        count = getattr(mesh, "size", 1)
+        if name in _SPREADING and count > 1 and (name != "shard_map" or count != devices):
+            raise PolyaccelError(
+                f"the function asks for {name} over {count} devices, axes {dict(mesh.shape)}",
+                cure=_NO_MESH,
+                value=name,
+            )
+
+
+_SPREADING = frozenset({"sharding_constraint", "shard_map", "reshard", "mesh_cast"})
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            if _is_program(inner):
+                yield from _equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | None]) -> None:
@@ -170,7 +219,8 @@ def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | N
         if fqn is not None:
             raise ShardingError(
                 f"the function closed over parameter {fqn!r}: it would keep today's value for good",
-                cure="use what the function gets as its first argument",
+                cure="use what the function gets as its first argument; for weights that are to stay as they are (a "
+                "reference or target network) close over copies: jax.tree.map(jnp.copy, params)",
                 value=fqn,
             )
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.jax.program.function import LossFunction, as_inputs
+from polyaccel.jax.program.function import LossFunction
 from polyaccel.jax.program.gathered_units import Members, evaluate, fetch_root, run_unit
 from polyaccel.jax.program.params import Leaf, ShardedParams
 from polyaccel.jax.program.units import UnitTracer, call_layer, traced_by
@@ -41,20 +41,18 @@ class ShardedFunction:
     def gradients(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> tuple[Any, Any, list[Any]]:
         """Like `LossFunction.gradients`, with the leaves that are whole; but the gradients have been handed over when
         this returns, and none is returned."""
-        arguments = (list(leaves), self._params.calls.token, as_inputs(batch), rng, np.float32(factor))
+        arguments = (list(leaves), self._params.calls.token, batch, rng, np.float32(factor))
         loss, aux, _ = self._run(self._with_gradients, arguments, is_training=True)
         return loss, aux, []
 
     def evaluate(self, leaves: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         """Like `LossFunction.evaluate`, with the leaves that are whole."""
-        loss, aux, _ = self._run(
-            self._without, (list(leaves), self._params.calls.token, as_inputs(batch)), is_training=False
-        )
+        loss, aux, _ = self._run(self._without, (list(leaves), self._params.calls.token, batch), is_training=False)
         return loss, aux
 
     def compiled(self, leaves: Sequence[Any], batch: Any, rng: Any, factor: float) -> jax.stages.Compiled:
         """The compiled program of `gradients`, which knows the memory and operations that it needs."""
-        arguments = (list(leaves), self._params.calls.token, as_inputs(batch), rng, np.float32(factor))
+        arguments = (list(leaves), self._params.calls.token, batch, rng, np.float32(factor))
         return self._with_gradients.lower(*arguments).compile()
 
     def close(self) -> None:
@@ -124,6 +122,10 @@ class _Tracer(UnitTracer):
         self._known = {id(array): (array, leaf) for array, leaf in zip(arrays, of, strict=True)}
         self._trace = get_opaque_trace_state()
 
+    def _end(self) -> None:
+        """Forget the arrays of a trace that has ended: they must not outlive it (`jax.checking_leaks`)."""
+        self._known, self._trace = {}, None
+
     def _leaf(self, value: Any) -> Leaf | None:
         found = self._known.get(id(value))
         return None if found is None else found[1]
@@ -161,8 +163,11 @@ class _Survey(_Tracer):
 
         def traced(arrays: list[Any]) -> Any:
             self._begin(arrays, self._leaves)
-            with traced_by(self):
-                return call(arrays)
+            try:
+                with traced_by(self):
+                    return call(arrays)
+            finally:
+                self._end()
 
         structs = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype.value)) for leaf in self._leaves]
         jaxpr = jax.make_jaxpr(traced)(structs).jaxpr
@@ -225,8 +230,11 @@ class _Program(_Tracer):
         self._begin(hidden, in_units)
         of_root, of_units = iter(found), iter(hidden)
         arrays = [next(of_root) if leaf.index in self._direct else next(of_units) for leaf in self._leaves]
-        with traced_by(self):
-            return call(arrays)
+        try:
+            with traced_by(self):
+                return call(arrays)
+        finally:
+            self._end()
 
     def call(self, block: Callable[..., Any], params: Any, args: tuple[Any, ...]) -> Any:
         self._require_own_trace()

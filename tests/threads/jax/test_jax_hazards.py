@@ -401,8 +401,9 @@ def test_a_batch_is_cut_into_micro_batches():
     assert whole == with_engine(partial(losses, data=lambda: iter(np.split(rows, 3))), config=config)
 
     def check(engine):
-        with pytest.raises(PolyaccelError, match="cannot be cut into 3"):
+        with pytest.raises(PolyaccelError) as caught:
             engine.train_batch(rows[:5])
+        assert caught.value.value == 5
 
     with_engine(check, config=config)
 

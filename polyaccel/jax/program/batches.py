@@ -1,0 +1,196 @@
+"""The batches that users pass: arrays of any library, in any pytree, and how they are cut.
+
+Micro-batches and devices share a batch: each gets an equal part of every array along the first axis, which counts
+samples. An array whose first axis is no axis over samples (class weights, a target network, a random key) must be
+declared `replicated`. Numbers are whole for every part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyaccel.errors import PolyaccelError
+
+
+@jax.tree_util.register_pytree_node_class
+class Replicated:
+    """A part of a batch that every micro-batch and every device gets whole. `replicated` makes it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"replicated({self.value!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Replicated:
+        return cls(*children)
+
+
+def replicated(value: Any) -> Replicated:
+    """Declare that `value`, an array or a pytree of arrays in a batch, has no axis over samples.
+
+    Every micro-batch and every device gets it whole, as `PartitionSpec()` says in JAX. The function gets `value`
+    itself. Use it for class weights, the parameters of a target or teacher network, tables and random keys:
+    `engine.train_batch({"x": x, "weights": polyaccel.jax.replicated(weights)})`.
+    """
+    return Replicated(value)
+
+
+def as_inputs(batch: Any, device: Any = None) -> Any:
+    """`batch` as the function gets it: without the marks of `replicated`, tensors of other libraries as numpy arrays.
+
+    Arrays of JAX elsewhere come to `device`, where one is given. Raises PolyaccelError for what is no array, and for an
+    array that this process has a part of.
+    """
+
+    def convert(path: Any, value: Any) -> Any:
+        if isinstance(value, Replicated):
+            return as_inputs(value.value, device)
+        return _as_input(path, value, device)
+
+    return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=_is_replicated)
+
+
+def split_batch(batch: Any, count: int, *, over: str, length_cure: str) -> list[Any]:
+    """`batch` in `count` equal parts along the first axis of its arrays; marks of `replicated` stay.
+
+    Raises PolyaccelError for arrays of different lengths, for a length that `count` does not divide, with
+    `length_cure`, and for a random key that nothing declares. `over` names the parts in errors.
+    """
+    if count == 1:
+        return [batch]
+    pairs, structure = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_replicated)
+    leaves = [leaf if _is_replicated(leaf) else _as_input(path, leaf, None) for path, leaf in pairs]
+    names = [_name(path) for path, _ in pairs]
+    is_cut = [not _is_replicated(leaf) and (jnp.ndim(leaf) > 0 or _is_key(leaf)) for leaf in leaves]
+    _require_samples(
+        {name: leaf for name, leaf, wanted in zip(names, leaves, is_cut, strict=True) if wanted},
+        *(count, over, length_cure),
+    )
+
+    def part(leaf: Any, at: int) -> Any:
+        size = leaf.shape[0] // count
+        return leaf[at * size : (at + 1) * size]
+
+    return [
+        jax.tree.unflatten(
+            structure, [part(leaf, at) if wanted else leaf for leaf, wanted in zip(leaves, is_cut, strict=True)]
+        )
+        for at in range(count)
+    ]
+
+
+def samples_of(batch: Any) -> dict[int, str]:
+    """The arrays of `batch` that `split_batch` cuts: their places among the leaves of the inputs, with their names."""
+    marked = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.tree.map(lambda _: "", leaf) if _is_replicated(leaf) else _name(path),
+        batch,
+        is_leaf=_is_replicated,
+    )
+    pairs = zip(jax.tree.leaves(marked), jax.tree.leaves(batch), strict=True)
+    return {at: name for at, (name, leaf) in enumerate(pairs) if name and jnp.ndim(leaf) > 0}
+
+
+def _require_samples(arrays: dict[str, Any], count: int, over: str, length_cure: str) -> None:
+    """Raise PolyaccelError unless every array has the same number of samples, a multiple of `count`."""
+    cure = "declare what is no array of samples: polyaccel.jax.replicated(value) in the batch, which every part gets"
+    for name, array in arrays.items():
+        if _is_key(array):
+            raise PolyaccelError(
+                f"{name} is a random key, and the batch is to be cut over {count} {over}",
+                cure="use the key that the function gets as rng, a key a sample (jax.random.split), or "
+                f"polyaccel.jax.replicated({name}), with which every part draws the same numbers",
+                value=name,
+            )
+    lengths = {name: int(array.shape[0]) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise PolyaccelError(
+            f"a batch whose arrays have first axes of different lengths cannot be cut over {count} {over}: {shown}",
+            cure=cure,
+            value=lengths,
+        )
+    length = next(iter(lengths.values()), count)
+    if length % count or not length:
+        raise PolyaccelError(f"{length} samples cannot be cut over {count} {over}", cure=length_cure, value=length)
+
+
+def _is_replicated(value: Any) -> bool:
+    return isinstance(value, Replicated)
+
+
+def _is_key(value: Any) -> bool:
+    """Whether `value` is one random key, in either of JAX's forms."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return False
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jnp.ndim(value) == 0
+    return value.dtype == np.uint32 and value.shape in _RAW_KEYS
+
+
+_RAW_KEYS = ((2,), (4,))
+"""The shapes of keys that `jax.random.PRNGKey` makes. Arrays of samples of this type and shape are as good as none."""
+
+
+def _name(path: Any) -> str:
+    return f"batch{jax.tree_util.keystr(path)}"
+
+
+def _as_input(path: Any, value: Any, device: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return _array_of_jax(path, value, device)
+    if isinstance(value, (bool, int, float, complex)):
+        return value
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _array_of_torch(path, value)
+    array = value if isinstance(value, (np.ndarray, np.generic)) else np.asarray(value)
+    if array.dtype.kind in _NO_NUMBERS:
+        kind = type(value).__name__
+        what = f"a {kind}" if array.dtype == object else f"a {kind} of {array.dtype}"
+        raise PolyaccelError(
+            f"{_name(path)} is {what}", cure="pass arrays of numbers, in any pytree, and leave others out", value=kind
+        )
+    return array
+
+
+_NO_NUMBERS = "OSUMm"
+
+
+def _array_of_jax(path: Any, array: Any, device: Any) -> Any:
+    if isinstance(array, jax.core.Tracer):
+        return array
+    if not array.is_fully_addressable:
+        raise PolyaccelError(
+            f"{_name(path)} lies on devices of several processes, {array.sharding}",
+            cure="pass this process's own samples: the engine puts them on the devices",
+            value=_name(path),
+        )
+    if device is None or array.devices() == {device}:
+        return array
+    return jax.device_put(array, device)
+
+
+def _array_of_torch(path: Any, tensor: Any) -> Any:
+    """The values of a tensor, whatever its type; numpy has no name for some."""
+    try:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        own = np.dtype(jnp.dtype(str(plain.dtype).removeprefix("torch.")))
+        flat = plain.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return flat.view(own).reshape(tuple(plain.shape))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise PolyaccelError(
+            f"{_name(path)} is a tensor that JAX cannot take: {type(error).__name__}: {error}",
+            cure="pass a dense tensor of a type that JAX has, or an array",
+            value=str(tensor.dtype),
+        ) from error
