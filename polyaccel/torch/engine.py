@@ -132,7 +132,8 @@ class TorchEngine(nn.Module, Engine):
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
         counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
-        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), explaining_refusal():
+        refusals = explaining_refusal(self._own_module)
+        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), refusals:
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polyaccel.errors import PolyaccelError
+
 
 class Choice(NamedTuple):
     """The experts of each token, the best first."""
@@ -24,17 +26,33 @@ class Choice(NamedTuple):
     """(tokens, experts), probabilities or affinities: what losses about balance are made of."""
 
 
-def softmax_choice(logits: Tensor, k: int, *, normalize: bool, by: Tensor | None = None) -> Choice:
+def is_normalized(normalize: bool | None, k: int) -> bool:
+    """Whether the weights of `k` choices are divided by their sum; None divides those of more than one.
+
+    Raises PolyaccelError for True with one choice: its weight would be 1, and the router would get no gradient.
+    """
+    if normalize and k == 1:
+        raise PolyaccelError(
+            "normalize=True with k = 1: each token's only weight would be 1, so the router would not be trained",
+            cure="leave normalize out, which takes the score itself (Switch Transformers, eq. 2), or use k = 2",
+            value=k,
+        )
+    return k > 1 if normalize is None else normalize
+
+
+def softmax_choice(logits: Tensor, k: int, *, normalize: bool | None = None, by: Tensor | None = None) -> Choice:
     """The `k` experts with the highest probabilities, which are the weights.
 
     `normalize` divides a token's weights by their sum: Shazeer et al. 2017 ("Outrageously Large Neural Networks", eq.
-    3: a softmax over the kept logits) and Mixtral. Switch Transformers (Fedus et al. 2022, 2.1) has k = 1 and does not.
-    `by` (tokens, experts) are scores to choose by instead, such as noisy logits.
+    3: a softmax over the kept logits) and Mixtral. Switch Transformers (Fedus et al. 2022, eq. 2) has k = 1 and does
+    not, so None normalizes where k > 1. `by` (tokens, experts) are scores to choose by instead, such as noisy logits.
+    Raises PolyaccelError as `is_normalized` does.
     """
+    is_shared = is_normalized(normalize, k)
     scores = torch.softmax(_precise(logits), dim=-1)
     experts = best(scores if by is None else by, k)
     weights = scores.gather(1, experts)
-    return Choice(experts, weights / weights.sum(1, keepdim=True) if normalize else weights, scores)
+    return Choice(experts, weights / weights.sum(1, keepdim=True) if is_shared else weights, scores)
 
 
 def sigmoid_choice(
@@ -44,7 +62,7 @@ def sigmoid_choice(
     bias: Tensor | None = None,
     groups: int = 1,
     kept_groups: int = 1,
-    normalize: bool = True,
+    normalize: bool | None = None,
     scale: float = 1.0,
 ) -> Choice:
     """The `k` experts with the highest sigmoids, which are the weights: DeepSeek-V3 (DeepSeek-AI 2024, 2.1.2, eq. 12 to
@@ -52,8 +70,9 @@ def sigmoid_choice(
 
     `bias` (experts,) is added for the choice alone: balance without a loss (Wang et al. 2024). Of `groups` of
     neighbours a token may choose from those `kept_groups` whose two best experts have the highest sum. `scale`
-    multiplies the weights.
+    multiplies the weights. `normalize` and its error are those of `softmax_choice`.
     """
+    is_shared = is_normalized(normalize, k)
     scores = torch.sigmoid(_precise(logits))
     by = scores.detach() if bias is None else scores.detach() + bias
     if kept_groups < groups:
@@ -63,7 +82,7 @@ def sigmoid_choice(
         by = grouped.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)
     experts = best(by, k)
     weights = scores.gather(1, experts)
-    if normalize:
+    if is_shared:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     return Choice(experts, weights * scale, scores)
 

@@ -90,7 +90,8 @@ class Mixture(nn.Module):
 
     `gate`: `softmax` chooses the `k` experts with the highest probabilities, `sigmoid` those with the highest sigmoids
     plus a bias, which follows the load by `bias_rate` an update of the engine's, instead of a loss, unless the router
-    is frozen; with `expert choice` each expert chooses the tokens that it has room for.
+    is frozen; with `expert choice` each expert chooses the tokens that it has room for. `normalize` divides a token's
+    weights by their sum: None does so where k > 1, for one weight would be 1 and the router would not be trained.
 
     Without `capacity_factor` nothing is dropped; with it an expert has room for that times its even share
     (`eval_capacity_factor` in evaluation), at least `min_capacity`, for this rank's tokens in their order or, with
@@ -113,7 +114,7 @@ class Mixture(nn.Module):
         *,
         k: int = 2,
         gate: Gate = "softmax",
-        normalize: bool = True,
+        normalize: bool | None = None,
         scale: float = 1.0,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
@@ -133,6 +134,7 @@ class Mixture(nn.Module):
             )
         if bias_rate and gate != "sigmoid":
             raise PolyaccelError(f"a bias of the gate {gate!r}", cure='use gate="sigmoid", or bias_rate=0', value=gate)
+        self.normalize = gate != "expert choice" and gates.is_normalized(normalize, k)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         self.spread = nn.Linear(hidden_size, num_experts, bias=False) if noise == "learned" else None
         self.experts = StackedExperts(make, num_experts)
@@ -141,7 +143,7 @@ class Mixture(nn.Module):
         self.load: Tensor | None = None
         """(experts,), int64: the tokens of this rank that biases have not followed yet."""
         self.num_experts, self.k, self.gate, self.noise = num_experts, k, gate, noise
-        self.normalize, self.scale, self.min_capacity = normalize, scale, min_capacity
+        self.scale, self.min_capacity = scale, min_capacity
         self.factors = {True: capacity_factor, False: eval_capacity_factor or capacity_factor}
         self.drops_at_random = drops_at_random
         self.balance_weight, self.z_weight, self.bias_rate = balance_weight, z_weight, bias_rate

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from polyaccel.errors import ShardingError
+from polyaccel.torch.params.buffer_types import explaining_buffer_types
 
 
 def is_transforming() -> bool:
@@ -28,10 +29,12 @@ def outside_transforms() -> Iterator[None]:
 
 
 @contextmanager
-def explaining_refusal() -> Iterator[None]:
-    """Raise ShardingError in place of torch's refusal to begin a transform inside a module with sharded parameters."""
+def explaining_refusal(model: nn.Module) -> Iterator[None]:
+    """Raise ShardingError in place of torch's refusal to begin a transform inside a module with sharded parameters, and
+    PolyaccelError where types of buffers of `model` do not fit (`explaining_buffer_types`)."""
     try:
-        yield
+        with explaining_buffer_types(model):
+            yield
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error) or "torch.func" not in str(error):
             raise

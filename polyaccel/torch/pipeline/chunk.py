@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.recompute.state import RepeatableRun
 
 Layer = Callable[..., Any]
 
@@ -60,9 +61,9 @@ class Chunk:
             if classes is not None and not all(class_name(layer) in classes for layer in layers):
                 inputs = run(inputs)
             elif function is checkpoint:
-                inputs = checkpoint(run, inputs, use_reentrant=False)
+                inputs = checkpoint(RepeatableRun(run), inputs, use_reentrant=False)
             else:
-                inputs = function(run, inputs)
+                inputs = function(RepeatableRun(run), inputs)
         return inputs
 
     def _run(self, layers: Sequence[Layer], inputs: Any, *, is_first: bool) -> Any:

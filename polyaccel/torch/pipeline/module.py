@@ -23,6 +23,7 @@ from polyaccel.comm.default import default_communicator, is_initialized
 from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.params.buffer_types import explaining_buffer_types
 from polyaccel.torch.params.units import set_parts
 from polyaccel.torch.pipeline.chunk import Chunk, Layer, LayerPlace, Recomputing, class_name
 from polyaccel.torch.pipeline.measured import measured_weights
@@ -206,7 +207,8 @@ class PipelineModule(nn.Module):
         """The output of a chunk, without a number that of all layers that are here. A tuple is given to a layer as its
         arguments. Raises PipelineError where layers of other stages stand between those that are here."""
         if chunk is not None:
-            return self.chunk(chunk)(inputs)
+            with explaining_buffer_types(self):
+                return self.chunk(chunk)(inputs)
         if self.num_stages > 1 and len(self._chunks) > 1:
             raise PipelineError(
                 f"stage {self.stage} has the chunks {list(self._chunks)} of the model, and none between them",

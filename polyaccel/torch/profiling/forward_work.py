@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging import getLogger
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,8 @@ from polyaccel.torch.profiling.step_profile import StepProfile
 from polyaccel.torch.profiling.unit_spans import unit_spans
 from polyaccel.torch.settings import ModuleSettings
 from polyaccel.types import ParamSpec
+
+log = getLogger(__name__)
 
 _MOST_SHAPES = 64
 _SIZES = (512, 1024, 2048, 4096, 8192)
@@ -57,6 +60,8 @@ class ForwardWork:
             self._profile = StepProfile(module, settings.profile, {spec.fqn: spec.numel for spec in specs})
         self._known: dict[tuple[Any, ...], int] = {}
         self._last = (0, 0)
+        self._uncounted: set[str] = set()
+        """The operations that were named as not counted."""
         floating = next((each for each in module.parameters() if each.is_floating_point()), None)
         if floating is not None:
             device, dtype = floating.device, settings.autocast_dtype or floating.dtype
@@ -92,6 +97,9 @@ class ForwardWork:
             with CountingMode() as counted:
                 yield
             self._known[key] = operations = counted.total
+            if new := sorted(counted.uncounted - self._uncounted):
+                self._uncounted.update(new)
+                log.warning("timers.throughput: tflops leave out %s, which have no formula", ", ".join(new))
             self._last = tokens, operations
         else:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -46,6 +46,7 @@ class ModuleProfiler:
         self._handles: list[Any] = []
         self._open: list[tuple[str, int, Any]] = []
         self._counting: CountingMode | None = None
+        self._uncounted: set[str] = set()
         self._times = False
 
     def start(self, *, counts: bool = True, times: bool = True) -> None:
@@ -65,6 +66,7 @@ class ModuleProfiler:
         """Look no more. What was seen stays until `reset`."""
         if self._counting is not None:
             self._counting.__exit__(None, None, None)
+            self._uncounted |= self._counting.uncounted
             self._counting = None
         while self._handles:
             self._handles.pop().remove()
@@ -73,6 +75,7 @@ class ModuleProfiler:
     def reset(self) -> None:
         """Forget what was seen."""
         self._sums.clear()
+        self._uncounted.clear()
 
     @contextmanager
     def looking(self, *, counts: bool, times: bool) -> Iterator[None]:
@@ -92,6 +95,7 @@ class ModuleProfiler:
             inside = f"{name}." if name else ""
             numel = sum(numel for fqn, numel in self._numels.items() if fqn.startswith(inside))
             nodes[name] = ProfileNode(name, type(module).__name__, numel, sums.operations, seconds, sums.calls)
+        nodes[""] = replace(nodes[""], uncounted=tuple(sorted(self._uncounted)))
         return tree_of(nodes)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:

@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from polyaccel.errors import ShardingError
 from polyaccel.planning.recomputation import BYTES_COST, CallCosts, PassCosts
+from polyaccel.torch.profiling.operations import formulas
 
 Memory = dict[StorageWeakRef, int]
 """Pieces of memory and their bytes. The references keep apart what stands at one address at different times."""
@@ -121,6 +121,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results: Memory = {}
         self._kept = kept
         self._saved = saved
+        self._formulas = formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -130,7 +131,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not getattr(func, "is_view", False) and packet is not torch.ops.aten.detach:
             read = (leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor))
             cost = BYTES_COST * float(sum(leaf.numel() * leaf.element_size() for leaf in (*read, *results)))
-            if (formula := flop_registry.get(packet)) is not None:
+            if (formula := self._formulas.get(packet)) is not None:
                 cost += float(formula(*args, **kwargs, out_val=out))
             self.cost += cost
             if packet in self._kept:

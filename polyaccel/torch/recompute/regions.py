@@ -1,7 +1,8 @@
 """Regions: calls of functions whose activations are computed again in backward instead of kept.
 
 What is left of a region until its backward are its inputs, where its `InputStore` keeps them. Random numbers come out
-alike both times: those of torch's generators, and those that are drawn by name.
+alike both times: those of torch's generators, and those that are drawn by name. What else a region changes is restored
+around the second run (`RegionState`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.comm.base import Communicator
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.recompute.inputs import InputStore
+from polyaccel.torch.recompute.state import RegionState
 
 log = getLogger(__name__)
 
@@ -118,12 +119,15 @@ class _Call:
         self._count = count
         self._names = names
         self._way = way
-        self._random: dict[str, bytes] | None = None
-        """The named random states at the first run; None before it."""
+        self._has_run = False
         self._structure: Any = None
+        self._state: RegionState | None = None
+        """What the first run found; None where there will be no second."""
 
     def begin(self, values: Sequence[Any]) -> Any:
         """The outputs, in a graph that will compute them again."""
+        if torch.is_grad_enabled():
+            self._state = RegionState((self._function, *values))
         if self._way.reentrant and _suits_reentrant(values):
             flat = torch.utils.checkpoint.checkpoint(self._run_flat, *values, use_reentrant=True)
             return tree_unflatten(list(flat), self._structure)
@@ -132,26 +136,24 @@ class _Call:
 
     def _run(self, *values: Any) -> Any:
         """Both times: backward may run in another thread, where context variables stand at their defaults."""
-        states, is_first = named_random_states(), self._random is None
-        present = states.states()
-        if is_first:
-            self._random = present
-        else:
-            states.restore(self._random or {})
+        is_first, self._has_run = not self._has_run, True
         token = _inside.set(True)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._regions.around(is_first=is_first))
+                if self._state is not None and not is_first:
+                    stack.enter_context(self._state.rerun())
                 if is_first and self._way.first is not None:
                     stack.enter_context(self._way.first(values))
                 if (notes := None if self._way.enter_notes is None else self._way.enter_notes()) is not None:
                     stack.push(notes)
                 named = dict(zip(self._names, values[self._count :], strict=True))
-                return self._function(*values[: self._count], **named)
+                outputs = self._function(*values[: self._count], **named)
+            if self._state is not None and is_first:
+                self._state.end_first_run()
+            return outputs
         finally:
             _inside.reset(token)
-            if not is_first:
-                states.restore(present)
 
     def _run_flat(self, *values: Any) -> tuple[Any, ...]:
         """With the outputs side by side, as torch's older way wants them."""

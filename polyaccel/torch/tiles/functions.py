@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.gathering.sites import apart_from_passes
+from polyaccel.torch.recompute.state import RegionState
 
 OfTile = Callable[..., Tensor]
 
@@ -71,7 +71,7 @@ class _Tiles:
         self._others = [other.detach().reshape(1, -1, *other.shape[len(shape) :]) for other in others]
         self._tokens = tile_tokens
         self._count = x.numel() // max(1, x.shape[-1])
-        self.random = _SameAgain(x.device)
+        self.random = _SameAgain(x.device, function)
         """For a second run of all tiles, in the same order."""
 
     @property
@@ -107,7 +107,9 @@ class _Map(Function):
         ctx.tiles, ctx.parameters = tiles, parameters
         ctx.save_for_backward(x)
         tiles.random.note()
-        return _mapped(tiles, x)
+        out = _mapped(tiles, x)
+        tiles.random.end()
+        return out
 
     @staticmethod
     @once_differentiable
@@ -196,10 +198,12 @@ class _Sums:
 
 
 class _SameAgain:
-    """Makes a second run draw the random numbers of the first, and compute in the types of its autocast."""
+    """Makes a second run of `function` draw the random numbers of the first, see the state that the first saw, and
+    compute in the types of its autocast."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, function: OfTile) -> None:
+        self._device, self._function = device, function
+        self._state: RegionState | None = None
         self._devices = [] if device.type == "cpu" else [device]
         self._random: Any = None
 
@@ -207,21 +211,26 @@ class _SameAgain:
         """The first run begins."""
         kind = self._device.type
         of_device = [getattr(torch, kind).get_rng_state(each) for each in self._devices]
-        self._random = torch.get_rng_state(), of_device, named_random_states().states()
+        self._random = torch.get_rng_state(), of_device
+        self._state = RegionState((self._function,))
         kinds = dict.fromkeys((kind, "cpu"))
         self._autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in kinds]
 
+    def end(self) -> None:
+        """The first run has ended."""
+        if self._state is not None:
+            self._state.end_first_run()
+
     def again(self) -> AbstractContextManager[Any]:
-        """Around the second run; afterwards random numbers go on where they were."""
+        """Around the second run; afterwards random numbers and state go on where they were."""
         stack, kind = ExitStack(), self._device.type
-        states, present = named_random_states(), named_random_states().states()
         stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
-        stack.callback(states.restore, present)
-        of_host, of_device, named = self._random
+        if self._state is not None:
+            stack.enter_context(self._state.rerun())
+        of_host, of_device = self._random
         torch.set_rng_state(of_host)
         for device, state in zip(self._devices, of_device, strict=True):
             getattr(torch, kind).set_rng_state(state, device)
-        states.restore(named)
         for each, is_on, dtype in self._autocast:
             stack.enter_context(torch.autocast(each, dtype=dtype, enabled=is_on))
         return stack

@@ -39,6 +39,8 @@ def profile_table(root: ProfileNode, title: str, style: TableStyle = TableStyle(
     lines[-1] += f" in the forward pass, {shown(step)} with its backward"
     if root.seconds is not None and root.rate is not None:
         lines[-1] += f"; forward {1e3 * root.seconds:.3g} ms, {shown(root.rate, 'FLOPS')}"
+    if root.uncounted:
+        lines.append(f"  not counted, for want of a formula: {', '.join(root.uncounted)}")
     deepest = max(depth for depth, _ in root.walk())
     deepest = deepest if style.depth < 0 else min(deepest, style.depth)
     for depth in range(deepest + 1):

@@ -24,6 +24,8 @@ class ProfileNode:
     seconds: float | None
     calls: int
     children: tuple[ProfileNode, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    """Of a model: the operations that ran and are not in `operations`, because they have no formula."""
 
     @property
     def macs(self) -> int:
@@ -67,6 +69,6 @@ def tree_of(nodes: Mapping[str, ProfileNode]) -> ProfileNode:
             operations = sum(child.operations for child in children)
             times = [child.seconds for child in children if child.seconds is not None]
             seconds = sum(times) if times else None
-        return ProfileNode(name, one.kind, one.parameters, operations, seconds, one.calls, children)
+        return ProfileNode(name, one.kind, one.parameters, operations, seconds, one.calls, children, one.uncounted)
 
     return made("")

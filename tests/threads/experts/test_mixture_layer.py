@@ -22,7 +22,9 @@ from polyaccel.torch.experts.layer import StackedExperts
 
 WIDTH = 8
 SETTINGS: dict[str, dict[str, Any]] = {
-    "top 1": {"k": 1, "normalize": False},
+    "top 1": {"k": 1},
+    "top 1 with room": {"k": 1, "capacity_factor": 1.0, "min_capacity": 1},
+    "top 1 by sigmoid": {"k": 1, "gate": "sigmoid", "balance_weight": 0.0},
     "top 2": {"k": 2, "z_weight": 0.01},
     "capacity": {"k": 2, "capacity_factor": 1.0, "min_capacity": 1},
     "sigmoid": {"k": 2, "gate": "sigmoid", "scale": 2.0, "bias_rate": 0.01, "balance_weight": 0.0},
@@ -131,6 +133,36 @@ def test_noise_is_of_training_alone(noise: Any) -> None:
     assert torch.equal(model(batch(0, 0)), model(batch(0, 0)))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gate": "sigmoid"},
+        {"capacity_factor": 1.0, "min_capacity": 1},
+        {"gate": "sigmoid", "bias_rate": 0.1},
+        {"noise": "sample"},
+        {"gate": "expert choice", "capacity_factor": 1.0},
+    ],
+    ids=["softmax", "sigmoid", "capacity", "bias", "sample", "expert choice"],
+)
+def test_one_choice_trains_the_router_by_the_task(settings: dict[str, Any]) -> None:
+    """Against Switch Transformers, eq. 2: each kept choice's output is its score times what the expert makes."""
+    torch.manual_seed(0)
+    layer, x = Mixture(WIDTH, expert, 4, k=1, balance_weight=0.0, **settings), torch.randn(20, WIDTH)
+    chosen: list[tuple[Tensor, Tensor]] = []
+    layer.experts.register_forward_pre_hook(lambda _, args: chosen.append((args[1], args[2])))
+    layer(x).output.square().sum().backward()
+    found, logits = layer.router.weight.grad.clone(), layer.router(x)
+    scores = torch.sigmoid(logits) if settings.get("gate") == "sigmoid" else torch.softmax(logits, 1)
+    index, _ = chosen[0]
+    kept = index < 4
+    weights = scores.gather(1, index.masked_fill(~kept, 0)) * kept
+    layer.router.weight.grad = None
+    layer.experts(x, index, weights).square().sum().backward()
+    torch.testing.assert_close(found, layer.router.weight.grad)
+    assert found.abs().max() > 1e-3
+
+
 def test_what_is_dropped_is_told() -> None:
     model = made(k=1, capacity_factor=0.5, eval_capacity_factor=8.0, min_capacity=1, drops_at_random=True)
     x = batch(0, 0)
@@ -149,6 +181,8 @@ def test_what_is_dropped_is_told() -> None:
         ({"k": 6}, "k = 6 of 5 experts"),
         ({"gate": "expert choice"}, "give capacity_factor"),
         ({"bias_rate": 0.1}, "a bias of the gate 'softmax'"),
+        ({"k": 1, "normalize": True}, "normalize=True with k = 1"),
+        ({"k": 1, "normalize": True, "gate": "sigmoid"}, "normalize=True with k = 1"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:

@@ -18,7 +18,7 @@ from polyaccel.torch import as_jax  # noqa: E402
 WIDTH, EXPERTS, K = 6, 5, 2
 SETTINGS = {
     "softmax": {"k": K, "z_weight": 0.01},
-    "top 1": {"k": 1, "normalize": False},
+    "top 1": {"k": 1},
     "sigmoid": {"k": K, "gate": "sigmoid", "scale": 2.0, "balance_weight": 0.0},
     "expert choice": {"gate": "expert choice", "capacity_factor": 1.0, "min_capacity": 1, "balance_weight": 0.0},
 }
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 def twin(name):
     """Every expert on every token, times what the gate's formula gives it, mostly nothing."""
-    settings = {"k": K, "normalize": True, "balance_weight": 0.01, "z_weight": 0.0} | SETTINGS[name]
+    settings = {"k": K, "balance_weight": 0.01, "z_weight": 0.0} | SETTINGS[name]
 
     def weighed(logits):
         scores = jax.nn.sigmoid(logits) if name == "sigmoid" else jax.nn.softmax(logits)
@@ -50,7 +50,7 @@ def twin(name):
         chosen = jax.nn.one_hot(jax.lax.top_k(by, count)[1], by.shape[1]).sum(1)
         chosen = chosen.T if name == "expert choice" else chosen
         weights = scores * chosen
-        if name != "expert choice" and settings["normalize"]:
+        if name != "expert choice" and settings["k"] > 1:
             weights = weights / weights.sum(1, keepdims=True) * settings.get("scale", 1.0)
         return weights, scores, chosen
 

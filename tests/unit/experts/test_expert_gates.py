@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from polyaccel.errors import PolyaccelError
 from polyaccel.torch.experts import gates
 from polyaccel.torch.experts.gates import Choice
 from polyaccel.torch.experts.routing import Routing, capacity_of, chosen_by_experts, kept_choices, route
@@ -33,11 +35,13 @@ def ranked(row: list[float], k: int) -> list[int]:
     return sorted(range(len(row)), key=lambda at: (-row[at], at))[:k]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_softmax_choice(k: int, normalize: bool) -> None:
+@pytest.mark.parametrize(
+    ("k", "normalize"), [(1, False), (2, False), (3, False), (2, True), (3, True), (1, None), (2, None)]
+)
+def test_softmax_choice(k: int, normalize: bool | None) -> None:
     logits = drawn(7, 5)
     found = gates.softmax_choice(logits, k, normalize=normalize)
+    normalize = k > 1 if normalize is None else normalize
     for token, row in enumerate(logits.tolist()):
         scores, experts = softmax(row), ranked(row, k)
         of_all = sum(scores[expert] for expert in experts) if normalize else 1.0
@@ -66,6 +70,39 @@ def test_sigmoid_choice(with_bias: bool, groups: int, kept: int) -> None:
         assert found.weights[token].tolist() == pytest.approx([2.5 * scores[expert] / whole for expert in experts])
 
 
+def loss_of(scores: Tensor, x: Tensor, experts: Tensor) -> Tensor:
+    """The task's loss of Switch Transformers, eq. 2: y = p_i(x) E_i(x) of the best expert, linear ones here."""
+    best = scores.detach().argmax(1)
+    return (scores.gather(1, best[:, None]) * torch.einsum("tf,tfo->to", x, experts[best])).square().sum()
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "sigmoid with a bias", "sigmoid in groups"])
+def test_one_choice_trains_the_router_by_the_task(gate: str) -> None:
+    """Float64 gradients against equation 2 written out."""
+    router, x, experts = drawn(6, 4, 1).requires_grad_(), drawn(9, 6, 2), drawn(24, 6, 3).view(4, 6, 6)
+    scores = torch.softmax(x @ router, 1) if gate == "softmax" else torch.sigmoid(x @ router)
+    (wanted,) = torch.autograd.grad(loss_of(scores, x, experts), router)
+    more: dict[str, dict[str, object]] = {
+        "sigmoid with a bias": {"bias": torch.zeros(4)},
+        "sigmoid in groups": {"groups": 4, "kept_groups": 2},
+    }
+    if gate == "softmax":
+        choice = gates.softmax_choice(x @ router, 1)
+    else:
+        choice = gates.sigmoid_choice(x @ router, 1, **more.get(gate, {}))  # type: ignore[arg-type]
+    out = choice.weights * torch.einsum("tf,tfo->to", x, experts[choice.experts[:, 0]])
+    (found,) = torch.autograd.grad(out.square().sum(), router)
+    torch.testing.assert_close(found, wanted)
+    assert wanted.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("choice", [gates.softmax_choice, gates.sigmoid_choice])
+def test_a_router_that_would_not_be_trained_is_refused(choice: Callable[..., Choice]) -> None:
+    with pytest.raises(PolyaccelError) as caught:
+        choice(drawn(3, 4), 1, normalize=True)
+    assert caught.value.value == 1
+
+
 def test_equal_scores_choose_the_lower_number() -> None:
     assert gates.softmax_choice(torch.zeros(2, 6), 3, normalize=True).experts.tolist() == [[0, 1, 2]] * 2
 
@@ -91,7 +128,7 @@ def test_gumbel_noise_samples_the_softmax() -> None:
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("k", [1, 2])
 def test_balance_loss(k: int, first: bool) -> None:
-    choice = gates.softmax_choice(drawn(8, 4), k, normalize=True)
+    choice = gates.softmax_choice(drawn(8, 4), k)
     expected = 0.0
     for expert in range(4):
         counted = choice.experts[:, :1] if first else choice.experts
