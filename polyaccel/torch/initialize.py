@@ -19,6 +19,7 @@ from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.pipeline.choice import chosen_placement
+from polyaccel.pipeline.table import PipelineError
 from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
@@ -73,7 +74,7 @@ def initialize(
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
         raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
-    stages = {"pipe": model.num_stages} if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
+    stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
@@ -151,11 +152,21 @@ def _staged(
             trial_inputs=getattr(model, "trial_inputs", None),
         )
     tensor_ranks = runtime.mesh.size_of(("tensor",))
+    if tensor_ranks > 1:
+        cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
     if stages > 1 and tensor_ranks > 1 and not cuts_of(model):
         raise PolyaccelError(
             f"the layers of a PipelineModule on {tensor_ranks} tensor ranks, which do not cut themselves",
             cure="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
             value=tensor_ranks,
+        )
+    place = runtime.mesh.coordinates(runtime.communicator.rank).get("pipe", 0)
+    if model.num_stages == stages and model.stage != place:
+        raise PipelineError(
+            f"the PipelineModule of rank {runtime.communicator.rank} is stage {model.stage}, and the mesh has it on "
+            f"stage {place}",
+            cure="number ranks as the mesh does: neighbours share layers, and the stages come last",
+            value=model.stage,
         )
     if model.num_stages != stages:
         raise PolyaccelError(
