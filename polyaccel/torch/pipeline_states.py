@@ -23,7 +23,7 @@ class StagedStates(TorchEngine):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The state dict of the whole model, on every rank. Every rank calls it."""
-        own = super().module_state_dict(exclude_frozen_parameters)
+        own = super().module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return merged_tensors(own, self._line, self.device) if self._stages > 1 else own
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:

@@ -155,9 +155,7 @@ class GPT2ModelPipe(PipelineModule, nn.Module):
             return lm_output @ embedding.word_embeddings_weight.t()
 
         self.specs.append(
-            TiedLayerSpec(
-                "embed", EmbeddingPipe, forward_fn=_logits_helper, tied_weight_attr="word_embeddings_weight"
-            )
+            TiedLayerSpec("embed", EmbeddingPipe, forward_fn=_logits_helper, tied_weight_attr="word_embeddings_weight")
         )
 
     def inference_mode(self, use_cache: bool = True) -> None:

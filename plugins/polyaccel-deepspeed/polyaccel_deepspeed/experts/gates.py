@@ -43,11 +43,7 @@ class Routes(NamedTuple):
         chosen = functional.one_hot(self.experts, len(self.counts)) * self.kept.unsqueeze(2)
         before = chosen.transpose(0, 1).reshape(k * tokens, count) if by_choice else chosen.sum(1)
         place = before.cumsum(0) - 1
-        place = (
-            place.view(k, tokens, count).transpose(0, 1)
-            if by_choice
-            else place.unsqueeze(1).expand_as(chosen)
-        )
+        place = place.view(k, tokens, count).transpose(0, 1) if by_choice else place.unsqueeze(1).expand_as(chosen)
         return place.gather(2, self.experts.unsqueeze(2)).squeeze(2) * self.kept
 
     def sparse(self, *, by_choice: bool) -> tuple[Any, ...]:

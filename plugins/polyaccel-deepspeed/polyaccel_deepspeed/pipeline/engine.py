@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import PolyaccelError
@@ -22,7 +24,7 @@ from polyaccel_deepspeed.pipeline.topology import PipeModelDataParallelTopology
 log = getLogger("polyaccel.deepspeed")
 
 
-class PipelineEngine(core.PipelineEngine, DeepSpeedEngine):
+class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):
     """An engine that `deepspeed.initialize` makes of a `PipelineModule`, and of any model over several stages."""
 
     has_attention_mask = False
@@ -50,7 +52,7 @@ class PipelineEngine(core.PipelineEngine, DeepSpeedEngine):
     def compose_pipeline(self, schedule: str, chunks: int) -> None:
         """As polyaccel's."""
         super().compose_pipeline(schedule, chunks)
-        self._batches.pair_of = _first_two
+        self._batches.pair_of = self._pair_of
         module = self._own_module
         if isinstance(module, PipelineModule):
             self.grid = module.mpu()
@@ -97,6 +99,16 @@ class PipelineEngine(core.PipelineEngine, DeepSpeedEngine):
         if not isinstance(value, bool):
             raise PolyaccelError(f"set_has_attention_mask({value!r})", cure="give True or False", value=value)
         self.has_attention_mask = value
+
+    def _pair_of(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs require a gradient where a function of the script's own recomputes layers: torch's reentrant one
+        drops the gradients of layers whose inputs need none."""
+        inputs, labels = _first_two(batch)
+        module = self._own_module
+        recomputes = isinstance(module, PipelineModule) and module.activation_checkpoint_interval > 0
+        if recomputes and module.activation_checkpoint_func is not checkpoint:
+            inputs = tree_map_only(Tensor, _with_gradient, inputs)
+        return inputs, labels
 
     # Batches.
 
@@ -175,9 +187,12 @@ class PipelineEngine(core.PipelineEngine, DeepSpeedEngine):
 def _first_two(batch: Any) -> tuple[Any, Any]:
     """Inputs and labels as DeepSpeed takes them: the first two of a batch, and lists as tuples, which torch's loaders
     make lists of."""
-    if isinstance(batch, Mapping) or not hasattr(batch, "__getitem__") or isinstance(batch, (Tensor, str)):
-        return pair_of(batch)
-    if len(batch) < 2:
+    is_indexed = hasattr(batch, "__getitem__") and not isinstance(batch, (Mapping, Tensor, str))
+    if not is_indexed or len(batch) < 2:
         return pair_of(batch)
     inputs, labels = (tuple(one) if isinstance(one, list) else one for one in (batch[0], batch[1]))
     return inputs, labels
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor

@@ -27,6 +27,7 @@ class PipelineParallelGrid:
         if is_initialized():
             ranks = default_communicator()
             self.global_rank, self.world_size = ranks.rank, ranks.world_size
+        self._has_groups = dist.is_initialized() and dist.get_world_size() == self.world_size
         self._topo = topology = topology or _even_topology(self.world_size)
         self.data_parallel_size = max(topology.get_dim("data"), 1)
         self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
@@ -50,19 +51,20 @@ class PipelineParallelGrid:
         self.model_groups = topology.get_axis_comm_lists("model")
         self.slice_group = self.mp_group = self._mine(self.model_groups)
         self.p2p_groups = [self._neighbours(rank) for rank in range(self.world_size)]
-        self.ds_model_proc_group = _group(ds_group)
-        self.dp_proc_group, self.pp_proc_group = _group(self.dp_group), _group(self.pp_group)
-        self.slice_proc_group = _group(self.slice_group)
+        lines = ds_group, self.dp_group, self.pp_group, self.slice_group
+        groups = [_groups[tuple(ranks)] if self._has_groups else None for ranks in lines]
+        self.ds_model_proc_group, self.dp_proc_group, self.pp_proc_group, self.slice_proc_group = groups
 
     def _mine(self, lines: Sequence[Sequence[int]]) -> list[int]:
         """The line that this rank stands in; all have their groups made."""
-        for line in lines:
+        for line in lines if self._has_groups else ():
             _make_group(line)
         mine = next((line for line in lines if self.global_rank in line), None)
-        if mine is None:
-            _make_groups_of_one(self.world_size)
-            return [self.global_rank]
-        return list(mine)
+        if mine is not None:
+            return list(mine)
+        for rank in range(self.world_size) if self._has_groups else ():
+            _make_group([rank])
+        return [self.global_rank]
 
     def _neighbours(self, rank: int) -> list[int]:
         line = next((line for line in self.pipe_groups if rank in line), [rank])
@@ -166,25 +168,14 @@ def _even_topology(world_size: int) -> ProcessTopology:
     return PipeDataParallelTopology(num_pp=sizes[0], num_dp=sizes[1])
 
 
-def _make_groups_of_one(world_size: int) -> None:
-    for rank in range(world_size):
-        _make_group([rank])
-
-
 def _make_group(ranks: Sequence[int]) -> None:
     """Collective: every rank makes all groups in the same order."""
     global _of_default
-    if not dist.is_initialized():
-        return
     if _of_default is not dist.group.WORLD:
         _groups.clear()
         _of_default = dist.group.WORLD
     if tuple(ranks) not in _groups:
         _groups[tuple(ranks)] = dist.new_group(list(ranks))
-
-
-def _group(ranks: Sequence[int]) -> Any:
-    return _groups.get(tuple(ranks)) if dist.is_initialized() else None
 
 
 def _required(group: Any) -> Any:
