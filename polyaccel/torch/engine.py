@@ -125,7 +125,8 @@ class TorchEngine(nn.Module, Engine):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's output, under autocast if the config says so."""
-        inputs, named = self._cast_inputs(inputs, named)
+        if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
+            inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:
             self._train_unfrozen()
@@ -136,10 +137,6 @@ class TorchEngine(nn.Module, Engine):
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
         return outputs
-
-    def _cast_inputs(self, inputs: Any, named: Any) -> Any:
-        """What users give, in the type that the config asks for."""
-        return cast_floats((inputs, named), torch.float16) if self.runtime.casts_inputs else (inputs, named)
 
     def _autocast(self) -> torch.autocast:
         dtype = self._module_settings.autocast_dtype

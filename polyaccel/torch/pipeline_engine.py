@@ -87,7 +87,7 @@ class PipelineEngine(StagedStates):
         needs = (self.is_first_stage(), self.is_last_stage()) if self._cut is None else (True, True)
         is_whole = self._cut is not None and self._loss_fn is None
         self._batches = StageBatches(needs, self.device, is_whole=is_whole)
-        self._in_batch = False
+        self._in_batch = self._receives = False
         self._more_losses: dict[str, Tensor] | None = None
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
 
@@ -153,10 +153,6 @@ class PipelineEngine(StagedStates):
                 cure="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
                 value=self._stage,
             )
-
-    def _cast_inputs(self, inputs: Any, named: Any) -> Any:
-        """What a stage receives is as the layer before gave it: only what users give is cast."""
-        return (inputs, named) if named.get("chunk") else super()._cast_inputs(inputs, named)
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: that of `set_dataiterator`, else the
@@ -319,6 +315,7 @@ class PipelineEngine(StagedStates):
             raise self._refused(chunk - 1, error) from error
         if self._cut is not None:
             return self._cut.run(lambda: call_with(self, inputs), chunk, before or ())
+        self._receives = chunk > 0
         return self(before if chunk else inputs, chunk=chunk)
 
     def _taken_apart(self, chunk: int, outputs: Any) -> StageValue:

@@ -310,6 +310,7 @@ def main(folder: str, stages: int) -> None:
     model.module.clear_cache()
     model.module.train_mode()
     model.train()
+    model.reset_activation_shape()
     model.save_checkpoint(folder, tag=f"global_step{STEPS}", client_state={"iteration": STEPS})
     after = [float(model.train_batch(data_iter=training)) for _ in range(2)]
     if os.environ.get("LOADS", "1") == "1":
