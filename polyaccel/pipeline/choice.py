@@ -6,7 +6,7 @@ from pathlib import Path
 
 from polyaccel.pipeline.own import read_table
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
-from polyaccel.pipeline.table import PipelineError, PipelineTable
+from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 
 
 def is_file(schedule: str) -> bool:
@@ -32,6 +32,26 @@ def chosen_table(schedule: str, stages: int, micro_batches: int, chunks: int | N
             f"{schedule} has no backward passes, and cannot train", cure="use another schedule", value=schedule
         )
     return table
+
+
+def evaluation_table(schedule: str, stages: int, micro_batches: int, chunks: int | None = None) -> PipelineTable:
+    """The table by which `stages` evaluate so many micro-batches, whatever number a step has. Raises PipelineError as
+    `chosen_table`."""
+    table = _of_file(schedule, stages, chunks) if is_file(schedule) else None
+    if table is None:
+        return make_table(schedule, stages, micro_batches, chunks).forwards()
+    if table.micro_batches == micro_batches:
+        return table.forwards()
+    tasks = tuple(
+        tuple(
+            PipelineTask(PipelineOp.FORWARD, micro_batch, chunk)
+            for micro_batch in range(micro_batches)
+            for chunk, at in enumerate(table.placement)
+            if at == stage
+        )
+        for stage in range(stages)
+    )
+    return PipelineTable(table.name, micro_batches, table.placement, tasks, (0,) * stages)
 
 
 def chosen_placement(schedule: str, stages: int, chunks: int | None = None) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ class TorchEngine(nn.Module, Engine):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's output, under autocast if the config says so."""
-        if self.runtime.casts_inputs:
+        if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
         if is_trained_on:

@@ -19,6 +19,7 @@ from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.pipeline.choice import chosen_placement
+from polyaccel.pipeline.table import PipelineError
 from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
@@ -64,16 +65,18 @@ def initialize(
     dist_init_required: bool | None,
     config: str | Path | Mapping[str, Any] | Config,
     engine_class: type[TorchEngine] = TorchEngine,
+    pipeline_engine_class: type[PipelineEngine] = PipelineEngine,
 ) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
     """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says.
 
-    `engine_class` is for packages that give the engine more methods.
+    `engine_class`, and of a model over stages `pipeline_engine_class`, are for packages that give the engine more
+    methods.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
         raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
-    stages = {"pipe": model.num_stages} if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
+    stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
@@ -84,7 +87,8 @@ def initialize(
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
     require_whole(model)
-    model, engine_class = _staged(runtime, model, engine_class, optimizer)
+    model, is_staged = _staged(runtime, model, optimizer)
+    engine_class = pipeline_engine_class if is_staged else engine_class
     prepare(model)
     require_own_memory({fqn: one for fqn, one in model.named_parameters() if not is_deferred(one)})
     if cut_of(model) is None:
@@ -110,15 +114,13 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _staged(
-    runtime: Runtime, model: nn.Module, engine_class: type[TorchEngine], client: Any
-) -> tuple[nn.Module, type[TorchEngine]]:
-    """This rank's stage of `model`, and the engine that runs it; both as they are where there are no stages. `client`
-    is the optimizer that a script gives. Raises PolyaccelError for a model that cannot be cut."""
+def _staged(runtime: Runtime, model: nn.Module, client: Any) -> tuple[nn.Module, bool]:
+    """This rank's stage of `model`, and whether it is one; as it is where there are no stages. `client` is the
+    optimizer that a script gives. Raises PolyaccelError for a model that cannot be cut."""
     section, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
     if not isinstance(model, PipelineModule):
         if stages == 1:
-            return model, engine_class
+            return model, False
         if isinstance(client, torch.optim.Optimizer):
             raise PolyaccelError(
                 f"the {type(client).__name__} has parameters of all {stages} stages",
@@ -139,7 +141,7 @@ def _staged(
             placement = chosen_placement(section.schedule, stages, section.chunks or None)
             stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
             CutModel(model, placement, stage, method, partial(measured_blocks, ranks=runtime.communicator))
-            return model, _engine_of_stages(engine_class)
+            return model, True
         model = PipelineModule(
             list(model),
             stages,
@@ -151,11 +153,21 @@ def _staged(
             trial_inputs=getattr(model, "trial_inputs", None),
         )
     tensor_ranks = runtime.mesh.size_of(("tensor",))
+    if tensor_ranks > 1:
+        cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
     if stages > 1 and tensor_ranks > 1 and not cuts_of(model):
         raise PolyaccelError(
             f"the layers of a PipelineModule on {tensor_ranks} tensor ranks, which do not cut themselves",
             cure="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
             value=tensor_ranks,
+        )
+    place = runtime.mesh.coordinates(runtime.communicator.rank).get("pipe", 0)
+    if model.num_stages == stages and model.stage != place:
+        raise PipelineError(
+            f"the PipelineModule of rank {runtime.communicator.rank} is stage {model.stage}, and the mesh has it on "
+            f"stage {place}",
+            cure="number ranks as the mesh does: neighbours share layers, and the stages come last",
+            value=model.stage,
         )
     if model.num_stages != stages:
         raise PolyaccelError(
@@ -163,14 +175,7 @@ def _staged(
             cure='leave "pipeline.stages" out of the config, or give num_stages the same number',
             value=model.num_stages,
         )
-    return model, _engine_of_stages(engine_class)
-
-
-def _engine_of_stages(engine_class: type[TorchEngine]) -> type[TorchEngine]:
-    """The engine of a pipeline that is `engine_class` in all else."""
-    if issubclass(PipelineEngine, engine_class):
-        return PipelineEngine
-    return type(engine_class.__name__, (PipelineEngine, engine_class), {"__doc__": PipelineEngine.__doc__})
+    return model, True
 
 
 def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 from zlib import crc32
@@ -13,33 +13,38 @@ from torch import Tensor
 
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.engine.same_training import require_same_training
-from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
-from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.choice import chosen_table
-from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
+from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.picture import foretold_picture
-from polyaccel.pipeline.program import ProgramStep, TaskTime, program_of, spans_of, with_stages
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.torch.api.data import call_with, loss_of, to_device
+from polyaccel.pipeline.program import TaskTime, spans_of, with_stages
+from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask
+from polyaccel.torch.api.data import call_with
 from polyaccel.torch.delayed_linears import DelayedLinears
-from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.params.units import parts_of_parameters
+from polyaccel.torch.pipeline.batches import StageBatches
 from polyaccel.torch.pipeline.cut import CutModel, cut_of
-from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
+from polyaccel.torch.pipeline.exchange import StageExchange, gradients_of
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.pipeline.passing import Passing, Results, mean_of, pair_of
+from polyaccel.torch.pipeline.passing import NOTHING, Passing, Results, mean_of
+from polyaccel.torch.pipeline.programs import StageProgram, StagePrograms, names_by_chunk
 from polyaccel.torch.pipeline.ties import TiedWeights
-from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
-from polyaccel.torch.states.whole_model import own_blocks, require_fitting, write_whole_model
+from polyaccel.torch.pipeline.values import (
+    StageValue,
+    UnsendableValue,
+    aliases_of,
+    count_changes,
+    leaves_of,
+    put_together,
+    take_apart,
+)
+from polyaccel.torch.pipeline_states import StagedStates
 
 _FORWARD = PipelineOp.FORWARD
 _BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
 
 
-class PipelineEngine(TorchEngine):
+class PipelineEngine(StagedStates):
     """An engine whose model is a `PipelineModule`, or was cut by its blocks: `train_batch` does a step, `eval_batch`
     computes a loss."""
 
@@ -54,7 +59,8 @@ class PipelineEngine(TorchEngine):
             self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
-        table = self._table(module, schedule, chunks)
+        self._programs = StagePrograms(module, schedule, chunks)
+        table = self._programs.table(self.gradient_accumulation_steps())
         self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
         parts = [
             f"chunk {chunk} on stage {stage} with layers {list(part)}"
@@ -62,57 +68,38 @@ class PipelineEngine(TorchEngine):
         ]
         told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
         require_same_training(self.communicator, [told, *parts])
-        self._training = program_of(check_table(table)[self._stage])
-        self._evaluation = program_of(check_table(table.forwards())[self._stage])
-        tasks = table.tasks[self._stage]
-        self._count_of_passes = sum(task.op in (_BACKWARD, _WEIGHT) for task in tasks)
+        training = self._programs.training(table.micro_batches)
         line = self.runtime.along(("pipe",))
         self._line = line
         self._exchange = StageExchange(line, self.accelerator, self.device)
         self._ties = TiedWeights(module, line, self.device)
         self._ties.agree_on_types()
-        self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
-        splits = any(task.op is _INPUT for task in tasks)
-        faster = set(self.accelerator.matrix_kernels("auto")) if splits and len(self._linears) else ()
-        delays = self._own_module if splits else torch.nn.Identity()
+        faster = set(self.accelerator.matrix_kernels("auto")) if training.splits and len(self._linears) else ()
+        delays = self._own_module if training.splits else torch.nn.Identity()
         self._delayed = DelayedLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
-        self._names_of = self._names_by_chunk()
+        self._names_of = names_by_chunk(self._own_module, self.adapter.names.values(), module)
         owned = self._ties.owned_parameters()
         self._tied_names = {name for parameter, name in self.adapter.names.items() if parameter in owned}
         self.task_times: list[TaskTime] = []
+        """When this stage did the tasks of the last batch, in order."""
         if self._recorder.trace is not None:
             self._recorder.trace.add_source(lambda: spans_of(self.task_times))
-        """When this stage did the tasks of the last batch, in order."""
-        self._iterator: Any = None
-        self._in_batch = False
+        needs = (self.is_first_stage(), self.is_last_stage()) if self._cut is None else (True, True)
+        is_whole = self._cut is not None and self._loss_fn is None
+        self._batches = StageBatches(needs, self.device, is_whole=is_whole)
+        self._in_batch = self._receives = False
+        self._more_losses: dict[str, Tensor] | None = None
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
 
-    def _names_by_chunk(self) -> dict[int, set[str]] | None:
-        """The parameters that each chunk of this stage may give gradients to; None where there is but one chunk. A
-        parameter of which the model says nothing is every chunk's."""
-        chunks = [chunk for chunk, stage in enumerate(self._placement) if stage == self._stage]
-        told, everyone = parts_of_parameters(self._own_module), " ".join(map(str, chunks))
-        of_names = {name: (told.get(name) or everyone).split() for name in self.adapter.names.values()}
-        if len(chunks) == 1:
-            return None
-        return {chunk: {name for name, users in of_names.items() if str(chunk) in users} for chunk in chunks}
+    @property
+    def num_stages(self) -> int:
+        """How many places the pipeline has."""
+        return self._stages
 
-    def _table(self, module: PipelineModule | CutModel, schedule: str, chunks: int) -> PipelineTable:
-        """The table that the config asks for, or the model where the config has its default."""
-        if module.schedule is not None and schedule == "1f1b":
-            schedule, chunks = module.schedule, module.chunks
-        elif module.num_stages == 1 and module.schedule is None:
-            schedule, chunks = "1f1b", 0  # one rank does all, whatever the order
-        table = chosen_table(schedule, module.num_stages, self.gradient_accumulation_steps(), chunks or None)
-        if table.placement != module.placement:
-            also = f", chunks={chunks}" if chunks else ""
-            raise PipelineError(
-                f"the chunks of {schedule} are on the stages {list(table.placement)}, those of the PipelineModule on "
-                f"{list(module.placement)}",
-                cure=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
-                value=module.placement,
-            )
-        return table
+    @property
+    def stage_id(self) -> int:
+        """This rank's place."""
+        return self._stage
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
@@ -129,10 +116,24 @@ class PipelineEngine(TorchEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Take micro-batches from `iterator` where `train_batch` and `eval_batch` are given none."""
-        self._iterator = iterator
+        self._batches.iterator = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take micro-batches from `loader`, from its first on, where `train_batch` and `eval_batch` are given none."""
+        self._batches.iterator = iter(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Let `fn` make a micro-batch of what the data gives, on the stages that need one. It is given None where a
+        rank has no data."""
+        self._batches.batch_fn = fn
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """The means over the last batch of what `PipelineModule.get_additional_losses` reported, on every stage; None
+        where that is nothing."""
+        return self._more_losses
 
     def reset_activation_shape(self) -> None:
-        """Tell types and shapes of activations anew. It is not needed: they are told wherever they change."""
+        """Describe activations again. It is not needed: they are described wherever they change."""
         self._exchange.forget()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -156,13 +157,13 @@ class PipelineEngine(TorchEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """One optimizer step over its micro-batches from `data_iter` (None: that of `set_dataiterator`, else the
         engine's own loader). A micro-batch of a `PipelineModule` is a pair of inputs and labels: the stage of the first
-        layers uses the inputs, that of the last the labels; a model that was cut takes its own. Returns the mean loss
-        of this rank's micro-batches, on every stage."""
+        layers uses the inputs, that of the last the labels, and stages between them need no data; a model that was cut
+        takes its own. Returns the mean loss of this rank's micro-batches, on every stage."""
         self._require_optimizer()
         self.train()
         results = Results()
-        self._do_steps(self._training, data_iter, results)
-        loss = self._from_last_stage(results.losses).mean()
+        self._do_steps(self._programs.training(self.gradient_accumulation_steps()), data_iter, results)
+        loss = self._from_last_stage(results, self.gradient_accumulation_steps()).mean()
         self._losses[:] = [loss]
         self.step()
         return loss
@@ -174,43 +175,48 @@ class PipelineEngine(TorchEngine):
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of as many micro-batches as a step has, without gradients, on every stage; the training mode is
-        restored. With `reduce_output` None the losses of all of them, as a list. Without `compute_loss` the outputs of
-        the last layers take their place, and only the stage of these has them, the others None. `return_logits` gives a
-        pair: that, and the outputs by micro-batch as a list, again on that stage alone."""
+        """The mean loss of `num_micro_batches` (None: as many as a step has), without gradients, on every stage; the
+        training mode is restored. With `reduce_output` None the losses of all of them, as a list. Without `bcast_loss`
+        the stage of the last layers alone has them, the others None. Without `compute_loss` the outputs of the last
+        layers take their place, and only the stage of these has them, the others None. `return_logits` gives a pair:
+        that, and the outputs by micro-batch as a list, again on that stage alone."""
         if reduce_output not in (None, "avg"):
             raise PolyaccelError(f"reduce_output {reduce_output!r}", cure='use "avg" or None', value=reduce_output)
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         was_training = self.training
         self.eval()
         results = Results(wants_losses=compute_loss, wants_outputs=return_logits or not compute_loss)
         try:
-            self._do_steps(self._evaluation, data_iter, results)
+            self._do_steps(self._programs.evaluation(count), data_iter, results)
         finally:
             self.train(was_training)
         outputs = results.outputs if self.is_last_stage() else None
-        found: Any
+        found: Any = None
         if compute_loss:
-            losses = self._from_last_stage(results.losses)
-            found = losses.mean() if reduce_output else list(losses)
+            losses = self._from_last_stage(results, count) if bcast_loss else results.stacked()
+            if losses is not None:
+                found = losses.mean() if reduce_output else list(losses)
         else:
             found = mean_of(outputs) if reduce_output and outputs is not None else outputs
         return (found, outputs) if return_logits else found
 
-    def _do_steps(self, program: Sequence[ProgramStep], data_iter: Any, results: Results) -> None:
+    def _do_steps(self, program: StageProgram, data_iter: Any, results: Results) -> None:
         """Do the steps of a program with new micro-batches."""
-        source = self._data(self._iterator if data_iter is None else data_iter)
         with self.timer("data"):
-            batches = [self._taken(next(source)) for _ in range(self.gradient_accumulation_steps())]
+            batches = self._batches.take(self._source(data_iter), program.micro_batches)
         trains = torch.is_grad_enabled()
-        left = self._count_of_passes + self._ties_come_last
+        ties_come_last = self._ties.is_owner and program.ends_with_message
+        left = program.backward_passes + ties_come_last
         self._ties.refresh()
         self._passing.clear()
         self.task_times.clear()
         self._in_batch = True
         at = "the first step"
         try:
-            for step, at, begins in program:
+            for step, at, begins in program.steps:
                 if isinstance(step, (StageSend, StageReceive)):
                     self._move(step, at)
                     continue
@@ -225,7 +231,7 @@ class PipelineEngine(TorchEngine):
                 self.task_times.append(TaskTime(step, began_s, perf_counter()))
             if trains:
                 self._ties.return_gradients()  # behind the last message of activations
-                if self._ties_come_last:
+                if ties_come_last:
                     self._passes.is_last, self._passes.concerned = True, self._tied_names
                     self._run_from(self._ties.take_gradients())
             self._exchange.settle()
@@ -240,13 +246,21 @@ class PipelineEngine(TorchEngine):
             for _ in batches[1:]:
                 self.counters.advance()
 
+    def _source(self, data_iter: Any) -> Iterator[Any] | None:
+        """Where micro-batches come from; None where the stage needs none or makes its own."""
+        given = self._batches.iterator if data_iter is None else data_iter
+        has_none = given is None and self.training_dataloader is None
+        if has_none and (self._batches.batch_fn is not None or not self._batches.are_needed):
+            return None
+        return self._data(given)
+
     def _begin(self, message: StageMessage, label: str) -> None:
         """Begin a receive."""
         if message.op is _FORWARD:
             self._exchange.begin_outputs(message, label, trains=torch.is_grad_enabled())
         else:
             outputs = self._passing[message.micro_batch, message.chunk - 1].outputs
-            self._exchange.begin_gradients(message, outputs, label)
+            self._exchange.begin_gradients(message, outputs.tensors, label)
 
     def _move(self, step: StageSend | StageReceive, label: str) -> None:
         message, trains = step.message, torch.is_grad_enabled()
@@ -256,14 +270,14 @@ class PipelineEngine(TorchEngine):
             if forward:
                 self._exchange.send_outputs(message, here.outputs, label, trains=trains)
             else:
-                self._exchange.send_gradients(message, gradients_of(here.inputs), label)
-                here.inputs = []
+                self._exchange.send_gradients(message, gradients_of(here.inputs.tensors), label)
+                here.inputs = NOTHING
         elif forward:
             here = self._passing[message.micro_batch, message.chunk + 1]
             here.inputs = self._exchange.receive_outputs(message, label, trains=trains)
         else:
             here = self._passing[message.micro_batch, message.chunk - 1]
-            here.gradients = self._exchange.receive_gradients(message, here.outputs, label)
+            here.gradients = self._exchange.receive_gradients(message, here.outputs.tensors, label)
 
     def _is_here(self, chunk: int) -> bool:
         return 0 <= chunk < len(self._placement) and self._placement[chunk] == self._stage
@@ -271,42 +285,59 @@ class PipelineEngine(TorchEngine):
     def _do_forward(self, task: PipelineTask, inputs: Any, labels: Any, results: Results) -> None:
         _, micro_batch, chunk = task
         here, trains = self._passing[micro_batch, chunk], torch.is_grad_enabled()
-        if chunk and self._is_here(chunk - 1):
-            before = self._passing[micro_batch, chunk - 1]
-            here.inputs = handed_over(before.outputs, needs_grad=trains)
-        outputs = self._outputs_of(chunk, inputs, here.inputs)
+        before = self._passing[micro_batch, chunk - 1] if chunk and self._is_here(chunk - 1) else None
+        if before is not None:
+            here.inputs = leaves_of(before.outputs, needs_grad=trains)
+        received = aliases_of(here.inputs)
+        outputs = self._outputs_of(chunk, inputs, received)
+        if before is not None:
+            count_changes(received, before.outputs)
         if chunk + 1 < len(self._placement):
-            here.outputs = as_list(outputs)
+            here.outputs = self._taken_apart(chunk, outputs)
         else:
             if results.wants_losses:
-                loss = self._loss_of(outputs, labels)
-                results.losses.append(loss.detach())
-                here.loss = loss
+                here.loss = results.add_loss(self._loss_of(outputs, labels))
+                module = self._own_module
+                if isinstance(module, PipelineModule) and (more := module.get_additional_losses()) is not None:
+                    results.more.append(more)
             if results.wants_outputs:
                 results.outputs.append(outputs if self._cut is None else getattr(outputs, "logits", outputs))
         if not trains:
             self._passing.pop((micro_batch, chunk - 1), None)  # what it made was sent, or used
-            here.inputs = []
+            here.inputs = NOTHING
 
-    def _taken(self, batch: Any) -> tuple[Any, Any]:
-        """The inputs and the labels of a micro-batch, on the device. A model with a loss of its own is given both."""
-        batch = to_device(batch, self.device)
-        return (batch, None) if self._cut is not None and self._loss_fn is None else pair_of(batch)
-
-    def _outputs_of(self, chunk: int, inputs: Any, received: Sequence[Tensor | None]) -> Any:
+    def _outputs_of(self, chunk: int, inputs: Any, received: StageValue) -> Any:
         """What a chunk makes of what it has `received`; the first one of the micro-batch's `inputs`, of which a model
         that was cut by its blocks has something in every chunk."""
+        try:
+            before = put_together(received) if chunk else None
+        except UnsendableValue as error:
+            raise self._refused(chunk - 1, error) from error
         if self._cut is not None:
-            return self._cut.run(lambda: call_with(self, inputs), chunk, received)
-        if chunk:
-            inputs = received[0] if len(received) == 1 else tuple(received)
-        return self(inputs, chunk=chunk)
+            return self._cut.run(lambda: call_with(self, inputs), chunk, before or ())
+        self._receives = chunk > 0
+        return self(before if chunk else inputs, chunk=chunk)
 
-    def _loss_of(self, outputs: Any, labels: Any) -> Tensor:
-        if self._loss_fn is not None:
-            loss: Tensor = self._loss_fn(outputs, labels)
-            return loss
-        return loss_of(outputs) if self._cut is not None else outputs
+    def _taken_apart(self, chunk: int, outputs: Any) -> StageValue:
+        """What a chunk gave, as it is sent. Raises PipelineError, with the layer, where it cannot be."""
+        try:
+            return take_apart(outputs, self.device)
+        except UnsendableValue as error:
+            raise self._refused(chunk, error) from error
+
+    def _refused(self, chunk: int, error: UnsendableValue) -> PipelineError:
+        """What to raise where the output of a chunk cannot pass to the next stage."""
+        module = self._own_module if self._cut is None else self._cut
+        assert isinstance(module, (PipelineModule, CutModel))  # see `compose_pipeline`
+        place = module.last_layer_of(chunk)
+        return PipelineError(
+            f"{place} gives {error.message}, which cannot pass to the next stage",
+            cure=error.cure or "give tensors and plain values, in tuples, lists, dicts and dataclasses of a module",
+            value=place,
+        )
+
+    def _loss_of(self, outputs: Any, labels: Any) -> Any:
+        return outputs if self._loss_fn is None else self._loss_fn(outputs, labels)
 
     def _do_backward(self, task: PipelineTask, *, is_last: bool) -> None:
         """`is_last`: of the step. The update counts that one."""
@@ -337,10 +368,10 @@ class PipelineEngine(TorchEngine):
             return
         if self._is_here(chunk + 1):
             behind = self._passing[micro_batch, chunk + 1]
-            here.gradients, behind.inputs = gradients_of(behind.inputs), []
-        roots = [output for output in here.outputs if output is not None and output.requires_grad]
+            here.gradients, behind.inputs = gradients_of(behind.inputs.tensors), NOTHING
+        roots = [output for output in here.outputs.tensors if output.requires_grad]
         pairs = list(zip(roots, here.gradients, strict=True))
-        here.outputs, here.gradients = [], []
+        here.outputs, here.gradients = NOTHING, []
         self._run_from([*pairs, *ties])
 
     def _run_from(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -348,43 +379,18 @@ class PipelineEngine(TorchEngine):
         if pairs:
             self._passes.run_from(*zip(*pairs, strict=True))
 
-    def _from_last_stage(self, losses: Sequence[Tensor]) -> Tensor:
-        """The losses of the micro-batches, on every stage."""
-        if self._stages == 1:
-            return torch.stack(list(losses)).float()
-        count = self.gradient_accumulation_steps()
-        values = torch.stack(list(losses)).float() if losses else torch.zeros(count, device=self.device)
-        self._line.broadcast(wrap_torch(values), self._placement[-1], label="losses")
-        return values
-
-    # The whole model.
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The state dict of the whole model, on every rank. Every rank calls it."""
-        own = super().module_state_dict(exclude_frozen_parameters)
-        return merged_tensors(own, self._line, self.device) if self._stages > 1 else own
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over the state dict of the whole model, equal on all ranks. Every rank calls it. Raises torch's
-        RuntimeError for other names or shapes."""
+    def _from_last_stage(self, results: Results, count: int) -> Tensor:
+        """The losses of `count` micro-batches, on every stage, and what else the model reports."""
+        more = results.mean_of_more()
+        losses = results.stacked()
         if self._stages > 1:
-            own = self._own_module.state_dict(keep_vars=True)
-            state_dict = own_entries(state_dict, own.keys(), self._line, strict=strict)
-            blocks = own_blocks(self.adapter, state_dict)
-            require_fitting(self._own_module, blocks, self.communicator, strict=strict)
-        super().load_module_state_dict(state_dict, strict)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the state dict of the whole model to one file, as `TorchEngine` does. Every rank has the whole model
-        meanwhile."""
-        if self._stages == 1:
-            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-        with self.timer(OUTSIDE):
-            state = self.module_state_dict(exclude_frozen_parameters)
-            on_host = {
-                name: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()
-            }
-            write_whole_model(on_host, self.communicator, save_dir, save_filename)
-        return True
+            told = torch.zeros(count + 1, device=self.device)
+            if losses is not None:
+                told[:count], told[count] = losses, len(more)
+            self._line.broadcast(wrap_torch(told), self._placement[-1], label="losses")
+            losses = told[:count]
+            if told[count]:
+                more = self._line.broadcast_object(more, self._placement[-1])
+        assert losses is not None  # there is one stage, or the last one has them
+        self._more_losses = {name: torch.tensor(one, device=self.device) for name, one in more.items()} or None
+        return losses

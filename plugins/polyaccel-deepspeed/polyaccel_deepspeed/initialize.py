@@ -22,6 +22,7 @@ from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
 from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
+from polyaccel_deepspeed.pipeline.engine import PipelineEngine
 
 
 def initialize(
@@ -69,6 +70,7 @@ def initialize(
         dist_init_required=dist_init_required,
         config=tree,
         engine_class=DeepSpeedEngine,
+        pipeline_engine_class=PipelineEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)  # asked for
     if engine.global_rank == 0:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.pipeline.values import copy_of, tensors_in
 from polyaccel.torch.recompute.state import RepeatableRun
 
 Layer = Callable[..., Any]
@@ -37,22 +38,33 @@ class LayerPlace(NamedTuple):
         return f"layer {self.at} ({self.name}) of stage {self.stage}"
 
 
-class Chunk:
-    """`chunk(inputs)` is the output of its last layer. A tuple is given to a layer as its arguments.
+class ChunkPlaces(NamedTuple):
+    """A chunk's first layer and its last, and the layer whose output the first one gets: None in the model's first
+    chunk."""
 
-    `first` is the first layer in words and `before` the one whose output it gets, None in the model's first chunk.
-    Raises PipelineError, with both, where the first layer cannot take what it gets.
+    first: LayerPlace
+    last: LayerPlace
+    before: LayerPlace | None = None
+
+
+class Chunk:
+    """`chunk(inputs)` is the output of its last layer. With `spreads` a tuple is given to a layer as its arguments.
+
+    Raises PipelineError, with the layers' places, where the first layer cannot take what it gets.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], recomputing: Recomputing, first: LayerPlace, before: LayerPlace | None
+        self, layers: Sequence[Layer], recomputing: Recomputing, places: ChunkPlaces, *, spreads: bool = True
     ) -> None:
-        self.layers = tuple(layers)
-        self._recomputing = recomputing
-        self._first, self._before = first, before
+        self.layers = list(layers)
+        self.recomputing = recomputing
+        self.places = places
+        self._spreads = spreads
+        self._are_kept: set[int] = set()
+        """The groups of layers that are known to leave their input as it is, by their first layer."""
 
     def __call__(self, inputs: Any) -> Any:
-        interval, function, classes = self._recomputing
+        interval, function, classes = self.recomputing
         if not interval or not torch.is_grad_enabled():
             return self._run(self.layers, inputs, is_first=True)
         for begin in range(0, len(self.layers), interval):
@@ -60,30 +72,60 @@ class Chunk:
             run = partial(self._run, layers, is_first=not begin)
             if classes is not None and not all(class_name(layer) in classes for layer in layers):
                 inputs = run(inputs)
-            elif function is checkpoint:
-                inputs = checkpoint(RepeatableRun(run), inputs, use_reentrant=False)
+                continue
+            run = partial(self._run_on_copy, begin, RepeatableRun(run))
+            if function is checkpoint:
+                inputs = checkpoint(run, inputs, use_reentrant=False)
+            elif isinstance(inputs, tuple):
+                inputs = function(lambda *given, run=run: run(given), *inputs)  # where it sees which have gradients
             else:
-                inputs = function(RepeatableRun(run), inputs)
+                inputs = function(run, inputs)
         return inputs
+
+    def _run_on_copy(self, begin: int, run: Layer, inputs: Any) -> Any:
+        """Run layers that are run again on the same input: on a copy of it, unless they leave it as it is."""
+        is_kept = begin in self._are_kept
+        given = copy_of(inputs, clones=not is_kept)
+        before = [tensor._version for tensor in tensors_in(given)]
+        outputs = run(given)
+        changes = before != [tensor._version for tensor in tensors_in(given)]
+        if not changes:
+            self._are_kept.add(begin)
+        elif is_kept or given is inputs:
+            place = self.places.first
+            raise PipelineError(
+                f"layer {place.at + begin} ({class_name(self.layers[begin])}) of stage {place.stage} changes its input "
+                "in place in some forward passes alone, and it is run again in backward",
+                cure="give it inplace=False, or set activation_checkpoint_interval to 0",
+                value=place.at + begin,
+            )
+        return outputs
 
     def _run(self, layers: Sequence[Layer], inputs: Any, *, is_first: bool) -> Any:
         for position, layer in enumerate(layers):
             given = inputs
             try:
-                inputs = layer(*given) if isinstance(given, tuple) else layer(given)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if position or not is_first or self._before is None or isinstance(error, _NOT_OF_SHAPES):
+                inputs = call_layer(layer, given, spreads=self._spreads)
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+                if position or not is_first or self.places.before is None or isinstance(error, _NOT_OF_SHAPES):
                     raise
                 raise self._misfit(given, error) from error
         return inputs
 
     def _misfit(self, given: Any, error: Exception) -> PipelineError:
+        first, _, before = self.places
         said = str(error).strip().partition("\n")[0]
+        given_as = "a tuple is given as several arguments" if self._spreads else "a tuple is given as one argument"
         return PipelineError(
-            f"{self._first} fails on what {self._before} gives it, {_described(given)}: {type(error).__name__}: {said}",
-            cure="let the second take what the first gives; a tuple is given as several arguments",
-            value=self._first.at,
+            f"{first} fails on what {before} gives it, {_described(given)}: {type(error).__name__}: {said}",
+            cure=f"let the second take what the first gives; {given_as}",
+            value=first.at,
         )
+
+
+def call_layer(layer: Layer, given: Any, *, spreads: bool) -> Any:
+    """What a layer makes of what the layer before gave. With `spreads` a tuple is several arguments."""
+    return layer(*given) if spreads and isinstance(given, tuple) else layer(given)
 
 
 _NOT_OF_SHAPES = (torch.OutOfMemoryError, PolyaccelError, NotImplementedError)
@@ -95,8 +137,11 @@ def class_name(layer: Any) -> str:
 
 
 def _described(given: Any) -> str:
-    if isinstance(given, tuple):
-        return f"({', '.join(map(_described, given))})"
+    if isinstance(given, (tuple, list)):
+        shown = ", ".join(map(_described, given))
+        return f"({shown})" if isinstance(given, tuple) else f"[{shown}]"
+    if isinstance(given, dict):
+        return "{" + ", ".join(f"{key!r}: {_described(one)}" for key, one in given.items()) + "}"
     if isinstance(given, Tensor):
         kind = str(given.dtype).removeprefix("torch.")
         return f"{kind} of {' x '.join(map(str, given.shape)) or 'no dimensions'}"

@@ -48,8 +48,8 @@ class CutModel:
     place.
     """
 
-    schedule = None
-    chunks = 0
+    schedule: str | None = None
+    chunks: int = 0
 
     def __init__(
         self,
@@ -95,6 +95,10 @@ class CutModel:
     def parameters(self) -> Iterator[Tensor]:
         """The parameters that this stage owns."""
         return self.model.parameters()
+
+    def last_layer_of(self, chunk: int) -> str:
+        """The last block of a chunk of the model, by its full name."""
+        return self.names[self.parts[chunk].stop - 1]
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Let what stands in for parameters be on `device`, and where it is floating of `dtype`, if there is one."""

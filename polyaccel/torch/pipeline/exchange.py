@@ -1,8 +1,9 @@
 """What stages send each other: outputs forward, gradients back, by the communicator's own messages.
 
 [Note: What is known of a message]
-Types and shapes of a chunk's output are told when they are not those of its output before: its tensors follow a number,
-how many numbers of description come first, 0 nearly always. Gradients need none: they are like the outputs.
+A chunk's output is described when its structure, its types and its shapes are not those of its output before: its
+tensors follow a number, how many numbers of description come first, 0 nearly always. Gradients need none: they are like
+the outputs.
 
 [Note: Receives that begin early]
 A stage begins its next receive before the task in front of it, so that what arrives meanwhile is there when the task is
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,13 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.work import Work
 from polyaccel.pipeline.messages import StageMessage
+from polyaccel.torch.pipeline.values import StageValue
 from polyaccel.types import DType
 
 _TYPES = tuple(DType)
 _MOST_CHANGES = 2
-Description = tuple[tuple[int, ...], ...]
-"""Of each tensor: number of its type (-1: None), whether it has a gradient, its lengths."""
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor: number of its type, whether it has a gradient, its lengths."""
 
 
 @dataclass
@@ -40,14 +41,33 @@ class _Known:
     """What both sides know of the outputs of a chunk, in training and in evaluation each: how the last were, and
     whether the next are expected to be alike."""
 
-    description: Description | None = None
+    structure: bytes | None = None
+    shapes: Shapes = ()
     changes: int = 0
     is_steady: bool = True
 
     @property
-    def expected(self) -> Description:
-        """What is under way before any description."""
-        return self.description if self.description is not None and self.is_steady else ()
+    def expected(self) -> Shapes:
+        """The tensors that are sent before any description."""
+        return self.shapes if self.is_steady else ()
+
+    def numbers(self) -> list[int]:
+        """The description as numbers, of which `read` is the inverse."""
+        assert self.structure is not None  # it is of an output
+        shapes = [number for one in self.shapes for number in (len(one), *one)]
+        padded = self.structure.ljust(-(-len(self.structure) // 8) * 8)
+        packed = torch.frombuffer(bytearray(padded), dtype=torch.int64).tolist()
+        return [int(self.is_steady), len(self.shapes), *shapes, *packed]
+
+    def read(self, numbers: Sequence[int]) -> None:
+        steady, count, *left = numbers
+        shapes = []
+        for _ in range(count):
+            length, *left = left
+            shapes.append(tuple(left[:length]))
+            left = left[length:]
+        self.shapes, self.is_steady = tuple(shapes), bool(steady)
+        self.structure = torch.tensor(left, dtype=torch.int64).numpy().tobytes().rstrip()
 
 
 @dataclass
@@ -57,10 +77,10 @@ class _Begun:
     early: bool
     works: list[Work] = field(default_factory=list)
     number: Buffer | None = None
-    tensors: list[Tensor | None] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
 
-    def add(self, ranks: Communicator, source: int, tensor: Tensor | None, label: str) -> None:
-        if tensor is not None and tensor.numel():
+    def add(self, ranks: Communicator, source: int, tensor: Tensor, label: str) -> None:
+        if tensor.numel():
             self.works.append(ranks.recv(wrap_torch(tensor.view(-1)), source, async_op=self.early, label=label))
         self.tensors.append(tensor)
 
@@ -82,27 +102,22 @@ class StageExchange:
         self._begun: dict[StageMessage, _Begun] = {}
         self._sending: deque[tuple[Work, object]] = deque()
 
-    def send_outputs(
-        self, message: StageMessage, tensors: Sequence[Tensor | None], label: str, *, trains: bool
-    ) -> None:
-        """Send the tensors of a forward pass. They may be let go of."""
-        known, described = self._told[message.chunk, trains], tuple(map(_described, tensors))
-        if known.description == described:
+    def send_outputs(self, message: StageMessage, value: StageValue, label: str, *, trains: bool) -> None:
+        """Send what a chunk gave. Its tensors may be let go of."""
+        known, shapes = self._told[message.chunk, trains], tuple(map(_described, value.tensors))
+        if (known.structure, known.shapes) == (value.structure, shapes):
             self._send_numbers(message.target, [0], label)
         else:
             expected = known.expected
-            known.description, known.changes = described, known.changes + 1
+            known.structure, known.shapes, known.changes = value.structure, shapes, known.changes + 1
             known.is_steady = known.changes <= _MOST_CHANGES
-            news = [int(known.is_steady), len(described)]
-            news += [number for one in described for number in (len(one), *one)]
+            news = known.numbers()
             self._send_numbers(message.target, [len(news)], label)
             for one in expected:
-                if (nothing := self._empty(one)) is not None:
-                    self._send(message.target, nothing.zero_(), f"nothing of the {label}")
+                self._send(message.target, self._empty(one).zero_(), f"nothing of the {label}")
             self._send_numbers(message.target, news, label)
-        for tensor in tensors:
-            if tensor is not None:
-                self._send(message.target, tensor.detach(), label)
+        for tensor in value.tensors:
+            self._send(message.target, tensor.detach(), label)
 
     def begin_outputs(self, message: StageMessage, label: str, *, trains: bool, early: bool = True) -> None:
         """Begin to receive what `send_outputs` sends, or receive it now, if it is not `early`. Receives begin in the
@@ -114,8 +129,9 @@ class StageExchange:
         for one in self._heard[message.chunk, trains].expected:
             begun.add(self._ranks, message.source, self._empty(one), label)
 
-    def receive_outputs(self, message: StageMessage, label: str, *, trains: bool) -> list[Tensor | None]:
-        """What `send_outputs` sent: leaves that require a gradient where the sent ones do, in training."""
+    def receive_outputs(self, message: StageMessage, label: str, *, trains: bool) -> StageValue:
+        """What `send_outputs` sent: its tensors are leaves that require a gradient where the sent ones do, in
+        training."""
         if message not in self._begun:
             self.begin_outputs(message, label, trains=trains, early=False)
         begun, known = self._begun.pop(message), self._heard[message.chunk, trains]
@@ -124,14 +140,13 @@ class StageExchange:
         (count,) = _numbers_in(begun.number)
         if count or not known.is_steady:
             if count:
-                self._hear(known, self._receive_numbers(message.source, count, label))
+                known.read(self._receive_numbers(message.source, count, label))
             begun = _Begun(False)
-            for one in known.description or ():
+            for one in known.shapes:
                 begun.add(self._ranks, message.source, self._empty(one), label)
-        return [
-            None if tensor is None else tensor.requires_grad_(bool(one[1]) and trains)
-            for tensor, one in zip(begun.tensors, known.description or (), strict=True)
-        ]
+        assert known.structure is not None  # the first output comes with a description
+        pairs = zip(begun.tensors, known.shapes, strict=True)
+        return StageValue(known.structure, [tensor.requires_grad_(bool(one[1]) and trains) for tensor, one in pairs])
 
     def send_gradients(self, message: StageMessage, gradients: Sequence[Tensor], label: str) -> None:
         """Send the gradients of those tensors of `receive_outputs` that require one. They may be let go of."""
@@ -139,22 +154,22 @@ class StageExchange:
             self._send(message.target, gradient, label)
 
     def begin_gradients(
-        self, message: StageMessage, outputs: Sequence[Tensor | None], label: str, *, early: bool = True
+        self, message: StageMessage, outputs: Sequence[Tensor], label: str, *, early: bool = True
     ) -> None:
         """Begin to receive the gradients of those `outputs` that have one, as `begin_outputs` does."""
         begun = self._begun[message] = _Begun(early)
         for tensor in outputs:
-            if tensor is not None and tensor.requires_grad:
+            if tensor.requires_grad:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
                 begun.add(self._ranks, message.source, empty, label)
 
-    def receive_gradients(self, message: StageMessage, outputs: Sequence[Tensor | None], label: str) -> list[Tensor]:
+    def receive_gradients(self, message: StageMessage, outputs: Sequence[Tensor], label: str) -> list[Tensor]:
         """The gradients of those `outputs` that have one."""
         if message not in self._begun:
             self.begin_gradients(message, outputs, label, early=False)
         begun = self._begun.pop(message)
         begun.wait()
-        return [tensor for tensor in begun.tensors if tensor is not None]
+        return begun.tensors
 
     def settle(self) -> None:
         """Wait until everything is sent."""
@@ -177,18 +192,9 @@ class StageExchange:
             flat = tensor.contiguous().view(-1)
             self._keep(self._ranks.send(wrap_torch(flat), target, async_op=True, label=label), flat)
 
-    def _empty(self, described: tuple[int, ...]) -> Tensor | None:
+    def _empty(self, described: tuple[int, ...]) -> Tensor:
         kind, _, *shape = described
-        return None if kind < 0 else torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self._device)
-
-    def _hear(self, known: _Known, numbers: list[int]) -> None:
-        steady, count, *numbers = numbers
-        described = []
-        for _ in range(count):
-            length, *numbers = numbers
-            described.append(tuple(numbers[:length]))
-            numbers = numbers[length:]
-        known.description, known.is_steady = tuple(described), bool(steady)
+        return torch.empty(shape, dtype=torch_dtype(_TYPES[kind]), device=self._device)
 
     def _send_numbers(self, target: int, numbers: list[int], label: str) -> None:
         buffer = self._accelerator.allocate(len(numbers), DType.INT64)
@@ -205,26 +211,10 @@ def _numbers_in(buffer: Buffer) -> list[int]:
     return torch.frombuffer(bytearray(buffer.to_bytes()), dtype=torch.int64).tolist()
 
 
-def _described(tensor: Tensor | None) -> tuple[int, ...]:
-    if tensor is None:
-        return (-1, 0)
+def _described(tensor: Tensor) -> tuple[int, ...]:
     return (_TYPES.index(dtype_of(tensor.dtype)), int(tensor.requires_grad), *tensor.shape)
 
 
-def as_list(value: Any) -> list[Tensor | None]:
-    """A layer's output as what is sent."""
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def handed_over(outputs: Sequence[Tensor | None], *, needs_grad: bool) -> list[Tensor | None]:
-    """What the next chunk gets on the same stage: leaves, as `receive_outputs` would give."""
-    return [None if one is None else one.detach().requires_grad_(one.requires_grad and needs_grad) for one in outputs]
-
-
-def gradients_of(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def gradients_of(inputs: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of those `inputs` that require one, zeros where there is none."""
-    return [
-        torch.zeros_like(one) if one.grad is None else one.grad
-        for one in inputs
-        if one is not None and one.requires_grad
-    ]
+    return [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs if one.requires_grad]

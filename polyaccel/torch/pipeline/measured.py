@@ -8,29 +8,34 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.comm.base import Communicator
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.api.data import to_device
+from polyaccel.torch.pipeline.chunk import call_layer
+from polyaccel.torch.pipeline.values import aliases_of, leaves_of, put_together, take_apart, tensors_in
 
 Maker = Callable[[], tuple[nn.Module | None, Callable[..., Any]]]
 _RUNS = 4
 """Of each layer. The first does not count: it allocates."""
 
 
-def measured_weights(makers: Sequence[Maker], inputs: Any, ranks: Communicator, names: Sequence[str]) -> list[float]:
+def measured_weights(
+    makers: Sequence[Maker], inputs: Any, ranks: Communicator, names: Sequence[str], *, spreads: bool = True
+) -> list[float]:
     """The seconds of each layer's forward and backward pass, as rank 0 of `ranks` measures them on its device.
     Collective: all ranks get the same figures. `makers` give each layer's module (None: it has none) and what is
-    called, `inputs` are what the first one gets, and each other one gets what the one before gives. Generators of
-    random numbers are as before.
+    called, `inputs` are what the first one gets, and each other one gets what the one before gives, a tuple as its
+    arguments if it `spreads`. Generators of random numbers are as before.
 
     Raises PipelineError on every rank where a layer fails, with its name.
     """
     told: tuple[list[float], str] = ([], "")
     if ranks.rank == 0:
-        told = _measured(makers, inputs, ranks.accelerator, names)
+        told = _measured(makers, inputs, ranks.accelerator, names, spreads=spreads)
     seconds, problem = ranks.all_gather_object(told)[0]
     if problem:
         raise PipelineError(problem, cure="let trial_inputs be what the first layer gets from a micro-batch")
@@ -38,7 +43,7 @@ def measured_weights(makers: Sequence[Maker], inputs: Any, ranks: Communicator, 
 
 
 def _measured(
-    makers: Sequence[Maker], inputs: Any, accelerator: Accelerator, names: Sequence[str]
+    makers: Sequence[Maker], inputs: Any, accelerator: Accelerator, names: Sequence[str], *, spreads: bool
 ) -> tuple[list[float], str]:
     device, seconds = torch_device_of(accelerator), []
     with torch.random.fork_rng(), torch.enable_grad():
@@ -47,13 +52,13 @@ def _measured(
                 module, layer = make()
                 if module is not None:
                     module.to(device)
-                inputs = _leaves(inputs, device)
+                received = leaves_of(take_apart(to_device(inputs, device), device), needs_grad=True)
                 taken = []
                 for _ in range(_RUNS):
                     accelerator.synchronize()
                     began = perf_counter()
-                    outputs = layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
-                    roots = [one for one in _tensors(outputs) if one.requires_grad]
+                    outputs = call_layer(layer, put_together(aliases_of(received)), spreads=spreads)
+                    roots = [one for one in tensors_in(outputs) if one.requires_grad]
                     if roots:
                         torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
                     accelerator.synchronize()
@@ -63,16 +68,3 @@ def _measured(
             seconds.append(median(taken[1:]))
             inputs = outputs
     return seconds, ""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(one, Tensor)]
-
-
-def _leaves(value: Any, device: torch.device) -> Any:
-    """`value` on `device` as a stage would get it."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_leaves(one, device) for one in value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device).requires_grad_(value.is_floating_point())

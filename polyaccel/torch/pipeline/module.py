@@ -10,13 +10,13 @@ with them. By then the others are done: a step's last backward pass ends on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyaccel.comm.default import default_communicator, is_initialized
@@ -25,7 +25,7 @@ from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.params.buffer_types import explaining_buffer_types
 from polyaccel.torch.params.units import set_parts
-from polyaccel.torch.pipeline.chunk import Chunk, Layer, LayerPlace, Recomputing, class_name
+from polyaccel.torch.pipeline.chunk import Chunk, ChunkPlaces, Layer, LayerPlace, Recomputing, class_name
 from polyaccel.torch.pipeline.measured import measured_weights
 
 
@@ -68,7 +68,11 @@ class TiedLayerSpec(LayerSpec):
         forward_fn = self.forward_fn
         if forward_fn is None:
             return module
-        return lambda *inputs: forward_fn(module, inputs[0] if len(inputs) == 1 else inputs)
+
+        def call(*inputs: Any) -> Any:
+            return forward_fn(module, inputs[0] if len(inputs) == 1 else inputs)
+
+        return call
 
 
 class StageTopology(Protocol):
@@ -105,6 +109,9 @@ class PipelineModule(nn.Module):
     Raises PipelineError for layers that cannot be dealt to so many stages.
     """
 
+    spreads_tuples: ClassVar[bool] = True
+    """Whether a tuple that a layer gives is the next layer's arguments, or its only one."""
+
     def __init__(
         self,
         layers: Sequence[Any],
@@ -132,11 +139,14 @@ class PipelineModule(nn.Module):
         classes = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         recomputing = Recomputing(activation_checkpoint_interval, activation_checkpoint_func, classes)
         specs = list(layers)
+        self.mesh_sizes = _mesh_sizes(self.num_stages, topology)
+        """Ranks along each axis of the mesh that the stages and the topology ask for."""
         if not specs:
             raise PipelineError("a model without layers", cure="give a list of layers", value=0)
         names, numels = zip(*_weighed(specs), strict=True)
+        self._layer_names = names
         weights = (
-            _tried(specs, trial_inputs, names, len(self.placement))
+            _tried(specs, trial_inputs, names, len(self.placement), spreads=self.spreads_tuples)
             if partition_method.lower() == "measured"
             else layer_weights(partition_method, names, numels)
         )
@@ -156,10 +166,11 @@ class PipelineModule(nn.Module):
                 if seed_layers:
                     seed(base_seed + index)
                 built.append(self._built(index, specs, tied))
-            first, before = (LayerPlace(at, names[at], self.stage_of(at)) for at in (part[0], max(part[0] - 1, 0)))
-            self._chunks[chunk] = Chunk(built, recomputing, first, before if chunk else None)
+            before = self.last_layer_of(chunk - 1) if chunk else None
+            places = ChunkPlaces(self._place_of(part[0]), self.last_layer_of(chunk), before)
+            self._chunks[chunk] = Chunk(built, recomputing, places, spreads=self.spreads_tuples)
             for name in dict.fromkeys(self._name_of(index, specs) for index in part):
-                module = self._modules.get(name)
+                module = self._layer_named(name)
                 for parameter in () if module is None else module.parameters():
                     users.setdefault(parameter, []).append(str(chunk))
         set_parts(self, {name: " ".join(users[parameter]) for name, parameter in self.named_parameters()})
@@ -167,6 +178,18 @@ class PipelineModule(nn.Module):
     def stage_of(self, layer: int) -> int:
         """The stage that has layer `layer` of the whole model."""
         return next(self.placement[chunk] for chunk, part in enumerate(self.parts) if layer in part)
+
+    def last_layer_of(self, chunk: int) -> LayerPlace:
+        """The last layer of a chunk of the model, which may be of another stage."""
+        return self._place_of(self.parts[chunk][-1])
+
+    def _place_of(self, layer: int) -> LayerPlace:
+        return LayerPlace(layer, self._layer_names[layer], self.stage_of(layer))
+
+    def get_additional_losses(self) -> Mapping[str, Tensor] | None:
+        """What the last stage reports of a micro-batch beside the loss that it trains on, for subclasses that have
+        some: `PipelineEngine.get_additional_losses` gives the means."""
+        return None
 
     def chunk(self, number: int) -> Chunk:
         """What this stage computes for a chunk of the model that it holds. Raises PipelineError for another."""
@@ -185,19 +208,27 @@ class PipelineModule(nn.Module):
             index = next(at for at, one in enumerate(specs) if isinstance(one, TiedLayerSpec) and one.key == spec.key)
         return str(index)
 
+    def _add_layer(self, name: str, module: nn.Module) -> None:
+        """Let `module` be a part of this one."""
+        self.add_module(name, module)
+
+    def _layer_named(self, name: str) -> nn.Module | None:
+        """The module of that name, if this stage has it."""
+        return self._modules.get(name)
+
     def _built(self, index: int, specs: Sequence[Any], tied: dict[str, nn.Module]) -> Layer:
         """Layer `index`, which becomes a part of this module."""
         spec = specs[index]
         if not isinstance(spec, TiedLayerSpec):
             layer: Layer = spec.build() if isinstance(spec, LayerSpec) else spec
             if isinstance(layer, nn.Module):
-                self.add_module(str(index), layer)
+                self._add_layer(str(index), layer)
             return layer
         if spec.key not in tied:
             alike = [at for at, other in enumerate(specs) if isinstance(other, TiedLayerSpec) and other.key == spec.key]
             holders = tuple(sorted({self.stage_of(at) for at in alike}))
             module = tied[spec.key] = spec.build()
-            self.add_module(self._name_of(index, specs), module)
+            self._add_layer(self._name_of(index, specs), module)
             if len(holders) > 1:
                 lent = _lend(module) if holders[0] != self.stage else ()
                 self.ties[spec.key] = TiedModule(module, holders, lent)
@@ -243,6 +274,13 @@ def _place(num_stages: int | None, topology: StageTopology | None) -> tuple[int,
     return stages, ranks.rank // (ranks.world_size // stages)
 
 
+def _mesh_sizes(stages: int, topology: StageTopology | None) -> dict[str, int]:
+    sizes = {"pipe": stages}
+    if topology is not None:
+        sizes |= {"data": topology.get_dim("data"), "tensor": topology.get_dim("model")}
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
 def _lend(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
     """Let plain tensors stand in for the parameters of a module that another stage owns. Returns their places."""
     places = [
@@ -257,7 +295,7 @@ def _lend(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
     return tuple((part, name) for part, name, _ in places)
 
 
-def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int) -> list[float]:
+def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int, *, spreads: bool) -> list[float]:
     """The seconds of each layer. Raises PipelineError where there is nothing to try them with."""
     if chunks == 1:
         return [1.0] * len(layers)
@@ -267,7 +305,8 @@ def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int
             cure="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
             value="measured",
         )
-    return measured_weights([partial(_trial_layer, layer) for layer in layers], inputs, default_communicator(), names)
+    makers = [partial(_trial_layer, layer) for layer in layers]
+    return measured_weights(makers, inputs, default_communicator(), names, spreads=spreads)
 
 
 def _trial_layer(layer: Any) -> tuple[nn.Module | None, Layer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.torch.api.data import loss_of
 from polyaccel.torch.passes import LaterProduct
+from polyaccel.torch.pipeline.values import StageValue
+
+NOTHING = StageValue(b"", [])
+"""What stands where no value has come, or where it has been used."""
 
 
 @dataclass
@@ -18,8 +23,8 @@ class Passing:
     """A micro-batch in a chunk: what came in, what went out, what came back, and the gradients that are left for later,
     as roots of a backward pass with their gradients, and as products of linear layers."""
 
-    inputs: list[Tensor | None] = field(default_factory=list)
-    outputs: list[Tensor | None] = field(default_factory=list)
+    inputs: StageValue = NOTHING
+    outputs: StageValue = NOTHING
     gradients: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
     left: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -34,6 +39,32 @@ class Results:
     wants_outputs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    more: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """Of each micro-batch the losses that the model reports beside the one that it trains on."""
+
+    def add_loss(self, loss: Any) -> Tensor:
+        """Keep the loss of a micro-batch, which is returned. Raises PolyaccelError where it is no single number."""
+        found = loss_of(loss)
+        if found.numel() != 1:
+            raise PolyaccelError(
+                f"the loss of a micro-batch has the shape {list(found.shape)}",
+                cure="let loss_fn(output, labels), or without one the last layer, give one number, such as its mean; "
+                "engine.eval_batch(..., compute_loss=False) gives outputs",
+                value=tuple(found.shape),
+            )
+        found = found.reshape(())
+        self.losses.append(found.detach())
+        return found
+
+    def stacked(self) -> Tensor | None:
+        """The losses in float32, None where there are none."""
+        return torch.stack(self.losses).float() if self.losses else None
+
+    def mean_of_more(self) -> dict[str, float]:
+        """The means over micro-batches of what the model reports."""
+        if not self.more:
+            return {}
+        return {name: sum(float(each[name]) for each in self.more) / len(self.more) for name in self.more[0]}
 
 
 def mean_of(outputs: Sequence[Any]) -> Any:
@@ -52,11 +83,3 @@ def mean_of(outputs: Sequence[Any]) -> Any:
 
 
 _NO_MEAN = "use reduce_output=None, which gives them one by one"
-
-
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the labels of a micro-batch. Raises PolyaccelError where it is no pair."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise PolyaccelError(f"a micro-batch of a pipeline is a {kind}", cure="give pairs (inputs, labels)", value=kind)
-    return batch[0], batch[1]

@@ -185,7 +185,7 @@ def test_models_that_cannot_be_dealt_are_refused():
 def test_a_topology_says_the_stage():
     class Topology:
         def get_dim(self, axis):
-            return {"pipe": 2, "data": 1}[axis]
+            return {"pipe": 2, "data": 1}.get(axis, 0)
 
         def get_coord(self, rank):
             return type("Coordinates", (), {"pipe": 1 - rank})

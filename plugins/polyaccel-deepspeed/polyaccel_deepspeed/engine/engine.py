@@ -112,11 +112,12 @@ class DeepSpeedEngine(Settings, TorchEngine):
         workers = num_local_io_workers or 0
         if data_sampler is not None:
             return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
+        line = self.mesh.group(("data",), self.communicator.rank)  # ranks that share a model share its data
         return ShardedDataLoader(
             dataset,
             micro_batch_size=size,
-            rank=self.communicator.rank,
-            world_size=self.communicator.world_size,
+            rank=line.index(self.communicator.rank),
+            world_size=len(line),
             drop_last=self.dataloader_drop_last(),
             collate_fn=collate_fn,
             num_workers=workers,

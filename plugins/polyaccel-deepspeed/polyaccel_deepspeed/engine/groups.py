@@ -20,7 +20,7 @@ def stand_along(mesh: Mesh) -> None:
     global _mesh
     _mesh = mesh
     _of_axes.clear()
-    if len(mesh.axes) == 1 or not dist.is_initialized():
+    if len(mesh.axes) == 1 or not dist.is_initialized() or dist.get_world_size() != mesh.world_size:
         return
     rank = default_communicator().rank
     for axes in dict.fromkeys((("data",), *((axis.name,) for axis in mesh.axes))):

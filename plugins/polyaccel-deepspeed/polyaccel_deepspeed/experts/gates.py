@@ -39,11 +39,11 @@ class Routes(NamedTuple):
     def places(self, *, by_choice: bool) -> Tensor:
         """(tokens, k), int64: where each kept choice stands in its expert's part of a buffer, by the tokens' order;
         with `by_choice` all first choices before all second ones. Others stand at 0."""
-        tokens, k = self.experts.shape
+        (tokens, k), count = self.experts.shape, len(self.counts)
         chosen = functional.one_hot(self.experts, len(self.counts)) * self.kept.unsqueeze(2)
-        before = chosen.transpose(0, 1).reshape(k * tokens, -1) if by_choice else chosen.sum(1)
+        before = chosen.transpose(0, 1).reshape(k * tokens, count) if by_choice else chosen.sum(1)
         place = before.cumsum(0) - 1
-        place = place.view(k, tokens, -1).transpose(0, 1) if by_choice else place.unsqueeze(1).expand_as(chosen)
+        place = place.view(k, tokens, count).transpose(0, 1) if by_choice else place.unsqueeze(1).expand_as(chosen)
         return place.gather(2, self.experts.unsqueeze(2)).squeeze(2) * self.kept
 
     def sparse(self, *, by_choice: bool) -> tuple[Any, ...]:

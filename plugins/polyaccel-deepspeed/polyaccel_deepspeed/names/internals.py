@@ -9,14 +9,10 @@ from polyaccel_deepspeed.names.entry import Name, Status
 _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     (
         Status.LATER,
-        "DualPipeV's own classes and the grid of a pipeline; a PipelineModule trains by the schedule dualpipe-v",
+        "DualPipeV's own classes; a PipelineModule trains by the schedule dualpipe-v",
         {
             "deepspeed": "DualPipeVEngine DualPipeVModule",
             "deepspeed.pipe": "DualPipeVModule",
-            "deepspeed.runtime.pipe.engine": "is_even",
-            "deepspeed.runtime.pipe.module": "PipelineError",
-            "deepspeed.runtime.pipe.topology": "PipelineParallelGrid",
-            "deepspeed.utils": "bwc_pipeline_parallel_world_size",
         },
     ),
     (

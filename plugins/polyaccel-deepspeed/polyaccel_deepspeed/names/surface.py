@@ -33,7 +33,7 @@ _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
 _SEQUENCE = "polyaccel_deepspeed.sequences.names"
 _SEQUENCE_TILES = "polyaccel_deepspeed.sequences.tiles"
-_TOPOLOGY = "polyaccel_deepspeed.engine.topology"
+_TOPOLOGY = "polyaccel_deepspeed.pipeline.topology"
 _UTILS = "polyaccel_deepspeed.utils"
 _ZERO = "polyaccel_deepspeed.zero"
 
@@ -77,8 +77,10 @@ _ZERO_NAMES = (
     | _EXTERNAL
     | _TILES
 )
-_PIPE = yes("polyaccel.torch.pipeline", "LayerSpec", "PipelineModule", "TiedLayerSpec")
-_PIPE_ENGINE = yes("polyaccel.torch.pipeline_engine", "PipelineEngine")
+_PIPE = yes("polyaccel_deepspeed.pipeline.module", "LayerSpec", "PipelineModule", "TiedLayerSpec")
+_PIPE_ENGINE = yes("polyaccel_deepspeed.pipeline.engine", "PipelineEngine")
+_PIPE_ERROR = yes("polyaccel.pipeline.table", "PipelineError")
+_GRID = "polyaccel_deepspeed.pipeline.grid"
 _LOGGING = yes(_UTILS, "log_dist", "log_dist_once", "logger", "set_log_level_from_string")
 _MORE_LOGGING = yes(
     _UTILS, "get_current_level", "get_log_level_from_string", "print_dist", "print_json_dist", "should_log_le"
@@ -209,7 +211,7 @@ _PUBLIC: dict[str, Module] = {
         | yes(_UTILS, "log_dist", "logger")
         | {"dist": Name(Status.YES, _COMM)}
         | _PIPE_ENGINE
-        | yes("polyaccel.torch.pipeline", "PipelineModule")
+        | yes("polyaccel_deepspeed.pipeline.module", "PipelineModule")
         | later("training and generation in one engine; zero.unwrap_model_for_generation", "DeepSpeedHybridEngine")
         | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(_UTILS, "OnDevice")
@@ -318,10 +320,19 @@ _PUBLIC: dict[str, Module] = {
         | later("schedules by command-line arguments", "add_tuning_arguments", "get_config_from_args"),
     ),
     "deepspeed.runtime.pipe": Module("Pipelines."),
-    "deepspeed.runtime.pipe.engine": Module("Pipelines.", _PIPE_ENGINE),
-    "deepspeed.runtime.pipe.module": Module("Pipelines.", _PIPE),
+    "deepspeed.runtime.pipe.engine": Module(
+        "Pipelines.",
+        _PIPE_ENGINE
+        | _PIPE_ERROR
+        | yes(_GRID, "is_even")
+        | yes(_ENGINE, "DeepSpeedEngine")
+        | yes("polyaccel_deepspeed.pipeline.module", "PipelineModule"),
+    ),
+    "deepspeed.runtime.pipe.module": Module("Pipelines.", _PIPE | _PIPE_ERROR),
     "deepspeed.runtime.pipe.topology": Module(
-        "Pipelines.", yes(_TOPOLOGY, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology")
+        "Pipelines.",
+        yes(_TOPOLOGY, "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology")
+        | yes(_GRID, "PipelineParallelGrid"),
     ),
     "deepspeed.runtime.sequence_parallel": Module("Long sequences."),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": Module(
@@ -366,6 +377,7 @@ _PUBLIC: dict[str, Module] = {
         | yes(_UTILS, "instrument_w_nvtx")
         | yes(_UTILS, "OnDevice")
         | yes(_GROUPS, **_PARALLEL)
+        | yes(_GRID, "bwc_pipeline_parallel_world_size")
         | yes(_ACCELERATOR, "get_accelerator")
         | _GROUPS_BY_HAND,
     ),

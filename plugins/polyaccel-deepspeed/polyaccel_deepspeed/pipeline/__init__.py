@@ -1,0 +1,1 @@
+"""Pipelines by DeepSpeed's names and conventions."""
