@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 from zlib import crc32
@@ -17,17 +18,16 @@ from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend, message_of
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.picture import foretold_picture
-from polyaccel.pipeline.program import ProgramStep, TaskTime, program_of, spans_of, with_stages
-from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
+from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
+from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
 from polyaccel.torch.api.data import call_with, loss_of, to_device
 from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.params.units import parts_of_parameters
-from polyaccel.torch.pipeline.cut import CutModel, cut_of
+from polyaccel.torch.pipeline.cut import CutModel, cut_of, table_of
 from polyaccel.torch.pipeline.exchange import StageExchange, as_list, gradients_of, handed_over
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.pipeline.passing import Passing, Results, mean_of, pair_of
@@ -54,7 +54,8 @@ class PipelineEngine(TorchEngine):
             self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
-        table = self._table(module, schedule, chunks)
+        self._table_for = partial(table_of, module, schedule, chunks)
+        table = self._table_for(self.gradient_accumulation_steps())
         self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
         parts = [
             f"chunk {chunk} on stage {stage} with layers {list(part)}"
@@ -62,17 +63,13 @@ class PipelineEngine(TorchEngine):
         ]
         told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
         require_same_training(self.communicator, [told, *parts])
-        self._training = program_of(check_table(table)[self._stage])
-        self._evaluation = program_of(check_table(table.forwards())[self._stage])
-        tasks = table.tasks[self._stage]
-        self._count_of_passes = sum(task.op in (_BACKWARD, _WEIGHT) for task in tasks)
         line = self.runtime.along(("pipe",))
         self._line = line
         self._exchange = StageExchange(line, self.accelerator, self.device)
         self._ties = TiedWeights(module, line, self.device)
         self._ties.agree_on_types()
-        self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
-        splits = any(task.op is _INPUT for task in tasks)
+        self._follow(table)
+        splits = any(task.op is _INPUT for task in table.tasks[self._stage])
         faster = set(self.accelerator.matrix_kernels("auto")) if splits and len(self._linears) else ()
         delays = self._own_module if splits else torch.nn.Identity()
         self._delayed = DelayedLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
@@ -87,6 +84,19 @@ class PipelineEngine(TorchEngine):
         self._in_batch = False
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
 
+    def _follow(self, table: PipelineTable) -> None:
+        """Do steps by `table` from now on."""
+        self._micro_batch_count = table.micro_batches
+        self._training = program_of(check_table(table)[self._stage])
+        self._evaluation = program_of(check_table(table.forwards())[self._stage])
+        tasks = table.tasks[self._stage]
+        self._count_of_passes = sum(task.op in (_BACKWARD, _WEIGHT) for task in tasks)
+        self._ties_come_last = self._ties.is_owner and message_of(tasks[-1], table.placement) is not None
+
+    def _check_accumulation(self, steps: int) -> None:
+        super()._check_accumulation(steps)
+        self._table_for(steps)
+
     def _names_by_chunk(self) -> dict[int, set[str]] | None:
         """The parameters that each chunk of this stage may give gradients to; None where there is but one chunk. A
         parameter of which the model says nothing is every chunk's."""
@@ -96,23 +106,6 @@ class PipelineEngine(TorchEngine):
         if len(chunks) == 1:
             return None
         return {chunk: {name for name, users in of_names.items() if str(chunk) in users} for chunk in chunks}
-
-    def _table(self, module: PipelineModule | CutModel, schedule: str, chunks: int) -> PipelineTable:
-        """The table that the config asks for, or the model where the config has its default."""
-        if module.schedule is not None and schedule == "1f1b":
-            schedule, chunks = module.schedule, module.chunks
-        elif module.num_stages == 1 and module.schedule is None:
-            schedule, chunks = "1f1b", 0  # one rank does all, whatever the order
-        table = chosen_table(schedule, module.num_stages, self.gradient_accumulation_steps(), chunks or None)
-        if table.placement != module.placement:
-            also = f", chunks={chunks}" if chunks else ""
-            raise PipelineError(
-                f"the chunks of {schedule} are on the stages {list(table.placement)}, those of the PipelineModule on "
-                f"{list(module.placement)}",
-                cure=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
-                value=module.placement,
-            )
-        return table
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
@@ -161,7 +154,7 @@ class PipelineEngine(TorchEngine):
         self._require_optimizer()
         self.train()
         results = Results()
-        self._do_steps(self._training, data_iter, results)
+        self._do_steps(data_iter, results)
         loss = self._from_last_stage(results.losses).mean()
         self._losses[:] = [loss]
         self.step()
@@ -185,7 +178,7 @@ class PipelineEngine(TorchEngine):
         self.eval()
         results = Results(wants_losses=compute_loss, wants_outputs=return_logits or not compute_loss)
         try:
-            self._do_steps(self._evaluation, data_iter, results)
+            self._do_steps(data_iter, results)
         finally:
             self.train(was_training)
         outputs = results.outputs if self.is_last_stage() else None
@@ -197,12 +190,15 @@ class PipelineEngine(TorchEngine):
             found = mean_of(outputs) if reduce_output and outputs is not None else outputs
         return (found, outputs) if return_logits else found
 
-    def _do_steps(self, program: Sequence[ProgramStep], data_iter: Any, results: Results) -> None:
-        """Do the steps of a program with new micro-batches."""
+    def _do_steps(self, data_iter: Any, results: Results) -> None:
+        """Do the steps of training, or of evaluation without gradients, with new micro-batches."""
+        if self._micro_batch_count != self.gradient_accumulation_steps():
+            self._follow(self._table_for(self.gradient_accumulation_steps()))
+        trains = torch.is_grad_enabled()
+        program = self._training if trains else self._evaluation
         source = self._data(self._iterator if data_iter is None else data_iter)
         with self.timer("data"):
-            batches = [self._taken(next(source)) for _ in range(self.gradient_accumulation_steps())]
-        trains = torch.is_grad_enabled()
+            batches = [self._taken(next(source)) for _ in range(self._micro_batch_count)]
         left = self._count_of_passes + self._ties_come_last
         self._ties.refresh()
         self._passing.clear()

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.pipeline.choice import chosen_table
 from polyaccel.pipeline.partition import layer_weights, split_layers
-from polyaccel.pipeline.table import PipelineError
+from polyaccel.pipeline.table import PipelineError, PipelineTable
 from polyaccel.torch.params.units import has_units, set_parts, set_units
 from polyaccel.torch.pipeline.blocks import BlockList, find_block_list
-from polyaccel.torch.pipeline.module import TiedModule
+from polyaccel.torch.pipeline.module import PipelineModule, TiedModule
 from polyaccel.torch.pipeline.trial import Trial, try_model
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
@@ -301,6 +302,25 @@ class _StageForward:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.cut.forward(self._original, args, named)
+
+
+def table_of(module: PipelineModule | CutModel, schedule: str, chunks: int, micro_batches: int) -> PipelineTable:
+    """The table of so many micro-batches that the config asks for, or the model where the config has its default.
+    Raises PipelineError for a schedule for which the model was not cut."""
+    if module.schedule is not None and schedule == "1f1b":
+        schedule, chunks = module.schedule, module.chunks
+    elif module.num_stages == 1 and module.schedule is None:
+        schedule, chunks = "1f1b", 0  # one rank does all, whatever the order
+    table = chosen_table(schedule, module.num_stages, micro_batches, chunks or None)
+    if table.placement != module.placement:
+        also = f", chunks={chunks}" if chunks else ""
+        raise PipelineError(
+            f"the chunks of {schedule} are on the stages {list(table.placement)}, those of the PipelineModule on "
+            f"{list(module.placement)}",
+            cure=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
+            value=module.placement,
+        )
+    return table
 
 
 def cut_of(model: nn.Module) -> CutModel | None:

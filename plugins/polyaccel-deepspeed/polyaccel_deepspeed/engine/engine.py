@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
@@ -184,21 +183,6 @@ class DeepSpeedEngine(Settings, TorchEngine):
             yield
         self.zero.begin_pass(reduce=True)
         self.zero.end_pass()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples of an optimizer step, by other accumulation steps. Between optimizer steps."""
-        each = self.train_micro_batch_size_per_gpu() * self.communicator.world_size
-        if train_batch_size < 1 or train_batch_size % each:
-            expected = f"should be a multiple of micro-batch size * ranks = {each}"
-            raise ConfigError([Problem("train_batch_size", train_batch_size, expected, f"use {each}, for example")])
-        self.counters.set_batch(gradient_accumulation_steps=train_batch_size // each, train_batch_size=train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch; the accumulation steps stay, and so the batch changes with it."""
-        steps = self.gradient_accumulation_steps()
-        batch = micro_batch_size * steps * self.communicator.world_size
-        self.counters.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
-        self._settings = replace(self._settings, micro_batch_size=micro_batch_size, train_batch_size=batch)
 
     # The module.
 
