@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from logging import getLogger
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
     """
 
     zero: ZeroStep
-    _warned_of_16_bits = False
+    _warned_of_16_bits = _is_closed = False
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         resident = isinstance(slice_optimizer, ClientOptimizer)
         self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
         self._offloaded = OffloadedStates(self.zero, self.adapter)
+        self.adapter.engine_ref = ref(self)
         self.adapter.attach(self.zero)
         return self.zero
 
@@ -372,7 +374,10 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
 
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
-        is collective, and every rank then holds all of them."""
+        is collective, and every rank then holds all of them. An engine that is closed stays as it is."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._close_saving()
         if self.adapter.away:
             self.reload_states()
@@ -380,6 +385,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         self._linears.release()
         self._recomputation.release()
         self.adapter.release()
+        self._passes.close()
         self.zero.close()
         self.runtime.leave_groups()
         self._recorder.close()

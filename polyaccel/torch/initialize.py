@@ -27,6 +27,7 @@ from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.engine_registry import take_over
 from polyaccel.torch.experts.balance import following_loads
 from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.experts.watching import WatchedExperts
@@ -78,6 +79,7 @@ def initialize(
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(compose(parsed), training_data=_described(training_data))
+    take_over(model)
     runtime.enter_groups()
     require_groups(mpu, runtime.mesh, runtime.communicator.rank)
     device = torch_device_of(runtime.accelerator)

@@ -54,6 +54,7 @@ class PipelineEngine(TorchEngine):
             self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
+        self._passes.keeps_own_scale = self._stages > 1
         self._table_for = partial(table_of, module, schedule, chunks)
         table = self._table_for(self.gradient_accumulation_steps())
         self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
