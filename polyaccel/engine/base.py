@@ -23,6 +23,7 @@ from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.recording import StepAlarms, StepRecorder, StepTrace
+from polyaccel.engine.same_training import warn_of_uneven_batches
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh
@@ -161,6 +162,7 @@ class Engine(RunProgress, ABC):
         )
         self._recorder.memory = lambda: self.zero.memory
         self.timer = self._recorder.timer
+        warn_of_uneven_batches(parts.communicator, parts.settings.micro_batch_size)
         if parts.alarms is not None:
             parts.alarms.attach(self.timer, lambda: self.zero.params)
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import getLogger
+from math import inf, isnan
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -166,6 +167,11 @@ class DeepSpeedEngine(Settings, TorchEngine):
         return bool(self.communicator.broadcast_object(str(tag) in names if tag is not None else len(names) > 0))
 
     # Gradients and steps.
+
+    def get_global_grad_norm(self) -> float | None:
+        """As that of `TorchEngine`; infinite after a step that was skipped for gradients that were not finite."""
+        norm = super().get_global_grad_norm()
+        return inf if norm is not None and isnan(norm) and not self.was_step_applied() else norm
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Does nothing: each backward pass reduces its own gradients."""
