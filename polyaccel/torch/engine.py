@@ -26,6 +26,7 @@ from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_wi
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
+from polyaccel.torch.params.specs import explaining_types
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.profiling.forward_work import ForwardWork
 from polyaccel.torch.recompute.blocks import Recomputation
@@ -138,7 +139,9 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
             self._train_unfrozen()
         charge = self.timer("forward" if torch.is_grad_enabled() else OUTSIDE)
         counted = self._work.forward_pass(inputs, named, counts=is_trained_on)
-        with charge, self._autocast(), counted, self._recomputation.forward_pass(inputs, named), explaining_refusal():
+        explained = explaining_types(self._own_module, self.runtime.param_dtype)
+        recomputed, autocast = self._recomputation.forward_pass(inputs, named), self._autocast()
+        with charge, autocast, counted, recomputed, explaining_refusal(), explained:
             outputs = self._own_module(*inputs, **named)
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
@@ -152,7 +155,6 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
-
         Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
         """
         self._require_optimizer()
@@ -187,8 +189,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         types = {spec.dtype for spec in self.adapter.param_specs() if spec.trainable}
         if steps > 1 and self.zero.plan.policy.precision.adds_in_16_bits(types) and not self._warned_of_16_bits:
             self._warned_of_16_bits = True
-            cure = '"data_types": {"grad_accum_dtype": "fp32"}'
-            log.warning("gradients of several micro-batches add up in 16 bits: say %s in the config", cure)
+            log.warning('micro-batches add up in 16 bits: say "data_types": {"grad_accum_dtype": "fp32"} in the config')
 
     # The update.
 

@@ -3,7 +3,8 @@ element types of its buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
-from polyaccel.errors import ShardingError
+from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.torch.params.cuts import cuts_of
 from polyaccel.types import DType, ParamSpec
 
@@ -69,6 +70,29 @@ def convert_buffers(module: nn.Module, dtype: DType | None, keep_in_fp32: Collec
             for key, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     part._buffers[key] = buffer.to(wanted)
+
+
+@contextmanager
+def explaining_types(module: nn.Module, param_dtype: DType | None) -> Iterator[None]:
+    """Raise PolyaccelError, which names buffers, in place of torch's refusal to compute with values of two types."""
+    try:
+        yield
+    except RuntimeError as error:
+        others = [
+            name
+            for name, buffer in module.named_buffers()
+            if param_dtype is not None and buffer.is_floating_point() and buffer.dtype != torch_dtype(param_dtype)
+        ]
+        if "dtype" not in str(error) or not others:
+            raise
+        assert param_dtype is not None  # else there are no others
+        short = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16"}.get(param_dtype, param_dtype.value)
+        raise PolyaccelError(
+            f"parameters are {param_dtype.value} and buffers such as {others[0]!r} are not: {error}",
+            cure=f'say "data_types": {{"buffer_dtype": "{short}"}} in the config, or give inputs of that type if it is '
+            "they that torch means",
+            value=others[0],
+        ) from error
 
 
 def _dtype_of(fqn: str, parameter: nn.Parameter) -> DType:
