@@ -240,7 +240,7 @@ class BackwardPasses:
                 raise PolyaccelError(
                     f"backward was called on a loss that is not scaled for engine {self.number}, which trains in fp16: "
                     "small gradients would vanish",
-                    cure="call backward(loss) of that engine, or scale(loss).backward()",
+                    cure="call engine.backward(loss) of that engine, or engine.scale(loss).backward()",
                     value=self.number,
                 )
             self._join(one)
