@@ -308,7 +308,7 @@ def test_a_model_belongs_to_the_engine_that_was_made_last():
         second = engine_of(model, 3)
         assert_equal(second.module_state_dict(), wanted)
         with pytest.raises(ShardingError) as refused:
-            first.module_state_dict()
+            first.step()
         assert refused.value.value == second.adapter.engine_name
 
     on_threads(2, work, gpt)

@@ -372,6 +372,8 @@ def test_an_engine_that_handed_over_names_both(stage, tmp_path):
             lambda: first.train_batch(iter([inputs(0, 0)])),
             lambda: first.save_checkpoint(str(tmp_path)),
             lambda: first.load_checkpoint(str(tmp_path)),
+            lambda: first.save_16bit_model(str(tmp_path)),
+            lambda: first.load_module_state_dict({}),
         ):
             with pytest.raises(ShardingError) as error:
                 call()
@@ -382,7 +384,7 @@ def test_an_engine_that_handed_over_names_both(stage, tmp_path):
         return refused, second.get_global_grad_norm() > 0
 
     for refused, trains in run_threads(2, rank):
-        assert refused == [("engine 2 (Sequential)", True)] * 6
+        assert refused == [("engine 2 (Sequential)", True)] * 8
         assert trains
 
 
