@@ -60,8 +60,9 @@ def initialize(
     if layers is not None and runtime.mesh.size_of(("pipe",)) > 1:
         asked, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
         table_for = partial(chosen_table, asked.schedule, stages, chunks=asked.chunks or None)
+        table = table_for(runtime.config.gradient_accumulation_steps)
         method = "parameters" if asked.partition == "best" else asked.partition
-        engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table_for, method)
+        engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, table_for, method)
     else:
         fn, tree = as_function(model, params) if layers is None else (layers, list(params))
         engine = (

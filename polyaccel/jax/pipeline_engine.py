@@ -60,10 +60,10 @@ class JaxPipelineEngine(ViewsEngine):
         slice_optimizer: SliceOptimizer | None,
         hyperparameters: Mapping[str, Any],
         seed: int,
+        table: PipelineTable,
         table_for: Callable[[int], PipelineTable],
         partition_method: str,
     ) -> None:
-        table = table_for(runtime.config.gradient_accumulation_steps)
         self._stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
         weights = layer_weights(partition_method, layers.names(), numels_of(params))
         self.parts = split_layers(weights, table.chunks)
