@@ -85,7 +85,7 @@ def test_each_update_has_its_own_micro_batches(stage, world):
     windows = (2, 4, 1, 3)
 
     def rank(communicator):
-        engine = polyaccel.initialize(model=loss_fn, params=params(), config=make_config(stage))[0]
+        engine = polyaccel.initialize(model=loss_fn, params=params(), config=make_config(stage))
         return train(engine, windows, communicator.rank, world)
 
     for found in run_threads(world, rank):
@@ -97,7 +97,7 @@ def test_a_pipeline_of_layers_follows():
 
     def rank(communicator):
         config = make_config(0, pipeline={"stages": 2})
-        engine = polyaccel.initialize(model=[first_layer, last_layer], params=layer_params(), config=config)[0]
+        engine = polyaccel.initialize(model=[first_layer, last_layer], params=layer_params(), config=config)
         return train(engine, windows, 0, 1)
 
     for found in run_threads(2, rank):
@@ -106,7 +106,7 @@ def test_a_pipeline_of_layers_follows():
 
 def test_inside_a_window_a_size_waits_for_the_next():
     def rank(communicator):
-        engine = polyaccel.initialize(model=loss_fn, params=params(), config=make_config(1))[0]
+        engine = polyaccel.initialize(model=loss_fn, params=params(), config=make_config(1))
         found = []
         for index in range(2):
             engine.grad_step(micro_batch(0, index, 0))
