@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from logging import getLogger
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +38,13 @@ if find_spec("hypothesis") is not None:
     # An example that takes long has met a busy machine. The rest stays what it is here, or in CI.
     settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True)
+def _lines_reach_pytest() -> Iterator[None]:
+    """The drop-in keeps polyaccel's lines from the root logger, where pytest looks for them in other tests."""
+    yield
+    getLogger("polyaccel").propagate = True
 
 
 def _slow() -> dict[str, int]:

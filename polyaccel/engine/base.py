@@ -11,16 +11,17 @@ from typing import Any
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
 from polyaccel.checkpoint.replica.replicas import Replicas
-from polyaccel.checkpoint.saver import SavePolicy, Saver
+from polyaccel.checkpoint.saver import Saver
 from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.measures.work import WorkCounter
-from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.recording import Reporting, StepAlarms, StepRecorder, StepTrace
-from polyaccel.engine.state import TrainedState
+from polyaccel.engine.metrics import ExpertFigures, MetricSink
+from polyaccel.engine.progress import EngineSettings, RunProgress
+from polyaccel.engine.recording import StepAlarms, StepRecorder, StepTrace
+from polyaccel.engine.same_training import warn_of_uneven_batches
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh
@@ -28,24 +29,6 @@ from polyaccel.zero.update.optimizers import Group
 from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """The settings that an engine counts with and answers to its users.
-
-    Batch sizes count samples: of an optimizer step over all ranks, and of one rank's micro-batch. `counts_work`: tokens
-    and operations are counted.
-    """
-
-    train_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    zero_stage: int
-    gradient_clipping: float
-    reporting: Reporting
-    counts_work: bool
-    saving: SavePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +48,10 @@ class EngineParts:
     """What checkpoints tell of the run: plain values."""
 
 
-class Engine(ABC):
+class Engine(RunProgress, ABC):
     """A model in training. Frontends add what their framework's users expect, and set the parts named here."""
 
     config: ResolvedConfig
-    _settings: EngineSettings
     _saver: Saver
     _replicas: Replicas | None
     client_state: dict[str, Any]
@@ -81,9 +63,6 @@ class Engine(ABC):
     monitor: MetricSink
     """Takes figures of the script's own beside those of each step: `engine.monitor.write_events([(tag, value, step)])`.
     """
-    counters: StepCounters
-    loss_scaler: LossScaler
-    zero: TrainedState
     lr_scheduler: Any = None
     """The schedule that moves the learning rates after each applied step."""
     after_update: list[Callable[[bool], None]]
@@ -91,8 +70,6 @@ class Engine(ABC):
     expert_figures: Callable[[], Mapping[str, ExpertFigures]] | None = None
     """What gives the figures of a step's experts, on all ranks; None where nobody watches."""
     timer: PhaseTimer
-    _recorder: StepRecorder
-    _result: StepResult | None = None
     _has_applied_not_finite = False
     _replicates_in_background = True
     """Whether buffers of pieces count their writes, and stay where they are while nothing is updated."""
@@ -156,6 +133,7 @@ class Engine(ABC):
         )
         self._recorder.memory = lambda: self.zero.memory
         self.timer = self._recorder.timer
+        warn_of_uneven_batches(parts.communicator, parts.settings.micro_batch_size)
         if parts.alarms is not None:
             parts.alarms.attach(self.timer, lambda: self.zero.params)
 
@@ -234,71 +212,6 @@ class Engine(ABC):
         if self._replicas is not None:
             self._replicas.close()
         self._saver.close()
-
-    # How far the run is.
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps, skipped ones included."""
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all ranks in those steps."""
-        return self.counters.global_samples
-
-    @property
-    def micro_steps(self) -> int:
-        """Finished micro-batches."""
-        return self.counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps whose gradients were not finite."""
-        return self.counters.skipped_steps
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Figures of the last optimizer step on this rank; None before the first."""
-        return self._recorder.last
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the parameters."""
-        return self.counters.step_applied
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last of its optimizer step."""
-        return self.counters.is_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether micro-batches end an accumulation; None counts them again."""
-        self.counters.set_gradient_accumulation_boundary(is_boundary)
-
-    # What the config became.
-
-    def train_batch_size(self) -> int:
-        """Samples of an optimizer step, of all ranks together."""
-        return self.counters.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._settings.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.counters.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        return self._settings.zero_stage
-
-    def gradient_clipping(self) -> float:
-        return self._settings.gradient_clipping
-
-    def get_loss_scale(self) -> float:
-        """The factor that losses are multiplied with now."""
-        return self.loss_scaler.loss_scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None before the first step."""
-        return None if self._result is None else self._result.grad_norm
 
     # What must be before a call.
 

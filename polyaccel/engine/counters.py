@@ -11,6 +11,7 @@ from polyaccel.errors import CheckpointError, ConfigError, Problem
 class StepCounters:
     """The progress of a run, counted as DeepSpeed counts it.
 
+    A *window* is the micro-batches of one optimizer step. Its length may change from one window to the next.
     `micro_steps`: finished micro-batches. `global_steps`: accumulation boundaries passed, skipped steps included.
     `global_samples`: `train_batch_size` for each of those. `skipped_steps`: those whose update was not applied.
     `step_applied`: whether the last `advance` was a boundary whose update was applied.
@@ -20,29 +21,70 @@ class StepCounters:
 
     def __init__(self, *, gradient_accumulation_steps: int, train_batch_size: int) -> None:
         """Start at zero. Raises ConfigError unless both numbers are at least 1."""
-        self.micro_steps = 0
+        self._micro_steps = 0
+        self._position = 0
+        """The place of the present micro-batch in a window, as counting has it."""
+        self._since_boundary = 0
+        """Micro-batches since the last boundary, a counted one or one that was set by hand."""
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
         self.step_applied = False
+        self.step_samples = train_batch_size
+        """Samples of the last optimizer step."""
         self._boundary: bool | None = None
+        self._next_sizes: tuple[int, int] | None = None
+        """Accumulation steps and batch size from the next window on."""
         self.set_batch(gradient_accumulation_steps=gradient_accumulation_steps, train_batch_size=train_batch_size)
 
-    def set_batch(self, *, gradient_accumulation_steps: int, train_batch_size: int) -> None:
-        """Change the sizes, between optimizer steps. Raises ConfigError unless both numbers are at least 1."""
+    def set_batch(
+        self, *, gradient_accumulation_steps: int, train_batch_size: int, waits_for_window: bool = False
+    ) -> None:
+        """Change the sizes, now or with `waits_for_window` at the next window. Raises ConfigError unless both numbers
+        are at least 1."""
         sizes = {"gradient_accumulation_steps": gradient_accumulation_steps, "train_batch_size": train_batch_size}
         problems = [Problem(key, value, "expected at least 1") for key, value in sizes.items() if value < 1]
         if problems:
             raise ConfigError(problems)
+        if waits_for_window:
+            self._next_sizes = gradient_accumulation_steps, train_batch_size
+            return
+        self._next_sizes, self._position = None, 0
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.train_batch_size = train_batch_size
+
+    def begin_window(self) -> None:
+        """Take over the sizes that wait for the next window, unless the present one has finished micro-batches."""
+        if self._next_sizes is not None and not self._since_boundary:
+            steps, batch = self._next_sizes
+            self.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether the present window has finished micro-batches."""
+        return self._since_boundary > 0
+
+    @property
+    def next_accumulation_steps(self) -> int:
+        """The micro-batches of the next window that begins."""
+        return self.gradient_accumulation_steps if self._next_sizes is None else self._next_sizes[0]
+
+    @property
+    def micro_steps(self) -> int:
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        """Count on from `count`; its remainder is the place in the present window, as DeepSpeed has it."""
+        self._micro_steps, self._position = count, count % self.gradient_accumulation_steps
+        self._since_boundary = self._position
 
     @property
     def is_boundary(self) -> bool:
         """Whether the present micro-batch ends an accumulation, so that `step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps == 0
+        return self._position + 1 >= self.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set by hand whether micro-batches end an accumulation, from now on; None goes back to counting."""
@@ -54,15 +96,19 @@ class StepCounters:
         was_boundary = self.is_boundary
         if was_boundary:
             self.global_steps += 1
-            self.global_samples += self.train_batch_size
+            self.step_samples = self.train_batch_size
+            self.global_samples += self.step_samples
             self.skipped_steps += skipped
         self.step_applied = was_boundary and not skipped
-        self.micro_steps += 1
+        self._micro_steps += 1
+        self._position = (self._position + 1) % self.gradient_accumulation_steps
+        self._since_boundary = 0 if was_boundary else self._since_boundary + 1
+        self.begin_window()
         return was_boundary
 
     def state_dict(self) -> dict[str, int]:
         return {
-            "micro_steps": self.micro_steps,
+            "micro_steps": self._micro_steps - self._position,
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
@@ -72,9 +118,8 @@ class StepCounters:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the counts of `state_dict`. Raises CheckpointError for anything but what `state_dict()` gives.
 
-        Gradients of an unfinished accumulation are in no checkpoint, hence `micro_steps` goes back to where that one
-        began; and it is counted anew in the present accumulation steps, so that the next boundary is a whole
-        accumulation away under any setting.
+        Gradients of an unfinished window are in no checkpoint, so a new window begins: the next boundary is a whole
+        one away under any setting.
         """
         missing = [key for key in self.state_dict() if not _is_count(state_dict.get(key))]
         if missing or state_dict["gradient_accumulation_steps"] < 1:
@@ -84,8 +129,8 @@ class StepCounters:
                 cure="load what StepCounters.state_dict() gave",
                 value=dict(state_dict),
             )
-        accumulations = state_dict["micro_steps"] // state_dict["gradient_accumulation_steps"]
-        self.micro_steps = accumulations * self.gradient_accumulation_steps
+        self._micro_steps, self._position, self._since_boundary = state_dict["micro_steps"], 0, 0
+        self.begin_window()
         self.global_steps = state_dict["global_steps"]
         self.global_samples = state_dict["global_samples"]
         self.skipped_steps = state_dict["skipped_steps"]

@@ -169,7 +169,7 @@ class StepRecorder:
             skipped=not result.applied,
             samples=counters.global_samples,
             step_time_s=elapsed,
-            samples_per_s=counters.train_batch_size / elapsed,
+            samples_per_s=counters.step_samples / elapsed,
             peak_memory_nbytes=memory.peak_nbytes,
             traffic_numel=sent - self._sent_before,
             phase_s=phase_s,

@@ -10,11 +10,14 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
+from logging import getLogger
 from typing import Any
 
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.types import ParamSpec
+
+log = getLogger(__name__)
 
 _NOTHING = "nothing"
 
@@ -87,6 +90,23 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
                 "polyaccel.initialize, and give every rank the same packages, config, optimizer and training data",
                 value=differences,
             )
+
+
+def warn_of_uneven_batches(communicator: Communicator, micro_batch_size: int) -> None:
+    """Warn, on rank 0, where ranks have micro-batches of different sizes, which weigh the same in the mean over ranks.
+    Collective."""
+    if communicator.world_size == 1:
+        return
+    ranks_of: dict[int, list[int]] = {}
+    for rank, size in enumerate(communicator.all_gather_object(micro_batch_size)):
+        ranks_of.setdefault(size, []).append(communicator.ranks[rank])
+    if len(ranks_of) > 1 and communicator.rank == 0:
+        sizes = "; ".join(f"{size} on ranks {ranks}" for size, ranks in ranks_of.items())
+        log.warning(
+            "train_micro_batch_size_per_gpu is %s: the mean over ranks weights a sample of a small micro-batch more; "
+            "give every rank the same",
+            sizes,
+        )
 
 
 def _named(hosts: Sequence[str], ranks: Sequence[int]) -> str:

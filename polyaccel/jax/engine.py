@@ -163,6 +163,7 @@ class JaxEngine(Engine):
         """Forget all gradients, accumulated ones too."""
         self.zero.discard_gradients()
         self._losses.clear()
+        self.counters.begin_window()
 
     def _micro_batches(self, data: Any) -> list[Any]:
         count = self.gradient_accumulation_steps()

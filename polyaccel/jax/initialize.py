@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def initialize(
     engine: JaxEngine
     if layers is not None and runtime.mesh.size_of(("pipe",)) > 1:
         asked, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
-        count = runtime.config.gradient_accumulation_steps
-        table = chosen_table(asked.schedule, stages, count, asked.chunks or None)
+        table_for = partial(chosen_table, asked.schedule, stages, chunks=asked.chunks or None)
+        table = table_for(runtime.config.gradient_accumulation_steps)
         method = "parameters" if asked.partition == "best" else asked.partition
-        engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, method)
+        engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, table_for, method)
     else:
         engine = (
             ViewsEngine(fn, tree, runtime, slices, hyperparameters, seed, stacked)

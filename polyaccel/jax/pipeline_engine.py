@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,7 @@ from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
 from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.partition import layer_weights, split_layers
-from polyaccel.pipeline.program import ProgramStep, TaskTime, program_of, spans_of, with_stages
+from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
 from polyaccel.runtime import Runtime
 from polyaccel.types import DType
@@ -62,6 +62,7 @@ class JaxPipelineEngine(ViewsEngine):
         hyperparameters: Mapping[str, Any],
         seed: int,
         table: PipelineTable,
+        table_for: Callable[[int], PipelineTable],
         partition_method: str,
     ) -> None:
         self._stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
@@ -89,9 +90,8 @@ class JaxPipelineEngine(ViewsEngine):
         super().__init__(layers, mine, runtime, slice_optimizer, hyperparameters, seed)
         self._line = runtime.along(("pipe",))
         self._exchange = ArrayExchange(self._line, self.accelerator)
-        self._training = program_of(check_table(table)[self._stage])
-        self._evaluation = program_of(check_table(table.forwards())[self._stage])
-        self._count_of_passes = sum(task.op in (PipelineOp.BACKWARD, _WEIGHT) for task in table.tasks[self._stage])
+        self._table_for = table_for
+        self._follow(table)
         self._chunks = {
             chunk: _Chunk(self, mine, part)
             for chunk, (at, part) in enumerate(zip(table.placement, self.parts, strict=True))
@@ -104,6 +104,16 @@ class JaxPipelineEngine(ViewsEngine):
         """When this stage did the tasks of the last batch, in order."""
         if self._recorder.trace is not None:
             self._recorder.trace.add_source(lambda: spans_of(self.task_times))
+
+    def _follow(self, table: PipelineTable) -> None:
+        """Do steps by `table` from now on."""
+        self._micro_batch_count = table.micro_batches
+        self._training = program_of(check_table(table)[self._stage])
+        self._evaluation = program_of(check_table(table.forwards())[self._stage])
+        self._count_of_passes = sum(task.op in (PipelineOp.BACKWARD, _WEIGHT) for task in table.tasks[self._stage])
+
+    def _check_accumulation(self, steps: int) -> None:
+        self._table_for(steps)
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
@@ -135,7 +145,7 @@ class JaxPipelineEngine(ViewsEngine):
         self._require_own_process()
         self._require_optimizer()
         self._settle_params()
-        loss = jnp.mean(self._do_steps(self._training, self._pairs(data_iter), trains=True))
+        loss = jnp.mean(self._do_steps(self._pairs(data_iter), trains=True))
         for _ in range(self.gradient_accumulation_steps() - 1):
             self.counters.advance()
         self._losses[:] = [loss]
@@ -147,7 +157,7 @@ class JaxPipelineEngine(ViewsEngine):
         """The mean loss of as many micro-batches as a step has, on every stage, with None for the random key."""
         self._require_own_process()
         self._settle_params()
-        return jnp.mean(self._do_steps(self._evaluation, self._pairs(data_iter), trains=False))
+        return jnp.mean(self._do_steps(self._pairs(data_iter), trains=False))
 
     def destroy(self) -> None:
         """As that of `ViewsEngine`. Every rank calls it."""
@@ -165,10 +175,11 @@ class JaxPipelineEngine(ViewsEngine):
             found.append((inputs, labels))
         return found
 
-    def _do_steps(
-        self, program: Sequence[ProgramStep], batches: Sequence[tuple[Any, Any]], *, trains: bool
-    ) -> jax.Array:
-        """Do the steps of a program. Gives the losses of its micro-batches, on every stage."""
+    def _do_steps(self, batches: Sequence[tuple[Any, Any]], *, trains: bool) -> jax.Array:
+        """Do the steps of training or of evaluation. Gives the losses of the micro-batches, on every stage."""
+        if self._micro_batch_count != len(batches):
+            self._follow(self._table_for(len(batches)))
+        program = self._training if trains else self._evaluation
         shapes = [self._shapes(inputs, labels, trains=trains) for inputs, labels in batches]
         losses: dict[int, Any] = {}
         self._passing.clear()

@@ -9,7 +9,7 @@ from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig
-from polyaccel.engine.base import EngineSettings
+from polyaccel.engine.progress import EngineSettings
 from polyaccel.policies.watching import reporting_of
 
 _COMMON_SETTINGS = {

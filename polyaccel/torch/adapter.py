@@ -18,6 +18,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.errors import ShardingError
 from polyaccel.torch.deferred.values import value_of
+from polyaccel.torch.engine_registry import EngineParameters
 from polyaccel.torch.gathering.arriving import expect
 from polyaccel.torch.gathering.sharded import hide, show, takes_hooks
 from polyaccel.torch.gathering.sites import Sites
@@ -34,7 +35,7 @@ from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.step import ZeroStep
 
 
-class TorchAdapter(ModelAdapter):
+class TorchAdapter(EngineParameters, ModelAdapter):
     """Parameters of `module`, those of `groups` trained, all floating ones held as `param_dtype` (None: as they are).
 
     `groups` are the optimizer's groups, each a sequence of parameters of the module. `passes` hands gradients to the
@@ -61,6 +62,7 @@ class TorchAdapter(ModelAdapter):
         """Names of the states that are offloaded now (`OffloadedStates`)."""
         self._accelerator = accelerator
         self._passes = passes
+        self.engine_number = passes.number
         self._specs = parameter_specs(module, groups, param_dtype, trained)
         self.blocks = Blocks(self._specs, along)
         self._owned = OwnedParameters(module, self, {fqn for fqn, spec in self._specs.items() if spec.trainable})
@@ -212,9 +214,9 @@ class TorchAdapter(ModelAdapter):
     def step(self) -> ZeroStep:
         """The step that is followed, with all its states. Raises ShardingError once the engine is closed, or while
         states are offloaded."""
+        self.require_nothing_away()
         if self._step is None:
             raise ShardingError("the engine of this parameter is closed", cure="use it before engine.destroy()")
-        self.require_nothing_away()
         return self._step
 
     @property
@@ -363,7 +365,8 @@ class TorchAdapter(ModelAdapter):
     # Parameters away from the device.
 
     def require_nothing_away(self) -> None:
-        """Raise ShardingError while states are offloaded."""
+        """Raise ShardingError while states are offloaded, and where the parameters were handed over."""
+        self.require_not_handed_over()
         if self.away:
             raise ShardingError(f"{self.away} are offloaded", cure="call engine.reload_states() first", value=self.away)
 

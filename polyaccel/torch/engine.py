@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from logging import getLogger
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
-from polyaccel.errors import PolyaccelError
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.runtime import Runtime
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
@@ -31,14 +33,16 @@ from polyaccel.torch.settings import ModuleSettings
 from polyaccel.torch.states.checkpoint import WantedLoad, frozen_with_states, load_run, optimizer_kind
 from polyaccel.torch.states.contents import TorchRun, contents_of
 from polyaccel.torch.states.custom_loading import CustomLoad
-from polyaccel.torch.states.offload_states import OffloadedStates, StateKind, empty_cache
+from polyaccel.torch.states.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.states.unfreezing import follow, is_due
 from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
+log = getLogger(__name__)
 
-class TorchEngine(nn.Module, Engine):
+
+class TorchEngine(nn.Module, Engine, OffloadsStates):
     """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
 
     `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
@@ -46,6 +50,7 @@ class TorchEngine(nn.Module, Engine):
     """
 
     zero: ZeroStep
+    _warned_of_16_bits = _is_closed = False
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class TorchEngine(nn.Module, Engine):
         resident = isinstance(slice_optimizer, ClientOptimizer)
         self.zero = self._stage_runtime.zero_step(self.adapter, slice_optimizer, groups, self.timer, resident=resident)
         self._offloaded = OffloadedStates(self.zero, self.adapter)
+        self.adapter.engine_ref = ref(self)
         self.adapter.attach(self.zero)
         return self.zero
 
@@ -147,7 +153,6 @@ class TorchEngine(nn.Module, Engine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute the gradients of `loss`, a scalar, scaled for accumulation and fp16, and start reducing them.
-
         Returns the loss divided by the accumulation steps. `scale_wrt_gas=False` leaves that division out.
         """
         self._require_optimizer()
@@ -173,6 +178,16 @@ class TorchEngine(nn.Module, Engine):
         """Forget all gradients, accumulated ones too."""
         self.adapter.discard_gradients()
         super().zero_grad(set_to_none)
+        self.counters.begin_window()
+
+    def _check_accumulation(self, steps: int) -> None:
+        if isinstance(self.zero.optimizer, ClientOptimizer) and self.zero.optimizer.evaluates and steps != 1:
+            expected = "the optimizer evaluates the loss several times a step"
+            raise ConfigError([Problem("gradient_accumulation_steps", steps, expected, "use 1 micro-batch a step")])
+        types = {spec.dtype for spec in self.adapter.param_specs() if spec.trainable}
+        if steps > 1 and self.zero.plan.policy.precision.adds_in_16_bits(types) and not self._warned_of_16_bits:
+            self._warned_of_16_bits = True
+            log.warning('micro-batches add up in 16 bits: say "data_types": {"grad_accum_dtype": "fp32"} in the config')
 
     # The update.
 
@@ -350,28 +365,6 @@ class TorchEngine(nn.Module, Engine):
             save_whole_model(self.adapter, self.zero, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
-    def offload_states(
-        self,
-        include: Iterable[StateKind | str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states to host memory until `reload_states`, between phases in which the engine does nothing. `include`
-        names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the module if its
-        parameters (`lp_params`) are away."""
-        self._settle_replica()
-        self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` took away."""
-        self._offloaded.reload(non_blocking=non_blocking)
-
-    def empty_partition_cache(self) -> None:
-        """Free gathered parameters that nobody uses, and give memory kept for later back to the device."""
-        self.zero.trim()
-        empty_cache(self.device)
-
     # What users ask.
 
     def get_lr(self) -> list[float]:
@@ -380,7 +373,10 @@ class TorchEngine(nn.Module, Engine):
 
     def destroy(self) -> None:
         """Remove the hooks and let go of buffers. The module keeps its parameters' values: with sharded parameters it
-        is collective, and every rank then holds all of them."""
+        is collective, and every rank then holds all of them. An engine that is closed stays as it is."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._close_saving()
         if self.adapter.away:
             self.reload_states()
@@ -388,6 +384,7 @@ class TorchEngine(nn.Module, Engine):
         self._linears.release()
         self._recomputation.release()
         self.adapter.release()
+        self._passes.close()
         self.zero.close()
         self.runtime.leave_groups()
         self._recorder.close()

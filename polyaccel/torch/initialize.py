@@ -24,10 +24,11 @@ from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rul
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
-from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.torch.api.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
+from polyaccel.torch.engine_registry import take_over
 from polyaccel.torch.experts.balance import following_loads
 from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.experts.watching import WatchedExperts
@@ -76,11 +77,13 @@ def initialize(
         kind = type(model).__name__
         cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
         raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
+    require_dataset(training_data)
     stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(compose(parsed), training_data=_described(training_data))
+    take_over(model)
     runtime.enter_groups()
     require_groups(mpu, runtime.mesh, runtime.communicator.rank)
     device = torch_device_of(runtime.accelerator)

@@ -10,8 +10,9 @@ early. Should a pass end early all the same, what comes after is late or a pass 
 [Note: Factors]
 A gradient is multiplied with 1 / accumulation steps and with the loss scale, and divided by the number of ranks. In a
 pass of the engine's own the first two are factors of the loss. In a user's pass `scale` has put the loss scale into the
-loss, if there is one, and accumulation is a factor of each gradient as it arrives. The ranks are divided by in the
-reduction (`ReductionPolicy.scaling`), the loss scale in the update.
+loss, if there is one. What is missing of both is a factor of each gradient as it arrives: in a pass that another engine
+runs too ([Note: One loss through several engines] of `engine_registry`). The ranks are divided by in the reduction
+(`ReductionPolicy.scaling`), the loss scale in the update.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
+from polyaccel.torch.engine_registry import BackwardPass, at_least_float32, registry_of_rank
 from polyaccel.torch.params.gradients import AUTOGRAD_S
 from polyaccel.zero.step import ZeroStep
 
@@ -71,6 +73,8 @@ class BackwardPasses:
         """Whether passes reduce their gradients; False inside `no_sync`."""
         self.is_last: bool | None = None
         """Whether passes of the engine's own end the accumulation; None where that is for the micro-batches to say."""
+        self.keeps_own_scale = False
+        """Whether passes of the engine's own have its loss scale, whatever other engines they reach."""
         self.concerned: Collection[str] | None = None
         """The parameters that may get a gradient in passes of the engine's own, by name; None: any."""
         self._accelerator = accelerator
@@ -85,7 +89,8 @@ class BackwardPasses:
         """The loss scale of the gradients that the step holds."""
         self._factor = 1.0
         """Gradients of the present pass are multiplied with this before they enter their bucket."""
-        self._is_scaled_by_user = False
+        self._registry = registry_of_rank()
+        self.number = self._registry.enter(self)
         self._left: list[tuple[Tensor, Tensor]] | None = None
         """Where gradients of parameters go instead of their buckets, see `leaving`."""
         self._is_watched = False
@@ -118,55 +123,49 @@ class BackwardPasses:
 
         Returns the loss divided by the accumulation steps, or the loss itself without `accumulates`, without a graph.
         """
-        share = 1.0 / self._counters.gradient_accumulation_steps if accumulates else 1.0
-        root = _at_least_float32(loss) * share if share != 1.0 else loss
+        share = self._share if accumulates else 1.0
+        root = at_least_float32(loss) * share if share != 1.0 else loss
         shared = root.detach()
-        with self._timer("backward"):
-            self._begin(1.0)
-            try:
-                if self.loss_scale != 1.0:
-                    root = _at_least_float32(root) * self.loss_scale
-                root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except BaseException:
-                self._abandon()
-                raise
-            self._end()
+        own = self.loss_scale, self.is_scaled
+        scale, is_scaled = own if self.keeps_own_scale else self._registry.pass_scale(loss, self)
+        with self._own_pass(BackwardPass(scale * share, scale, is_scaled, divides=accumulates, is_of_engine=True)):
+            if scale != 1.0:
+                root = at_least_float32(root) * scale
+            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return shared
 
     def run_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Compute the gradients that follow from those of `outputs`, in which all factors are already."""
-        with self._timer("backward"):
-            self._begin(1.0)
-            try:
-                torch.autograd.backward(list(outputs), list(gradients))
-            except BaseException:
-                self._abandon()
-                raise
-            self._end()
+        with self._own_pass(self._whole_pass()):
+            torch.autograd.backward(list(outputs), list(gradients))
+
+    def _whole_pass(self) -> BackwardPass:
+        """A pass whose gradients have all of this engine's factors."""
+        return BackwardPass(self.loss_scale * self._share, self.loss_scale, self.is_scaled, is_of_engine=True)
+
+    @contextmanager
+    def _own_pass(self, one: BackwardPass) -> Iterator[None]:
+        with self._timer("backward"), self._registry.run(one):
+            self._join(one)
+            yield
 
     def run_products(self, products: list[LaterProduct], roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compute the gradients that linear layers have left, which `products` loses, and what follows from `roots`,
         tensors with their gradients, as one pass. See [Note: Products that add up in place] of `delayed_linears`."""
         step, roots = self._attached, list(roots)
-        with self._timer("backward"):
-            self._begin(1.0)
-            try:
-                while products:
-                    product = products.pop(0)  # and what it is made of, when it has been
-                    weight, bias = self._names.get(product.weight), self._names.get(product.bias)  # type: ignore[arg-type]
-                    is_ours = self._is_unseen(product.weight) and self._is_unseen(product.bias)
-                    if not is_ours or weight is None:
-                        roots.append(product.root())
-                        continue
-                    step.add_gradient(weight, product.write)
-                    if bias is not None:
-                        step.add_gradient(bias, product.write_bias)
-                if roots:
-                    torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
-            except BaseException:
-                self._abandon()
-                raise
-            self._end()
+        with self._own_pass(self._whole_pass()):
+            while products:
+                product = products.pop(0)  # and what it is made of, when it has been
+                weight, bias = self._names.get(product.weight), self._names.get(product.bias)  # type: ignore[arg-type]
+                is_ours = self._is_unseen(product.weight) and self._is_unseen(product.bias)
+                if not is_ours or weight is None:
+                    roots.append(product.root())
+                    continue
+                step.add_gradient(weight, product.write)
+                if bias is not None:
+                    step.add_gradient(bias, product.write_bias)
+            if roots:
+                torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
 
     def _is_unseen(self, parameter: nn.Parameter | None) -> bool:
         """Whether the gradient of a parameter is for the engine alone, and whole here; of None too."""
@@ -204,33 +203,50 @@ class BackwardPasses:
         """The gradients that the step holds were multiplied with this."""
         return self._loss_scaler.loss_scale
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the engine trains with a loss scale, which may be 1 for a while."""
+        is_trained = self._step is not None and self._step.optimizer is not None
+        return is_trained and (self._loss_scaler.dynamic or self.loss_scale != 1.0)
+
+    @property
+    def _share(self) -> float:
+        return 1.0 / self._counters.gradient_accumulation_steps
+
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; the next pass is begun by its user."""
-        self._is_scaled_by_user = True
-        return _at_least_float32(loss) * self.loss_scale
+        return self._registry.scale(loss, self)
 
     def watch_outputs(self, outputs: Any) -> None:
         """Begin a pass when the gradient of any of `outputs` appears."""
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                self._registry.mark_output(leaf, self.number)
                 leaf.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
     def notice(self) -> None:
-        """A backward is under way: begin its pass, unless that has begun. Called inside of autograd."""
+        """A backward is under way: begin its pass, or take part in it, unless that has begun. Called inside of
+        autograd."""
         if self._step is None or self._step.in_pass or self._left is not None:
             return
+        one = self._registry.running() or self._registry.begin(BackwardPass())
         if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it
-            if not self._is_watched:
+            if self not in one.taking_part:
                 self._is_watched = True
-                _after_backward(self._end_watched)
+                one.taking_part.append(self)
             return
-        if self.loss_scale != 1.0 and not self._is_scaled_by_user:
-            raise PolyaccelError(
-                "loss.backward() was called on an fp16 loss that is not scaled: small gradients would vanish",
-                cure="call engine.backward(loss), or engine.scale(loss).backward()",
-            )
-        self._begin(1.0 / self._counters.gradient_accumulation_steps)
-        _after_backward(self._end)
+        try:
+            if self.is_scaled and self.loss_scale != 1.0 and not one.is_scaled:
+                raise PolyaccelError(
+                    f"backward was called on a loss that is not scaled for engine {self.number}, which trains in fp16: "
+                    "small gradients would vanish",
+                    cure="call engine.backward(loss) of that engine, or engine.scale(loss).backward()",
+                    value=self.number,
+                )
+            self._join(one)
+        except BaseException:
+            self._registry.forget(one)
+            raise
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         self.notice()
@@ -261,17 +277,18 @@ class BackwardPasses:
 
     # Every pass.
 
-    def _begin(self, factor: float) -> None:
+    def _join(self, one: BackwardPass) -> None:
+        """Take part in a pass."""
         step = self._attached
         if not step.holds_gradients:
             self._held_scale = self.loss_scale
         self.require_one_scale()
-        if self._left is not None:
-            return
-        self._factor = factor
-        is_last = self._counters.is_boundary if self.is_last is None else self.is_last
-        reduces = self.reduce and step.policy.reduces_pass(is_last=is_last)
-        step.begin_pass(reduce=reduces, names=self.concerned)
+        if self._left is None:
+            self._factor = self.loss_scale * (self._share if one.divides else 1.0) / one.factor
+            is_last = self._counters.is_boundary if self.is_last is None else self.is_last
+            reduces = self.reduce and step.policy.reduces_pass(is_last=is_last)
+            step.begin_pass(reduce=reduces, names=self.concerned, waits_for_end=bool(one.taking_part))
+        one.taking_part.append(self)
 
     def require_one_scale(self) -> None:
         """Raise PolyaccelError where the loss scale has changed since a backward pass whose gradients are held: it is
@@ -284,23 +301,27 @@ class BackwardPasses:
                 value=self.loss_scale,
             )
 
-    def _end(self) -> None:
+    def end_pass(self) -> None:
         """Autograd has done, and the gradients are there."""
         if self._left is not None:
+            return
+        if self._is_watched:
+            self._is_watched = False
+            self._on_end(True)
             return
         with self._timer("reduce"):
             self._on_end(True)
             self._attached.end_pass()
-        self._is_scaled_by_user = False
 
-    def _end_watched(self) -> None:
-        self._is_watched = False
-        self._on_end(True)
-
-    def _abandon(self) -> None:
+    def abandon_pass(self) -> None:
         """Autograd raised: launch nothing more, for reducing half a pass could leave the other ranks waiting."""
+        self._is_watched = False
         self._attached.abandon_pass()
         self._on_end(False)
+
+    def close(self) -> None:
+        """The engine is closed."""
+        self._registry.leave(self.number)
 
     @property
     def _attached(self) -> ZeroStep:
@@ -310,13 +331,3 @@ class BackwardPasses:
 
 def _nothing(is_whole: bool) -> None:
     pass
-
-
-def _after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the outermost backward that is running now is done."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def _at_least_float32(loss: Tensor) -> Tensor:
-    """`loss` in a type in which it can be scaled: float32 for 16-bit ones, else its own."""
-    return loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss

@@ -59,6 +59,7 @@ class PipelineEngine(StagedStates):
             self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
         self._stages, self._stage, self._loss_fn = module.num_stages, module.stage, module.loss_fn
         self._placement = module.placement
+        self._passes.keeps_own_scale = self._stages > 1
         self._programs = StagePrograms(module, schedule, chunks)
         table = self._programs.table(self.gradient_accumulation_steps())
         self.monitor.add_picture("pipeline.svg", lambda: foretold_picture(table))
@@ -90,6 +91,10 @@ class PipelineEngine(StagedStates):
         self._in_batch = self._receives = False
         self._more_losses: dict[str, Tensor] | None = None
         self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
+
+    def _check_accumulation(self, steps: int) -> None:
+        super()._check_accumulation(steps)
+        self._programs.table(steps)
 
     @property
     def num_stages(self) -> int:

@@ -6,6 +6,7 @@ Kinds are `param` (in the best precision there is), `grad`, and the optimizer's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from polyaccel.buffer import Buffer
@@ -30,11 +31,13 @@ def fragment(step: ZeroStep, fqn: str, kind: str) -> Fragment | None:
     A gradient must have been settled (`settle_gradients`). Raises ShardingError for a kind that does not exist.
     """
     place, slot = step.params.locate(fqn)
-    source = _source(step, place.bucket.index, fqn, kind)
     for piece in place.slices():
         if piece.fqn == fqn:
+            source = _source(step, place.bucket.index, fqn, kind)
             return Fragment(piece.start, source.view(piece.shard_offset, piece.length))
-    return Fragment(0, source.view(0, 0)) if slot.param.numel == 0 else None
+    if slot.param.numel == 0:
+        return Fragment(0, _source(step, place.bucket.index, fqn, kind).view(0, 0))
+    return None
 
 
 def settle_gradients(step: ZeroStep, fqn: str) -> bool:
@@ -52,18 +55,32 @@ def settle_gradients(step: ZeroStep, fqn: str) -> bool:
 def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
     """All of a parameter's state of one kind, flat, in float32 (or float64). Collective where it is sharded."""
     place, slot = step.params.locate(fqn)
-    own = fragment(step, fqn, kind)
-    dtype = _source(step, place.bucket.index, fqn, kind).dtype
     holders = step.holders(fqn)
+    is_complete = place.master.numel == place.bucket.numel or not slot.param.numel
+    if kind in (PARAM, GRAD) or is_complete:
+        dtype = _source(step, place.bucket.index, fqn, kind).dtype
+    else:
+        dtype = _agreed_type(step, place.bucket.index, fqn, kind)
+    own = fragment(step, fqn, kind)
     whole = holders.allocate(slot.param.numel, dtype if dtype is DType.FLOAT64 else DType.FLOAT32)
     if own is not None:
         whole.view(own.start, own.values.numel).copy_from(own.values)
-    is_complete = place.master.numel == place.bucket.numel
-    if not is_complete and slot.param.numel:
+    if not is_complete:
         holders.all_reduce(
             whole, label=f"whole {kind}", bucket=place.bucket.index
         )  # zeros elsewhere, so nothing is rounded
     return whole
+
+
+def _agreed_type(step: ZeroStep, index: int, fqn: str, kind: str) -> DType:
+    """The type of a parameter's optimizer state, of which this rank may hold no element. Collective: a rank without
+    elements of the bucket cannot know which states there are, and all raise ShardingError where none has it."""
+    has = fragment(step, fqn, PARAM) is not None
+    own = {name: state.dtype.value for name, state in _states(step, index).items()} if has else None
+    all_types = [found for found in step.holders(fqn).all_gather_object(own) if found is not None]
+    if not all(kind in found for found in all_types):
+        raise _no_state(fqn, kind, sorted(set.intersection(*map(set, all_types))))
+    return DType.parse(all_types[0][kind])
 
 
 def write_fragment(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
@@ -196,12 +213,20 @@ def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
                 f"parameter {fqn!r} has no gradient now", cure="ask between engine.backward() and engine.step()"
             )
         return gradients.result()
-    shard = next((shard for shard in step.shards if shard.bucket.index == index), None)
-    states = {} if shard is None else shard.states
+    states = _states(step, index)
     if kind not in states:
-        raise ShardingError(
-            f"parameter {fqn!r} has no optimizer state {kind!r}",
-            cure=f"its states are {', '.join(states) or 'none (yet)'}",
-            value=kind,
-        )
+        raise _no_state(fqn, kind, list(states))
     return states[kind]
+
+
+def _states(step: ZeroStep, index: int) -> Mapping[str, Buffer]:
+    """The optimizer states of a bucket on this rank."""
+    return next((shard.states for shard in step.shards if shard.bucket.index == index), {})
+
+
+def _no_state(fqn: str, kind: str, states: Sequence[str]) -> ShardingError:
+    return ShardingError(
+        f"parameter {fqn!r} has no optimizer state {kind!r}",
+        cure=f"its states are {', '.join(states) or 'none (yet)'}",
+        value=kind,
+    )

@@ -108,6 +108,7 @@ class ZeroStep:
             )
         self._in_pass = False
         self._reducing = False
+        self._waits_for_end = False
         self._has_unreduced = False
         """Gradients accumulated in a pass that did not reduce, and no reducing pass has followed."""
         self._is_incomplete = False
@@ -149,10 +150,10 @@ class ZeroStep:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
         return self._in_pass or any(gradients.has_content for gradients in self._gradients)
 
-    def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None) -> None:
+    def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None, waits_for_end: bool = False) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the
         parameters that may get one in it (None: any); where every pass reduces, buckets without them are left alone,
-        on all ranks alike.
+        on all ranks. `waits_for_end`: replicated parameters' reductions are launched when the pass ends.
 
         `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
         failed half-way (`require_whole`).
@@ -160,6 +161,7 @@ class ZeroStep:
         self.require_whole()
         self._is_incomplete |= self._in_pass
         self._in_pass, self._reducing, self._next_launch = True, reduce, 0
+        self._waits_for_end = waits_for_end
         self._has_unreduced = not reduce
         self.passes += 1
         self.by_hand.shown.clear()
@@ -176,7 +178,7 @@ class ZeroStep:
         if self._reducing and bucket.needs_staging():
             self._in_flight.make_room()
         bucket.add(index, gradient, reducing=self._reducing)
-        if self._reducing and not self.params.is_any_sharded:
+        if self._reducing and not self._waits_for_end and not self.params.is_any_sharded:
             self._launch_ready()
 
     def release(self, indices: Iterable[int]) -> None:

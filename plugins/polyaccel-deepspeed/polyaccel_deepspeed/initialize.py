@@ -23,6 +23,7 @@ from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
 from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
+from polyaccel_deepspeed.utils import keep_lines_from_root
 
 
 def initialize(
@@ -46,6 +47,7 @@ def initialize(
     altered in it is logged.
     """
     refuse_another()
+    keep_lines_from_root()
     if model is None:
         raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
     written = _the_config(args, config, config_params)

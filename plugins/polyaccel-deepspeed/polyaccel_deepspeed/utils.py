@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -24,6 +25,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("DeepSpeed")
 """DeepSpeed's logger, whose level clients set. polyaccel's own lines come from the logger `polyaccel`."""
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(
+        logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
+    )
+    logger.addHandler(_handler)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+
+
+def keep_lines_from_root() -> None:
+    """Let the root logger's handlers have no lines of polyaccel's, as they have none of DeepSpeed's: clients that have
+    configured logging would show each twice, and read ours as their own."""
+    logging.getLogger("polyaccel").propagate = False
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:

@@ -30,6 +30,14 @@ _T = TypeVar("_T")
 _PRIME = 1_000_003
 
 
+def require_dataset(data: Any) -> None:
+    """Raise ConfigError for a loader in the place of a dataset."""
+    if isinstance(data, (DataLoader, ShardedDataLoader)):
+        cure = "pass its dataset (and collate_fn), or leave training_data out and give batches of the loader yourself"
+        problem = Problem("training_data", type(data).__name__, "is a loader, and a dataset is expected", cure)
+        raise ConfigError([problem], source="initialize")
+
+
 class PositionedSampler(DistributedSampler[Any]):
     """torch's DistributedSampler, that can begin in the middle: at `position` samples (of all ranks) into the epoch.
 
@@ -118,6 +126,7 @@ class ShardedDataLoader(Generic[_T]):
 
         Raises ConfigError for sizes that cannot be, and for a dataset that does not give a single micro-batch.
         """
+        require_dataset(dataset)
         sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "world_size": world_size}
         problems = [Problem(key, value, "expected at least 1") for key, value in sizes.items() if value < 1]
         if not 0 <= rank < max(1, world_size):

@@ -112,7 +112,7 @@ class GatheredParameters:
             if home is not None and home.owner is not None:
                 asked.setdefault(home.owner, set()).add(home.fqn)
         openings = []
-        for owner, names in asked.items():
+        for owner, names in sorted(asked.items(), key=lambda pair: pair[0].engine_number):
             step = owner.step
             ranks = step.communicator.world_size
             if self._modifier_rank is not None and not 0 <= self._modifier_rank < ranks:

@@ -18,7 +18,7 @@ from polyaccel.torch.params.ownership import home_of
 
 log = getLogger(__name__)
 
-_LEAF = "_polyaccel_leaf"
+_LEAF = "_z3_leaf"
 _CONFIGURED_LEAF = "_polyaccel_configured_leaf"
 _MAX_LEAF_NUMEL = 10**9
 """A larger module is never a leaf by its granularity: all of it would be live at once."""

@@ -6,7 +6,7 @@ them, so that parameters pickle and copy like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -25,6 +25,21 @@ class ParameterOwner(Protocol):
 
     checks_contents: bool
     """Look for changes of gathered parameters at their values, not only at their version counters."""
+
+    @property
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """The parameters of the engine, with their full names."""
+
+    @property
+    def engine_number(self) -> int:
+        """Engines of a rank count from 1 in the order in which they were made."""
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in messages: its number, and the class of its model."""
+
+    def hand_over(self, to: str) -> None:
+        """Close the engine, whose parameters `to` gets. Collective where they are sharded."""
 
     @property
     def step(self) -> ZeroStep:

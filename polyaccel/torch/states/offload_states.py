@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import TorchBuffer
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.buffer import Buffer
@@ -145,3 +146,36 @@ def empty_cache(device: torch.device) -> None:
     give_back = getattr(torch.get_device_module(device), "empty_cache", None)
     if give_back is not None:
         give_back()
+
+
+class OffloadsStates:
+    """The part of an engine that moves its states to the host and back."""
+
+    zero: ZeroStep
+    accelerator: Accelerator
+    _offloaded: OffloadedStates
+
+    def _settle_replica(self) -> None:
+        """As that of `Engine`, which goes before it."""
+
+    def offload_states(
+        self,
+        include: Iterable[StateKind | str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until `reload_states`, between phases in which the engine does nothing. `include`
+        names kinds of `StateKind`; None means all. Meanwhile training is an error, and so is running the module if its
+        parameters (`lp_params`) are away."""
+        self._settle_replica()
+        self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took away."""
+        self._offloaded.reload(non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that nobody uses, and give memory kept for later back to the device."""
+        self.zero.trim()
+        empty_cache(torch_device_of(self.accelerator))

@@ -156,6 +156,7 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: 
 
     Collective. One bucket is whole at a time. Tied parameters share one tensor.
     """
+    adapter.require_not_handed_over()
     zero.require_whole()
     adapter.adopt_changes()
     values = {}

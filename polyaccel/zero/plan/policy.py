@@ -6,6 +6,7 @@ Stages are rows of a table of placements: each kind of state is held whole by ev
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -99,6 +100,10 @@ class Precision:
         """The type in which gradients of a parameter of type `param` wait for the update."""
         travels = self.reduce_of(param)
         return self.accumulate or (DType.FLOAT32 if self.accumulates and travels.itemsize < 4 else travels)
+
+    def adds_in_16_bits(self, params: Collection[DType]) -> bool:
+        """Whether gradients of several micro-batches would add up in 16 bits without a word in the config for it."""
+        return self.accumulate is None and any(self.gradient_of(param).itemsize < 4 for param in params)
 
 
 DEFAULT_PRECISION = Precision()

@@ -301,11 +301,15 @@ def test_destroy_gives_back_a_whole_module(stage):
     on_threads(2, work, gpt)
 
 
-def test_a_model_belongs_to_one_engine_at_a_time():
+def test_a_model_belongs_to_the_engine_that_was_made_last():
     def work(communicator, model):
-        engine_of(model, 3)
-        with pytest.raises(ShardingError, match="sharded by another engine"):
-            engine_of(model, 3)
+        first = engine_of(model, 3)
+        wanted = first.module_state_dict()
+        second = engine_of(model, 3)
+        assert_equal(second.module_state_dict(), wanted)
+        with pytest.raises(ShardingError) as refused:
+            first.step()
+        assert refused.value.value == second.adapter.engine_name
 
     on_threads(2, work, gpt)
 

@@ -22,10 +22,12 @@ from parity_models import (
     train_plainly,
 )
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.errors import ConfigError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api.data import ShardedDataLoader
 from polyaccel.zero.plan.traffic import step_traffic
@@ -421,3 +423,31 @@ def test_the_phases_of_a_step_add_up_to_it_and_evaluation_is_in_none():
             slow.remove()
 
     on_threads(2, train, parity_model)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (1, 3, 1)])
+def test_ranks_with_other_micro_batches_are_named_once(sizes, caplog):
+    def work(communicator, module):
+        config = make_config(1) | {"train_micro_batch_size_per_gpu": sizes[communicator.rank]}
+        config.pop("train_batch_size", None)
+        engine = engine_for(module, config)
+        engine.destroy()
+
+    on_threads(len(sizes), work, parity_model)
+    warned = [record for record in caplog.records if "train_micro_batch_size_per_gpu" in record.getMessage()]
+    assert len(warned) == (len(set(sizes)) > 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda data: DataLoader(data, 2), lambda data: ShardedDataLoader(data, micro_batch_size=2)]
+)
+def test_a_loader_as_training_data_is_refused_before_the_model_is_touched(make):
+    def work(communicator, module):
+        data = TensorDataset(torch.ones(8, 2))
+        before = [parameter.data_ptr() for parameter in module.parameters()]
+        with pytest.raises(ConfigError) as refused:
+            engine_for(module, make_config(1), training_data=make(data))
+        assert refused.value.problems[0].value == type(make(data)).__name__
+        assert before == [parameter.data_ptr() for parameter in module.parameters()]
+
+    on_threads(1, work, parity_model)

@@ -24,6 +24,7 @@ from torch import nn
 
 import polyaccel
 from polyaccel.errors import LossScaleError, PolyaccelError
+from polyaccel.testkit.ranks.threads import run_threads
 
 SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STEPS = 3
@@ -325,3 +326,42 @@ def test_float32_is_untouched_by_any_of_this():
         assert_close({"loss": engine.scale(torch.tensor(3.0))}, {"loss": torch.tensor(3.0)}, 0.0)
 
     on_threads(1, scale, parity_model)
+
+
+class MovingAverage(nn.Module):
+    """Writes a float buffer from a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4, 4))
+
+    def forward(self, value):
+        with torch.no_grad():
+            self.average.lerp_(self.layer.weight, 0.1)
+        return self.layer(value)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (MovingAverage, "average"),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "parametrizations.weight.0._u"),
+        (lambda: nn.Sequential(MovingAverage()), "0.average"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_a_buffer_that_stayed_in_float32_is_named(build, name, kind):
+    def work(communicator):
+        config = {"train_batch_size": 2, kind: {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        value = torch.ones(2, 4, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+        engine, *_ = polyaccel.initialize(model=build(), config=config)
+        with pytest.raises(PolyaccelError) as refused:
+            engine(value)
+        engine.destroy()
+        cured, *_ = polyaccel.initialize(model=build(), config=config | {"data_types": {"buffer_dtype": kind}})
+        cured.backward(cured(value).float().mean())
+        cured.step()
+        return refused.value.value, cured.was_step_applied()
+
+    assert run_threads(1, work) == [(name, True)]

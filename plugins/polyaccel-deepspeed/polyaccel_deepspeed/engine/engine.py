@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from logging import getLogger
+from math import inf, isnan
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -169,6 +169,11 @@ class DeepSpeedEngine(Settings, TorchEngine):
 
     # Gradients and steps.
 
+    def get_global_grad_norm(self) -> float | None:
+        """As that of `TorchEngine`; infinite after a step that was skipped for gradients that were not finite."""
+        norm = super().get_global_grad_norm()
+        return inf if norm is not None and isnan(norm) and not self.was_step_applied() else norm
+
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Does nothing: each backward pass reduces its own gradients."""
 
@@ -185,21 +190,6 @@ class DeepSpeedEngine(Settings, TorchEngine):
             yield
         self.zero.begin_pass(reduce=True)
         self.zero.end_pass()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples of an optimizer step, by other accumulation steps. Between optimizer steps."""
-        each = self.train_micro_batch_size_per_gpu() * self.communicator.world_size
-        if train_batch_size < 1 or train_batch_size % each:
-            expected = f"should be a multiple of micro-batch size * ranks = {each}"
-            raise ConfigError([Problem("train_batch_size", train_batch_size, expected, f"use {each}, for example")])
-        self.counters.set_batch(gradient_accumulation_steps=train_batch_size // each, train_batch_size=train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch; the accumulation steps stay, and so the batch changes with it."""
-        steps = self.gradient_accumulation_steps()
-        batch = micro_batch_size * steps * self.communicator.world_size
-        self.counters.set_batch(gradient_accumulation_steps=steps, train_batch_size=batch)
-        self._settings = replace(self._settings, micro_batch_size=micro_batch_size, train_batch_size=batch)
 
     # The module.
 

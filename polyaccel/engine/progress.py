@@ -1,0 +1,154 @@
+"""How far a training run is, what its sizes are, and how a script changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from polyaccel.checkpoint.saver import SavePolicy
+from polyaccel.engine.counters import StepCounters
+from polyaccel.engine.loss_scale import LossScaler
+from polyaccel.engine.metrics import StepMetrics
+from polyaccel.engine.recording import Reporting, StepRecorder
+from polyaccel.engine.state import TrainedState
+from polyaccel.errors import ConfigError, Problem
+from polyaccel.zero.update.walk import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings that an engine counts with and answers to its users.
+
+    Batch sizes count samples: of an optimizer step over all ranks, and of one rank's micro-batch. `counts_work`: tokens
+    and operations are counted.
+    """
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    zero_stage: int
+    gradient_clipping: float
+    reporting: Reporting
+    counts_work: bool
+    saving: SavePolicy
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have samples of their own."""
+        return self.train_batch_size // (self.micro_batch_size * self.accumulation_steps)
+
+
+class RunProgress:
+    """The part of an engine that counts, and that answers what it counts with."""
+
+    _settings: EngineSettings
+    counters: StepCounters
+    loss_scaler: LossScaler
+    zero: TrainedState
+    _recorder: StepRecorder
+    _result: StepResult | None = None
+
+    # How far the run is.
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps, skipped ones included."""
+        return self.counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks in those steps."""
+        return self.counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Finished micro-batches."""
+        return self.counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite."""
+        return self.counters.skipped_steps
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Figures of the last optimizer step on this rank; None before the first."""
+        return self._recorder.last
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the parameters."""
+        return self.counters.step_applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last of its optimizer step."""
+        return self.counters.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether micro-batches end an accumulation; None counts them again."""
+        self.counters.set_gradient_accumulation_boundary(is_boundary)
+
+    # What the config became, and what was set since.
+
+    def train_batch_size(self) -> int:
+        """Samples of an optimizer step, of all ranks together."""
+        return self.counters.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.counters.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self._settings.zero_stage
+
+    def gradient_clipping(self) -> float:
+        return self._settings.gradient_clipping
+
+    def get_loss_scale(self) -> float:
+        """The factor that losses are multiplied with now."""
+        return self.loss_scaler.loss_scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step."""
+        return None if self._result is None else self._result.grad_norm
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Let optimizer steps have so many samples of all ranks from now on, by another number of micro-batches; their
+        size stays. Inside an unfinished window it takes effect at the next one. Every rank calls it.
+
+        Raises ConfigError unless it is a multiple of the micro-batch size times the data-parallel ranks.
+        """
+        each = self.train_micro_batch_size_per_gpu() * self._data_ranks
+        if train_batch_size < 1 or train_batch_size % each:
+            expected = f"should be a multiple of micro-batch size * data-parallel ranks = {each}"
+            raise ConfigError([Problem("train_batch_size", train_batch_size, expected, f"use {each}, for example")])
+        steps = train_batch_size // each
+        self._check_accumulation(steps)
+        self._set_batch(steps, train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Count so many samples in each micro-batch from now on; the accumulation steps stay, and the batch size
+        changes with it. A loader that exists keeps its size. Inside an unfinished window it takes effect for
+        `global_samples` at the next one. Every rank calls it. Raises ConfigError for a size below 1."""
+        if micro_batch_size < 1:
+            problem = Problem("train_micro_batch_size_per_gpu", micro_batch_size, "expected at least 1")
+            raise ConfigError([problem])
+        ranks, steps = self._data_ranks, self._settings.accumulation_steps
+        batch = micro_batch_size * steps * ranks
+        self._settings = replace(self._settings, micro_batch_size=micro_batch_size, train_batch_size=batch)
+        steps = self.counters.next_accumulation_steps
+        self._set_batch(steps, micro_batch_size * steps * ranks)
+
+    def _set_batch(self, steps: int, train_batch_size: int) -> None:
+        is_unfinished = self.counters.is_in_window or self.zero.holds_gradients
+        self.counters.set_batch(
+            gradient_accumulation_steps=steps, train_batch_size=train_batch_size, waits_for_window=is_unfinished
+        )
+
+    def _check_accumulation(self, steps: int) -> None:
+        """Raise PolyaccelError where this engine cannot have so many micro-batches a step."""
+
+    @property
+    def _data_ranks(self) -> int:
+        """How many ranks have samples of their own."""
+        return self._settings.data_ranks
