@@ -19,6 +19,7 @@ from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
+from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 
@@ -53,7 +54,7 @@ def initialize(
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups
-    if dist_init_required is not False:
+    if dist_init_required is not False or dist.is_initialized():
         init_distributed(distributed_port=distributed_port, config=tree)
     engine, own_optimizer, loader, schedule = initialize_torch(
         model,
@@ -68,6 +69,7 @@ def initialize(
         dist_init_required=dist_init_required,
         config=tree,
         engine_class=DeepSpeedEngine,
+        slice_optimizers=SLICE_OPTIMIZERS,
     )
     assert isinstance(engine, DeepSpeedEngine)  # asked for
     if engine.global_rank == 0:
@@ -76,7 +78,7 @@ def initialize(
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
     stand_along(engine.mesh)
-    engine.adopt(written if isinstance(written, Mapping) else tree)
+    engine.adopt(written if isinstance(written, Mapping) else tree, optimizer, collate_fn)
     if engine.zero_optimization_partition_weights():
         describe(model, engine.world_size)
     return engine, own_optimizer, loader, schedule
