@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from logging import getLogger
 from typing import Any
@@ -22,34 +21,18 @@ from polyaccel.config.load import read_tree
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
+from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.config_defaults import DEFAULTS_RULES
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 
 log = getLogger("polyaccel.deepspeed")
 
-Tree = dict[str, Any]
 _PARAMS = ("optimizer.params", "scheduler.params")
 """Tables of arguments, whose values mean what the optimizer says."""
 _AUTO_IS_DEFAULT = ("zero_optimization", "fp16", "bf16")
 """Sections in which DeepSpeed itself reads "auto" as the key's default."""
 _CLIPPING = 1.0
 """DeepSpeed 0.19's `gradient_clipping` where the config has none."""
-
-_TORCH_DECAY = 0.01
-"""The `weight_decay` of torch.optim.AdamW."""
-_HOST_LION_BETAS = (0.9, 0.999)
-"""The `betas` of DeepSpeedCPULion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A key that was dropped or altered; `what` ends the sentence. `is_warning` where a reader may not expect it."""
-
-    key: str
-    what: str
-    is_warning: bool = False
-
-    def __str__(self) -> str:
-        return f"config: {self.key} {self.what}"
 
 
 def normalise(source: Any) -> tuple[Tree, tuple[Change, ...]]:
@@ -157,60 +140,6 @@ def _parameters_at_rest(tree: Tree) -> Iterator[Change]:
         del zero["offload_param"]
 
 
-def _warmup_type(tree: Tree) -> Iterator[Change]:
-    params = _params(tree, "scheduler")
-    if "warmup_type" in params and params["warmup_type"] not in ("log", "linear"):
-        yield Change(
-            "scheduler.params.warmup_type",
-            f'= {params["warmup_type"]!r} is unknown: the warm-up is logarithmic ("log"), as in DeepSpeed; or write '
-            '"linear"',
-            is_warning=True,
-        )
-        params["warmup_type"] = "log"
-
-
-def _adam(tree: Tree) -> Iterator[Change]:
-    """DeepSpeed's "AdamW" is decoupled whatever `adam_w_mode` is, and `torch_adam` brings torch's own defaults."""
-    params, kind = _params(tree, "optimizer"), _optimizer_of(tree)
-    if kind == "adamw" and params.get("adam_w_mode") is False:
-        del params["adam_w_mode"]
-        yield Change("optimizer.params.adam_w_mode", "= false was dropped: DeepSpeed's AdamW decouples weight decay")
-    if kind in ("adam", "adamw") and params.get("torch_adam") is True:
-        params.pop("foreach", None)  # a choice of speed
-        if "weight_decay" not in params and params.get("adam_w_mode", True) is not False:
-            params["weight_decay"] = _TORCH_DECAY
-            what = f"is left out, which means {_TORCH_DECAY} to torch.optim.AdamW, which `torch_adam` asks for"
-            yield Change("optimizer.params.weight_decay", what, is_warning=True)
-
-
-def _lion(tree: Tree) -> Iterator[Change]:
-    """DeepSpeed's Lion on the host has another default than that on the device."""
-    if _optimizer_of(tree) != "lion":
-        return
-    zero, params = tree.get("zero_optimization"), _params(tree, "optimizer")
-    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-    on_host = isinstance(offload, Mapping) and offload.get("device") in ("cpu", "nvme")
-    on_host = on_host or (isinstance(zero, Mapping) and zero.get("cpu_offload") is True)
-    if on_host and "betas" not in params and isinstance(tree["optimizer"], dict):
-        tree["optimizer"]["params"] = {**params, "betas": list(_HOST_LION_BETAS)}
-        yield Change("optimizer.params.betas", f"are left out, which means {_HOST_LION_BETAS} to DeepSpeed's CPU Lion")
-    what = "follows the paper where momentum and gradient are both 0: the weight stays. DeepSpeed moves it by lr"
-    yield Change("optimizer.type", f'= "Lion" {what}')
-
-
-def _params(tree: Tree, section: str) -> Tree:
-    """The arguments in `tree[section]`, to be changed; an empty dict where there are none."""
-    found = tree.get(section)
-    params = found.get("params") if isinstance(found, Mapping) else None
-    return params if isinstance(params, dict) else {}
-
-
-def _optimizer_of(tree: Tree) -> str:
-    """The optimizer's name in lower case; "" without one."""
-    found = tree.get("optimizer")
-    return str(found.get("type", "")).lower() if isinstance(found, Mapping) else ""
-
-
 _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _dotted,
     _empty,
@@ -220,9 +149,7 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _monitors,
     _clipping,
     _parameters_at_rest,
-    _warmup_type,
-    _adam,
-    _lion,
+    *DEFAULTS_RULES,
 )
 
 
