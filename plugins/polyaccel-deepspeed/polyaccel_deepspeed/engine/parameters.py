@@ -52,8 +52,8 @@ class LiveStatus:
         is_whole = home is None or home.is_whole
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
-    @property
-    def __class__(self) -> type[ZeroParamStatus]:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[ZeroParamStatus]:  # type: ignore[override]
         """`ZeroParamStatus`, for `isinstance` and `in`."""
         return ZeroParamStatus
 
