@@ -191,7 +191,7 @@ ABSENT: tuple[Absent, ...] = (
         "leave it out; `seed_layers` is an argument of PipelineModule",
     ),
     Absent(
-        "tensor parallelism",
+        "this setting of tensor parallelism",
         _under(
             "tensor_parallel",
             dtype="fp16",
@@ -204,10 +204,10 @@ ABSENT: tuple[Absent, ...] = (
         )
         | _under("tensor_parallel.tp", tp_grain_size=1, mpu=None, tp_group=None)
         | _under("tensor_parallel.tensor_parallel", tp_size=1, tp_grain_size=1, mpu=None, tp_group=None),
-        'shard the parameters: "zero_optimization": {"stage": 3}',
+        'leave it out: "tensor_parallel.autotp_size" cuts the weights',
     ),
     Absent(
-        "expert parallelism",
+        "this setting of expert parallelism",
         _under(
             "expert_parallel",
             expert_tensor_parallel_size=1,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,11 +68,13 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config,
     engine_class: type[TorchEngine] = TorchEngine,
     pipeline_engine_class: type[PipelineEngine] = PipelineEngine,
+    slice_optimizers: Mapping[str, Callable[[], SliceOptimizer]] = MappingProxyType({}),
 ) -> tuple[TorchEngine, Any, ShardedDataLoader[Any] | None, Any]:
     """Build an engine around `model`; arguments and errors as `polyaccel.initialize` says.
 
     `engine_class`, and of a model over stages `pipeline_engine_class`, are for packages that give the engine more
-    methods.
+    methods; `slice_optimizers` for those that compute one of the config's optimizers by another formula with the same
+    states, by its name there.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -105,7 +108,7 @@ def initialize(
         mark_configured_leaves(model, rules.leaves)
     _cut_sequences(runtime, model, is_own=mpu is not None or mesh_param is not None)
     _tile(runtime, model)
-    slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters)
+    slice_optimizer, groups = _make_optimizer(runtime, model, optimizer, model_parameters, slice_optimizers)
     engine = engine_class(model, runtime, slice_optimizer, groups, _module_settings(runtime.config))
     _attend_experts(runtime, model, engine)
     if isinstance(engine, PipelineEngine):
@@ -272,7 +275,11 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _make_optimizer(
-    runtime: Runtime, model: nn.Module, client: OptimizerLike | None, model_parameters: Iterable[Any] | None
+    runtime: Runtime,
+    model: nn.Module,
+    client: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    slice_optimizers: Mapping[str, Callable[[], SliceOptimizer]],
 ) -> tuple[SliceOptimizer | None, ParamGroups]:
     """The optimizer on slices and its groups: the caller's, else the config's, else none."""
     section = runtime.config.optimizer
@@ -280,6 +287,8 @@ def _make_optimizer(
         native = runtime.native_optimizer()
         if native is not None:
             slices, defaults = native
+            if section is not None and section.type in slice_optimizers:
+                slices = slice_optimizers[section.type]()
             return slices, make_groups(model_parameters, model, defaults)
         if section is None:
             return None, []  # nothing is trained, so there are no master weights and gradients

@@ -26,6 +26,7 @@ from polyaccel.engine.lr_schedules import SCHEDULES
 from polyaccel.errors import ConfigError
 from polyaccel_deepspeed.auto_values import fill_auto
 from polyaccel_deepspeed.change import Change, Tree
+from polyaccel_deepspeed.config_defaults import DEFAULTS_RULES
 from polyaccel_deepspeed.config_rules import RULES, known_keys, whole_batch
 from polyaccel_deepspeed.engine.monitor import DEFAULTS, with_defaults
 
@@ -191,6 +192,7 @@ _RULES: tuple[Callable[[Tree], Iterator[Change]], ...] = (
     _clipping,
     _parameters_at_rest,
     *RULES,
+    *DEFAULTS_RULES,
 )
 
 

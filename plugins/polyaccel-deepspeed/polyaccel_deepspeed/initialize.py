@@ -20,6 +20,7 @@ from polyaccel_deepspeed.engine.groups import stand_along
 from polyaccel_deepspeed.engine.optimizers import NamedOptimizer
 from polyaccel_deepspeed.engine.parameters import describe
 from polyaccel_deepspeed.engine.tensors import with_tensor_ranks
+from polyaccel_deepspeed.engine.updates import SLICE_OPTIMIZERS
 from polyaccel_deepspeed.experts.models import with_expert_ranks
 from polyaccel_deepspeed.origin import refuse_another, tell_whose
 from polyaccel_deepspeed.pipeline.engine import PipelineEngine
@@ -56,7 +57,7 @@ def initialize(
     if isinstance(optimizer, NamedOptimizer):
         tree["optimizer"] = optimizer.section()
         model_parameters = optimizer.param_groups
-    if dist_init_required is not False:
+    if dist_init_required is not False or dist.is_initialized():
         init_distributed(distributed_port=distributed_port, config=tree)
     changes = (*changes, *whole_batch(tree, comm.get_world_size()))
     engine, own_optimizer, loader, schedule = initialize_torch(
@@ -73,6 +74,7 @@ def initialize(
         config=tree,
         engine_class=DeepSpeedEngine,
         pipeline_engine_class=PipelineEngine,
+        slice_optimizers=SLICE_OPTIMIZERS,
     )
     assert isinstance(engine, DeepSpeedEngine)  # asked for
     if engine.global_rank == 0:
@@ -81,7 +83,7 @@ def initialize(
     if isinstance(optimizer, NamedOptimizer):
         optimizer.follow(own_optimizer)
     stand_along(engine.mesh)
-    engine.adopt(written if isinstance(written, Mapping) else tree)
+    engine.adopt(written if isinstance(written, Mapping) else tree, optimizer, collate_fn)
     if engine.zero_optimization_partition_weights():
         describe(model, engine.world_size)
     return engine, own_optimizer, loader, schedule

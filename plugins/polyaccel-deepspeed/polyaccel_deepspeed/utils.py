@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,6 +164,17 @@ def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             safe_set_full_grad(parameter, update_func(gradient))
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return the attribute of `model` with a dotted name."""
+    return reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Set the attribute of `model` with a dotted name."""
+    above, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, last, module)
 
 
 class OnDevice:

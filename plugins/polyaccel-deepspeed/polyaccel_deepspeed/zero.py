@@ -21,7 +21,7 @@ from polyaccel.torch.api import gathered
 from polyaccel.torch.deferred.init import Init as DeferredInit
 from polyaccel.torch.deferred.init import is_constructing
 from polyaccel.torch.params.ownership import home_of
-from polyaccel_deepspeed.engine.parameters import number
+from polyaccel_deepspeed.engine.parameters import describe_parameter
 
 
 class Init(DeferredInit):
@@ -62,13 +62,13 @@ class Init(DeferredInit):
     def __enter__(self) -> Init:
         super().__enter__()
         if self._enabled:
-            self.callback(register_module_parameter_registration_hook(_number_new).remove)
+            self.callback(register_module_parameter_registration_hook(_describe_new).remove)
         return self
 
 
-def _number_new(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+def _describe_new(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     if parameter is not None:
-        number(parameter)
+        describe_parameter(parameter, dist.get_world_size() if dist.is_initialized() else 1)
 
 
 class GatheredParameters(gathered.GatheredParameters):

@@ -121,10 +121,12 @@ class ShardedDataLoader(Generic[_T]):
         collate_fn: Callable[[list[Any]], _T] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        reshuffles: bool = True,
     ) -> None:
         """`micro_batch_size` samples on each of `world_size` ranks make a micro-batch.
 
-        Raises ConfigError for sizes that cannot be, and for a dataset that does not give a single micro-batch.
+        Without `reshuffles` every epoch has the same order, until `sampler.set_epoch` is called. Raises ConfigError for
+        sizes that cannot be, for what is no dataset, and for one that does not give a single micro-batch.
         """
         require_dataset(dataset)
         sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "world_size": world_size}
@@ -140,18 +142,12 @@ class ShardedDataLoader(Generic[_T]):
         self.seed = seed
         self.epoch = 0
         self.position = 0
+        self.reshuffles = reshuffles
         self._resuming = False
         self.sampler: PositionedSampler | None = None
+        _refuse_no_dataset(dataset)
         if not isinstance(dataset, IterableDataset):
-            self.sampler = PositionedSampler(
-                dataset,
-                micro_batch_size=micro_batch_size,
-                rank=rank,
-                world_size=world_size,
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
-            )
+            self.sampler = self._make_sampler(drop_last=drop_last, shuffle=shuffle)
             self._refuse_empty(self.sampler)
         self._worker_seeds = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
@@ -163,6 +159,17 @@ class ShardedDataLoader(Generic[_T]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             generator=self._worker_seeds,
+        )
+
+    def _make_sampler(self, *, drop_last: bool, shuffle: bool) -> PositionedSampler:
+        return PositionedSampler(
+            self.dataset,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
         )
 
     @property
@@ -185,7 +192,8 @@ class ShardedDataLoader(Generic[_T]):
             self._end_epoch()
         micro_batches = sampler.micro_batches_from(self.position)
         sampler.position = self.position
-        sampler.set_epoch(self.epoch)
+        if self.reshuffles:
+            sampler.set_epoch(self.epoch)
         self._seed_workers()
         for number, micro_batch in enumerate(self._loader, start=1):
             # The epoch ends with its last micro-batch, not when somebody asks for one more: a state saved in between
@@ -262,21 +270,27 @@ class ShardedDataLoader(Generic[_T]):
             raise ConfigError([Problem("training_data", sampler.total_samples, expected, cure)], source="initialize")
 
 
-class RepeatingLoader(Generic[_T]):
-    """Goes through `loader` again and again. Raises ConfigError when it gives nothing at all."""
+class RepeatingLoader(Iterator[_T]):
+    """Iterates over `loader` again and again: `next` begins another epoch where one has ended. Raises ConfigError when
+    `loader` gives nothing at all."""
 
     def __init__(self, loader: Iterable[_T]) -> None:
         self.loader = loader
+        self._epoch: Iterator[_T] | None = None
 
-    def __iter__(self) -> Iterator[_T]:
-        while True:
-            empty = True
-            for item in self.loader:
-                empty = False
-                yield item
-            if empty:
-                problem = Problem("training_data", self.loader, "gives no micro-batch", "give it some data")
-                raise ConfigError([problem], source="RepeatingLoader")
+    def __iter__(self) -> RepeatingLoader[_T]:
+        return self
+
+    def __next__(self) -> _T:
+        for _ in range(2):  # what is left of this epoch, else the next one
+            if self._epoch is None:
+                self._epoch = iter(self.loader)
+            try:
+                return next(self._epoch)
+            except StopIteration:
+                self._epoch = None
+        problem = Problem("training_data", self.loader, "gives no micro-batch", "give it some data")
+        raise ConfigError([problem], source="RepeatingLoader")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -313,6 +327,17 @@ def loss_of(outputs: Any) -> Tensor:
         cure = "let the module return its loss: alone, first in a tuple, or as `loss`"
         raise PolyaccelError(f"the module returned a {kind} without a loss", cure=cure, value=kind)
     return found
+
+
+def _refuse_no_dataset(dataset: object) -> None:
+    """Raise ConfigError unless `dataset` gives samples by number, or is an IterableDataset."""
+    if isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
+        return
+    cure = "give a dataset with __getitem__ and __len__, or a torch IterableDataset"
+    if isinstance(dataset, DataLoader):
+        cure = "give its dataset; or leave training_data out, and pass the batches of the loader to the engine"
+    problem = Problem("training_data", type(dataset).__name__, "is no dataset", cure)
+    raise ConfigError([problem], source="training_data")
 
 
 def _is_count(value: object) -> bool:

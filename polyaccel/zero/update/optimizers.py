@@ -171,8 +171,17 @@ class TrustRatioOptimizer(RowOptimizer):
     """An update whose rate for a parameter follows from the norms of the parameter and of its direction: LAMB (You et
     al. 2020, algorithm 2), with DeepSpeed's bounds on that ratio.
 
-    The norms are over the whole parameter, though it be cut over ranks.
+    The norms are over the whole parameter, though it be cut over ranks. A subclass may choose another direction and
+    another rate.
     """
+
+    def direction_rule(self, group: Group, step: int) -> Rule:
+        """The rule that writes the direction of update number `step` (from 1)."""
+        return self.row.rule(group, step)
+
+    def rate(self, group: Group, step: int) -> float:
+        """What the direction of update number `step` is multiplied by, together with the ratio."""
+        return float(group["lr"])
 
     def update(
         self,
@@ -186,7 +195,7 @@ class TrustRatioOptimizer(RowOptimizer):
             dtype = shard.master.dtype if shard.master.dtype is DType.FLOAT64 else DType.FLOAT32
             direction = shard.tier.compute.allocate(shard.master.numel, dtype)
             for run in shard.runs:
-                _update_run(shard, run, self.row.rule(group, run.step), grad_scale, direction)
+                _update_run(shard, run, self.direction_rule(group, run.step), grad_scale, direction)
             ratios = self._trust_ratios(shard, direction, group, communicator)
             for piece in shard.slices:
                 run_of_piece = shard.run_of(piece)
@@ -194,7 +203,7 @@ class TrustRatioOptimizer(RowOptimizer):
                     window = (piece.shard_offset, piece.length)
                     rounding = run_of_piece.rounding
                     shard.kernels[UPDATE](
-                        apply_direction(float(group["lr"]) * ratios[piece.fqn]),
+                        apply_direction(self.rate(group, run_of_piece.step) * ratios[piece.fqn]),
                         shard.master.view(*window),
                         direction.view(*window),
                         (),

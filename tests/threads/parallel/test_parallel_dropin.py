@@ -44,7 +44,7 @@ def test_a_model_is_cut_as_a_script_for_deepspeed_asks(by: str) -> None:
         engine.step()
         assert loss.item() == pytest.approx(wanted, rel=1e-5)
         facts = (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank(), engine.dp_world_size)
-        assert engine.mp_world_size == 2
+        assert engine.mp_world_size == engine.autotp_size() == 2
         engine.destroy()
         return facts
 

@@ -75,7 +75,7 @@ LIGHTNING = {
 TUNED = {
     "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True},
     "zero_optimization": {"contiguous_gradients": False, "round_robin_gradients": True, "sub_group_size": 1e12},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "weight_decay": 0.1}},
 }
 """Tuning keys that polyaccel itself accepts: they change no number."""
 

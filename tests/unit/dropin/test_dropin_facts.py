@@ -32,6 +32,11 @@ OURS = {
 MADE_ELSEWHERE = {
     "DeepSpeedEngine": "initialize makes it",
     "PipelineEngine": "initialize makes it",
+    "DeepSpeedZeroOptimizer": "initialize makes it",
+    "DeepSpeedZeroOptimizer_Stage3": "initialize makes it",
+    "BF16_Optimizer": "initialize makes it",
+    "FP16_Optimizer": "initialize makes it",
+    "FP16_UnfusedOptimizer": "initialize makes it",
     "DeepSpeedAccelerator": "get_accelerator makes it",
     "DeepSpeedConfigError": "polyaccel raises it",
     "ProcessGroup": "torch's; new_group makes it",

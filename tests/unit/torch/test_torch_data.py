@@ -296,10 +296,30 @@ def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> No
 def test_data_that_gives_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="training_data = 0: 0 samples do not make one micro-batch"):
         loader(0)
-    with pytest.raises(ConfigError, match="has no length"):
-        ShardedDataLoader(object(), micro_batch_size=1)  # type: ignore[arg-type]
+    for none in (object(), torch.utils.data.DataLoader(Numbers(3)), iter([1, 2])):
+        with pytest.raises(ConfigError) as caught:
+            ShardedDataLoader(none, micro_batch_size=1)  # type: ignore[arg-type]
+        assert caught.value.problems[0].value == type(none).__name__
     with pytest.raises(ConfigError, match="gives no micro-batch"):
         next(iter(RepeatingLoader([])))
+
+
+def test_a_repeating_loader_is_an_iterator() -> None:
+    """`next` goes on where another loop left, and begins another epoch where one has ended."""
+    repeating = RepeatingLoader([1, 2, 3])
+    assert iter(repeating) is repeating
+    assert [next(repeating), next(repeating)] == [1, 2]
+    assert list(islice(repeating, 5)) == [3, 1, 2, 3, 1]
+    assert next(repeating) == 2
+
+
+def test_without_reshuffles_epochs_are_equal_until_the_sampler_is_told() -> None:
+    fixed = ShardedDataLoader[Any](Numbers(9), micro_batch_size=2, reshuffles=False)
+    first = [batch.tolist() for batch in fixed]
+    assert [batch.tolist() for batch in fixed] == first
+    assert fixed.sampler is not None
+    fixed.sampler.set_epoch(1)
+    assert [batch.tolist() for batch in fixed] != first
 
 
 def test_tensors_are_collated_as_by_torch() -> None:

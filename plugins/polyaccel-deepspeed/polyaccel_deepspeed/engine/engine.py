@@ -5,37 +5,82 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from logging import getLogger
 from math import inf, isnan
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from polyaccel.engine.base import Engine
-from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.api.data import ShardedDataLoader
+from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.states.custom_loading import CustomLoading
 from polyaccel.torch.states.whole_model import entries_of_writer
 from polyaccel.zero.update.optimizers import Group
 from polyaccel.zero.update.walk import StepResult
+from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
+from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
 from polyaccel_deepspeed.engine.parameters import ParameterOffload
 from polyaccel_deepspeed.engine.settings import Settings
+from polyaccel_deepspeed.engine.wrappers import wrap
+from polyaccel_deepspeed.recovery import RECOVERY_SCRIPT, write_recovery_script
 
 log = getLogger("polyaccel.deepspeed")
+
+
+def _settable_counter(name: str) -> Any:
+    """A property that reads and sets one of the engine's counters."""
+
+    def read(self: DeepSpeedEngine) -> int:
+        count: int = getattr(self.counters, name)
+        return count
+
+    def write(self: DeepSpeedEngine, value: float) -> None:
+        if int(value) != value or value < 0:
+            raise PolyaccelError(f"engine.{name} = {value!r}", cure="set a whole number, 0 or more", value=value)
+        setattr(self.counters, name, int(value))
+
+    return property(read, write, doc=f"`{name}`, as `TorchEngine` counts it.")
 
 
 class DeepSpeedEngine(Settings, TorchEngine):
     """An engine that `deepspeed.initialize` made. `config` is the raw config, as a dict."""
 
-    def adopt(self, raw_config: Mapping[str, Any]) -> None:
-        """Take over the config as its user wrote it, and show parameters and optimizer as DeepSpeed does."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """What `initialize` was given: loaders that the engine makes use it."""
+
+    def adopt(self, raw_config: Mapping[str, Any], client: Any, collate_fn: Any) -> None:
+        """Take over the config as its user wrote it, and show parameters and optimizer as DeepSpeed does. `client` and
+        `collate_fn` are what `initialize` was given."""
         self.raw_config = raw_config
         self.config = dict(raw_config)  # type: ignore[assignment]  # clients read the raw dict here
+        self.collate_fn = collate_fn
         if self.optimizer is not None:
-            self.optimizer.overflow = False
+            wrap(self, client)
             self.optimizer.parameter_offload = ParameterOffload(self._own_module)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """How many samples a second are trained."""
+        return ThroughputTimer(self.train_batch_size())
+
+    # Loops begin an epoch, or go on after a restart, by setting the counters.
+    micro_steps = _settable_counter("micro_steps")
+    global_steps = _settable_counter("global_steps")
+    global_samples = _settable_counter("global_samples")
+    skipped_steps = _settable_counter("skipped_steps")
+
+    def get_global_grad_norm(self) -> GradNorm | None:
+        """The norm of the last step's gradients before clipping, as a float with the methods of a tensor.
+
+        None before the first step; infinite after a step that was skipped for gradients that were not finite.
+        """
+        norm = super().get_global_grad_norm()
+        if norm is None:
+            return None
+        return GradNorm(inf if isnan(norm) and not self.was_step_applied() else norm)
 
     def _take_result(self, result: StepResult) -> None:
         Engine._take_result(self, result)
@@ -43,6 +88,8 @@ class DeepSpeedEngine(Settings, TorchEngine):
 
     def _end_step(self, groups: Sequence[Group], loss: float | None, lr_kwargs: Mapping[str, Any]) -> None:
         super()._end_step(groups, loss, lr_kwargs)
+        if self.metrics is not None:
+            self.tput_timer.count(self.metrics, self.gradient_accumulation_steps(), self.train_batch_size())
         if self.monitor.enabled and self.metrics is not None:
             scales = self.fp16_enabled()
             self.monitor.write_events(step_events(self.metrics, scales=scales, with_times=self.wall_clock_breakdown()))
@@ -107,20 +154,26 @@ class DeepSpeedEngine(Settings, TorchEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's micro-batches of `dataset`; `data_sampler` chooses them where there is one."""
-        size = batch_size or self.train_micro_batch_size_per_gpu()
-        workers = num_local_io_workers or 0
-        if data_sampler is not None:
-            return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
-        line = self.mesh.group(("data",), self.communicator.rank)  # ranks that share a model share its data
-        return ShardedDataLoader(
+        """A loader of this rank's micro-batches of `dataset`; a `data_sampler` chooses them where there is one.
+
+        The routes "eval" and "predict" keep the order of the dataset. Ranks that share a batch have the same samples.
+        """
+        ranks = self.mesh.group(("data",), self.communicator.rank)
+        place = ranks.index(self.communicator.rank)
+        if data_sampler is None and route in ("eval", "predict") and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, len(ranks), place, shuffle=False)
+        return DeepSpeedDataLoader(
             dataset,
-            micro_batch_size=size,
-            rank=line.index(self.communicator.rank),
-            world_size=len(line),
-            drop_last=self.dataloader_drop_last(),
-            collate_fn=collate_fn,
-            num_workers=workers,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            pin_memory,
+            self.local_rank,
+            self.tput_timer if route == "train" else None,
+            self.collate_fn if collate_fn is None else collate_fn,
+            num_local_io_workers,
+            data_sampler,
+            len(ranks),
+            place,
+            self.dataloader_drop_last(),
         )
 
     # Checkpoints.
@@ -133,9 +186,23 @@ class DeepSpeedEngine(Settings, TorchEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `TorchEngine.save_checkpoint`; a tag may be a number."""
+        """As `TorchEngine.save_checkpoint`; a tag may be a number. At stages 1 to 3 it writes `zero_to_fp32.py` too,
+        which scripts look for and users run."""
         name = None if tag is None else str(tag)
-        return super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        done = super().save_checkpoint(str(save_dir), name, client_state, save_latest, exclude_frozen_parameters)
+        if self.zero_optimization() and self.communicator.rank == 0:
+            write_recovery_script(self.runtime.storage(str(save_dir)))
+        return done
+
+    def _require_whole_step(self) -> None:
+        """Warn, in place of an error, of a save in an unfinished accumulation: the checkpoint is without its gradients,
+        and a run that loads it begins the accumulation again. This run goes on with them."""
+        if self.zero.holds_gradients and self.communicator.rank == 0:
+            done = self.micro_steps % self.gradient_accumulation_steps()
+            log.warning(
+                "save_checkpoint after %d of %d micro-batches of a step: their gradients are not in the checkpoint",
+                done, self.gradient_accumulation_steps(),
+            )  # fmt: skip
 
     def load_checkpoint(  # type: ignore[override]  # DeepSpeed's last argument is another one
         self,
@@ -164,15 +231,11 @@ class DeepSpeedEngine(Settings, TorchEngine):
 
     def _is_there(self, load_dir: str, tag: str | None) -> bool:
         """Whether rank 0 sees anything of the checkpoint, whole or not. Collective."""
-        names = self.runtime.storage(load_dir).names() if self.communicator.rank == 0 else ()
+        found = self.runtime.storage(load_dir).names() if self.communicator.rank == 0 else ()
+        names = [name for name in found if name != RECOVERY_SCRIPT]
         return bool(self.communicator.broadcast_object(str(tag) in names if tag is not None else len(names) > 0))
 
     # Gradients and steps.
-
-    def get_global_grad_norm(self) -> float | None:
-        """As that of `TorchEngine`; infinite after a step that was skipped for gradients that were not finite."""
-        norm = super().get_global_grad_norm()
-        return inf if norm is not None and isnan(norm) and not self.was_step_applied() else norm
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Does nothing: each backward pass reduces its own gradients."""

@@ -10,6 +10,7 @@ import torch
 from polyaccel.comm import get_local_rank
 from polyaccel.config import ResolvedConfig
 from polyaccel.torch.engine import TorchEngine
+from polyaccel_deepspeed.engine.groups import get_sequence_parallel_group
 from polyaccel_deepspeed.experts.layer import MoE
 
 
@@ -82,8 +83,9 @@ class Getters(TorchEngine):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [group.get("type") for group in groups]
 
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is no sequence parallelism."""
+    def get_sequence_parallel_group(self) -> Any:
+        """torch's group of the ranks that share sequences with this one; None where none do."""
+        return get_sequence_parallel_group() if self.mesh.has_several("sequence") else None
 
     # The config.
 

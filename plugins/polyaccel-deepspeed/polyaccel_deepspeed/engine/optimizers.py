@@ -6,25 +6,12 @@ the engine's groups, so that a schedule which holds it moves the engine's learni
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.api.optimizer import ZeroOptimizer
-
-
-class DeepSpeedOptimizer(ABC):  # noqa: B024 - to be asked for with isinstance, not to be derived from
-    """What an engine's optimizer is an instance of."""
-
-
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """What the optimizer of an engine at any stage is an instance of."""
-
-
-ZeROOptimizer.register(ZeroOptimizer)
 
 
 class NamedOptimizer(torch.optim.Optimizer):

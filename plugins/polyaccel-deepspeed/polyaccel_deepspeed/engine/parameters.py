@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from polyaccel.torch.params.ownership import home_of
 
@@ -51,6 +52,11 @@ class LiveStatus:
         is_whole = home is None or home.is_whole
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[ZeroParamStatus]:  # type: ignore[override]
+        """`ZeroParamStatus`, for `isinstance` and `in`."""
+        return ZeroParamStatus
+
     def __eq__(self, other: object) -> bool:
         return self.now is (other.now if isinstance(other, LiveStatus) else other)
 
@@ -67,34 +73,39 @@ class LiveStatus:
     def name(self) -> str:
         return self.now.name
 
+    _name_ = name
+    """Where an enum's `in` looks."""
+
     @property
     def value(self) -> int:
         return self.now.value
-
-
-def number(parameter: nn.Parameter) -> None:
-    """Give the parameter its `ds_id`, unless it has one: ranks that build the same model give the same."""
-    if not hasattr(parameter, "ds_id"):
-        parameter.ds_id = next(_ids)  # type: ignore[attr-defined]
 
 
 def describe(module: nn.Module, world_size: int) -> None:
     """Write DeepSpeed's attributes on the parameters of `module`, which are sharded over `world_size` ranks."""
     module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
     for parameter in module.parameters():
-        number(parameter)
-        share = -(-parameter.numel() // world_size)
-        attributes: dict[str, Any] = {
-            "ds_numel": parameter.numel(),
-            "ds_shape": parameter.shape,
-            "ds_status": LiveStatus(parameter),
-            "ds_tensor": _shard(share, parameter.dtype),
-            "ds_persist": False,
-            "ds_active_sub_modules": set(),
-            "partition_numel": partial(int, share),
-        }
-        for name, value in attributes.items():
-            setattr(parameter, name, value)
+        describe_parameter(parameter, world_size)
+
+
+def describe_parameter(parameter: nn.Parameter, world_size: int) -> None:
+    """Write DeepSpeed's attributes on one parameter. It keeps the `ds_id` that it has: ranks that build the same model
+    give the same."""
+    if isinstance(parameter, UninitializedParameter):  # it has no shape before the first forward pass
+        return
+    share = -(-parameter.numel() // world_size)
+    attributes: dict[str, Any] = {
+        "ds_id": next(_ids) if not hasattr(parameter, "ds_id") else parameter.ds_id,
+        "ds_numel": parameter.numel(),
+        "ds_shape": parameter.shape,
+        "ds_status": LiveStatus(parameter),
+        "ds_tensor": _shard(share, parameter.dtype),
+        "ds_persist": False,
+        "ds_active_sub_modules": set(),
+        "partition_numel": partial(int, share),
+    }
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
 
 
 def _no_parameters() -> tuple[()]:

@@ -45,8 +45,6 @@ _WITHOUT_EFFECT = {
 }
 """Methods that answer with a key of the config as its user wrote it, or with DeepSpeed's default."""
 _FIXED: dict[str, Any] = {
-    "autotp_size": 0,
-    "autotuning_enabled": False,
     "bf16_master_weights_and_gradients": False,
     "bf16_optimizer_states": False,
     "checkpoint_writer_enabled": False,
@@ -76,6 +74,14 @@ class Settings(Getters):
     """Methods of `DeepSpeedEngine` that answer from the config; most are made from the tables above."""
 
     raw_config: Mapping[str, Any] = {}
+
+    def autotp_size(self) -> int:
+        """How many ranks share the weights of a layer; 0 where they are not cut."""
+        tensor = self._answers.tensor_parallel
+        return max(tensor.autotp_size, tensor.tp.tp_size if tensor.tp.tp_size > 1 else 0)
+
+    def autotuning_enabled(self) -> bool:
+        return self._answers.autotuning.enabled
 
     def zero_partial_offload(self) -> float:
         """The share of the optimizer's states that is offloaded."""

@@ -17,7 +17,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.LATER,
-        "sequence parallelism",
+        "DeepSpeed's adapters and losses for sequences on several ranks; sequence_parallel_size cuts sequences",
         {
             "deepspeed.runtime.sequence_parallel.ulysses_sp": "AutogradComputeMLP",
             "deepspeed.sequence": "InternVLFusionAdapter LlavaFusionAdapter ModalityFusionSPAdapter "
@@ -30,7 +30,7 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
     ),
     (
         Status.LATER,
-        "tensor parallelism; stage 3 shards the parameters",
+        "DeepSpeed's own functions of tensor parallelism; tensor_parallel.autotp_size cuts the weights",
         {
             "deepspeed": "merge_tp_model_init_into_config record_tp_model_init_args",
             "deepspeed.checkpointing": "bwc_tensor_model_parallel_rank",
@@ -231,13 +231,11 @@ _TABLE: tuple[tuple[Status, str, dict[str, str]], ...] = (
             "InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles NoGatherCoalescedHandle "
             "NoGatherHandle QuantizationInfo debug_rank0 get_all_subclasses get_allgather_dtype "
             "get_new_tensor_fn_for_dtype print_rank_0 restore_init_context shutdown_init_context",
-            "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3 IPGBucketZ3 input isclose lcm "
-            "model_to_params move_to_cpu print_rank_0",
-            "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer GradPartitionBufferGroup IPGBucket "
+            "deepspeed.runtime.zero.stage3": "IPGBucketZ3 input isclose lcm model_to_params move_to_cpu print_rank_0",
+            "deepspeed.runtime.zero.stage_1_and_2": "GradPartitionBufferGroup IPGBucket "
             "get_alignment_padding input isclose lcm model_to_params print_rank_msg split_half_float_double",
             "deepspeed.runtime.zero.tiling": "split_tensor_along_last_dim",
-            "deepspeed.utils": "DeprecatedException get_caller_func recursive_getattr recursive_setattr "
-            "z3_leaf_parameter",
+            "deepspeed.utils": "DeprecatedException get_caller_func z3_leaf_parameter",
             "deepspeed.utils.logging": "LoggerFactory get_dist_msg print_configuration",
             "deepspeed.utils.z3_leaf_module": "apply_zero_leaf_module_config z3_leaf_parameter",
             "deepspeed.zero": "DeepSpeedTensorOverride DeepSpeedZeRoOffload",

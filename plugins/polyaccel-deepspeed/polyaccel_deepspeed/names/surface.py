@@ -7,6 +7,7 @@ from __future__ import annotations
 from polyaccel_deepspeed.names.entry import Module, Name, Status, accepted, later, never, yes
 from polyaccel_deepspeed.names.internals import INTERNALS
 from polyaccel_deepspeed.names.mixtures import MIXTURES
+from polyaccel_deepspeed.names.optimizers import DEEPSPEED_OPTIMIZER, STAGE_3_OPTIMIZER, WRAPPERS, ZERO_OPTIMIZER
 
 BUILDERS = (
     "AsyncIOBuilder",
@@ -28,6 +29,7 @@ _COMMANDS = "polyaccel_deepspeed.commands"
 _ELASTICITY = "polyaccel_deepspeed.engine.elasticity"
 _ENGINE = "polyaccel_deepspeed.engine.engine"
 _INITIALIZE = "polyaccel_deepspeed.initialize"
+_LOADER = "polyaccel_deepspeed.engine.loader"
 _PROFILING = "polyaccel_deepspeed.engine.profiling"
 _OPTIMIZERS = "polyaccel_deepspeed.engine.optimizers"
 _PARAMETERS = "polyaccel_deepspeed.engine.parameters"
@@ -204,7 +206,7 @@ _PUBLIC: dict[str, Module] = {
         yes(_INITIALIZE, "init_distributed", "initialize")
         | yes("polyaccel", "add_config_arguments")
         | yes(_ENGINE, "DeepSpeedEngine")
-        | yes(_OPTIMIZERS, "DeepSpeedOptimizer")
+        | DEEPSPEED_OPTIMIZER
         | yes("polyaccel_deepspeed.config", "DeepSpeedConfig")
         | yes("polyaccel", DeepSpeedConfigError="ConfigError")
         | yes(_ACCELERATOR, "get_accelerator")
@@ -215,7 +217,7 @@ _PUBLIC: dict[str, Module] = {
         | later("training and generation in one engine; zero.unwrap_model_for_generation", "DeepSpeedHybridEngine")
         | yes("polyaccel_deepspeed.engine.tensors", "set_autotp_mode", "tp_model_init")
         | yes(_UTILS, "OnDevice")
-        | later("the engine's own loader; engine.deepspeed_io makes one", "DeepSpeedDataLoader")
+        | yes(_LOADER, "DeepSpeedDataLoader")
         | never(_INFERENCE, "InferenceEngine", "default_inference_config", "init_inference")
         | never(_KERNELS, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
     ),
@@ -259,6 +261,7 @@ _PUBLIC: dict[str, Module] = {
         never("PEFT's layers, which polyaccel shards", "LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
     ),
     **MIXTURES,
+    **WRAPPERS,
     "deepspeed.monitor": Module("Figures of a run."),
     "deepspeed.monitor.monitor": Module(
         "Figures of a run.", yes("polyaccel_deepspeed.engine.monitor", "MonitorMaster")
@@ -296,17 +299,13 @@ _PUBLIC: dict[str, Module] = {
     "deepspeed.runtime": Module("The parts of the engine."),
     "deepspeed.runtime.activation_checkpointing": Module("Activation checkpointing."),
     "deepspeed.runtime.activation_checkpointing.checkpointing": Module("Activation checkpointing.", _CHECKPOINTING),
-    "deepspeed.runtime.base_optimizer": Module(
-        "The engine's optimizer.", yes(_OPTIMIZERS, "DeepSpeedOptimizer", "ZeROOptimizer")
-    ),
     "deepspeed.runtime.config": Module(
         "The config.",
         yes("polyaccel_deepspeed.config", "DeepSpeedConfig") | yes("polyaccel", DeepSpeedConfigError="ConfigError"),
     ),
     "deepspeed.runtime.dataloader": Module(
         "Loaders.",
-        yes("polyaccel.torch.api.data", "RepeatingLoader")
-        | later("the engine's own loader; engine.deepspeed_io makes one", "DeepSpeedDataLoader"),
+        yes("polyaccel.torch.api.data", "RepeatingLoader") | yes(_LOADER, "DeepSpeedDataLoader"),
     ),
     "deepspeed.runtime.engine": Module("The engine.", yes(_ENGINE, "DeepSpeedEngine")),
     "deepspeed.runtime.hybrid_engine": Module(
@@ -362,9 +361,9 @@ _PUBLIC: dict[str, Module] = {
         | _NO_EXTERNAL,
     ),
     "deepspeed.runtime.zero.stage3": Module(
-        "Stage 3.", yes("polyaccel.zero", "unwrap_model_for_generation") | _ESTIMATES_3
+        "Stage 3.", yes("polyaccel.zero", "unwrap_model_for_generation") | STAGE_3_OPTIMIZER | _ESTIMATES_3
     ),
-    "deepspeed.runtime.zero.stage_1_and_2": Module("Stages 1 and 2.", _ESTIMATES_2),
+    "deepspeed.runtime.zero.stage_1_and_2": Module("Stages 1 and 2.", ZERO_OPTIMIZER | _ESTIMATES_2),
     "deepspeed.runtime.zero.tiling": Module("Layers in tiles.", _TILES),
     "deepspeed.sequence": Module("Long sequences."),
     "deepspeed.sequence.layer": Module("Long sequences.", yes(_SEQUENCE, "DistributedAttention")),
@@ -374,8 +373,7 @@ _PUBLIC: dict[str, Module] = {
         | _FRAGMENTS
         | _LEAVES
         | yes("polyaccel.torch.api.data", "RepeatingLoader")
-        | yes(_UTILS, "instrument_w_nvtx")
-        | yes(_UTILS, "OnDevice")
+        | yes(_UTILS, "OnDevice", "instrument_w_nvtx", "recursive_getattr", "recursive_setattr")
         | yes(_GROUPS, **_PARALLEL)
         | yes(_GRID, "bwc_pipeline_parallel_world_size")
         | yes(_ACCELERATOR, "get_accelerator")

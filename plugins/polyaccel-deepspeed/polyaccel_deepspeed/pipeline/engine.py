@@ -24,7 +24,7 @@ from polyaccel_deepspeed.pipeline.topology import PipeModelDataParallelTopology
 log = getLogger("polyaccel.deepspeed")
 
 
-class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):
+class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc]  # of `module_state_dict`
     """An engine that `deepspeed.initialize` makes of a `PipelineModule`, and of any model over several stages."""
 
     has_attention_mask = False

@@ -1,0 +1,32 @@
+"""The names of DeepSpeed's optimizers around an optimizer, and of helpers in small modules."""
+
+from __future__ import annotations
+
+from polyaccel_deepspeed.names.entry import Module, never, yes
+
+_WRAPPERS = "polyaccel_deepspeed.engine.wrappers"
+_HELPERS = yes("polyaccel_deepspeed.utils", "recursive_getattr", "recursive_setattr")
+
+ZERO_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedZeroOptimizer")
+STAGE_3_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedZeroOptimizer_Stage3")
+DEEPSPEED_OPTIMIZER = yes(_WRAPPERS, "DeepSpeedOptimizer")
+
+WRAPPERS: dict[str, Module] = {
+    "deepspeed.compression": Module("What is left of compression."),
+    "deepspeed.compression.helper": Module("Attributes by dotted names.", _HELPERS),
+    "deepspeed.runtime.base_optimizer": Module(
+        "The engine's optimizer.", DEEPSPEED_OPTIMIZER | yes(_WRAPPERS, "ZeROOptimizer")
+    ),
+    "deepspeed.runtime.bf16_optimizer": Module(
+        "The engine's optimizer in bf16.",
+        yes(_WRAPPERS, "BF16_Optimizer") | never("a part of DeepSpeed's engine without a counterpart", "print_rank_0"),
+    ),
+    "deepspeed.runtime.fp16": Module("The engine's optimizer in 16 bits without ZeRO."),
+    "deepspeed.runtime.fp16.fused_optimizer": Module(
+        "The engine's optimizer in 16 bits without ZeRO.", yes(_WRAPPERS, "FP16_Optimizer")
+    ),
+    "deepspeed.runtime.fp16.unfused_optimizer": Module(
+        "The engine's optimizer in 16 bits without ZeRO.", yes(_WRAPPERS, "FP16_UnfusedOptimizer")
+    ),
+    "deepspeed.utils.module_utils": Module("Attributes by dotted names.", _HELPERS),
+}
