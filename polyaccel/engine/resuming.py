@@ -30,7 +30,7 @@ from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.state import TrainedState
+from polyaccel.engine.state import TrainedState, over_stages
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.mesh.block import Block
 from polyaccel.plain import bytes_in
@@ -87,6 +87,12 @@ class TrainingRun:
             "data": None,
             "client_state": dict(client_state),
         }
+
+    def members(self) -> dict[str, int | None]:
+        """Every parameter of the model, with the index of its optimizer group; None for a frozen one. Collective where
+        there are stages."""
+        params = self.zero.layout.params
+        return over_stages(self.beyond, {param.fqn: param.group if param.trainable else None for param in params})
 
     def resumes_optimizer(self, tag: str, saved: SavedValues, *, wanted: bool) -> bool:
         """Whether optimizer states are taken over: they are `wanted`, they were saved, and this run has an optimizer.
@@ -274,7 +280,9 @@ def check_names(
         told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
         raise CheckpointError(
             f"checkpoint {reader.tag!r} is of another model: {told}",
-            cure="build the model that was saved, or say with name_map what its parameters are called there; "
+            cure="build the model with the saved shapes, or write what fits with custom_load_fn"
+            if shapes
+            else "build the model that was saved, or say with name_map what its parameters are called there; "
             "load_module_strict=False takes what fits by name",
             value=reader.tag,
         )

@@ -324,6 +324,7 @@ class TorchEngine(nn.Module, Engine):
             groups=None if self.optimizer is None else self.optimizer.param_groups,
             optimizer_kind=optimizer_kind(self.zero.optimizer),
             schedule=self.lr_scheduler,
+            beyond=self.zero.beyond,
             loading_nbytes=self._saver.policy.staging_nbytes,
             adapter=self.adapter,
             data=self.training_dataloader,
