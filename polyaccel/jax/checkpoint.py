@@ -5,13 +5,14 @@ The function's random keys follow from the seed and the count of micro-batches, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
 from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.given_values import GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
+from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
@@ -64,14 +65,14 @@ def load_run(
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.fence()
-    elsewhere = over_stages(run.beyond, {param.fqn: True for param in run.zero.layout.params}).keys()
+    members = run.members()
 
     def check() -> Takeover:
         return _check(
             run,
             stacking,
             saved,
-            elsewhere,
+            members,
             optimizer_states=optimizer_states,
             schedule=schedule,
             name_map=name_map,
@@ -86,7 +87,7 @@ def _check(
     run: TrainingRun,
     stacking: Stacking,
     saved: CheckpointReader,
-    elsewhere: Collection[str],
+    members: Mapping[str, int | None],
     *,
     optimizer_states: bool,
     schedule: bool,
@@ -94,13 +95,15 @@ def _check(
     custom: OwnTree | None,
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`. Any
-    stage of a pipeline has the parameters `elsewhere`."""
+    stage of a pipeline has the parameters `members`."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
+    state_names(saved, None, wanted=optimizer_states)
+    renamed.scalars = own_scalars(run, renamed, members, wanted=optimizer_states)
     reader: RenamedReader | GivenReader = renamed
     values = SavedValues.of(reader)
     if custom is None:
-        check_names(run.zero, reader, strict=True, elsewhere=elsewhere)
+        check_names(run.zero, reader, strict=True, elsewhere=members)
     else:
         given = custom.values(saved, run.accelerator.allocate)
         given.check(shapes)
@@ -120,6 +123,8 @@ def _check(
         )
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:
+        if IMPORTED in saved.scalars:
+            of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
         try_out(run.schedule, of_schedule)
     wanted.verify(reader)
 
