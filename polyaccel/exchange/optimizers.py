@@ -35,7 +35,7 @@ _SETTINGS: Mapping[str, frozenset[str]] = {
         "Rprop": {"etas", "step_sizes"},
         "ASGD": {"lambd", "alpha", "t0"},
         "Sgd": {"momentum", "dampening", "nesterov"},
-        "Lion": {"betas", "decoupled_weight_decay", "use_triton"},
+        "Lion": {"betas", "decoupled_weight_decay"},
         "Lamb": {"betas", "eps", "bias_correction", "max_coeff", "min_coeff", "max_grad_norm", "amsgrad"},
     }.items()
 }

@@ -117,7 +117,7 @@ def _item(source: Path) -> Path:
 def _lazy(
     ocp: Any,
     source: Path,
-    tree: Mapping[str, Any],
+    tree: Any,
     path: tuple[str, ...],
     fqn: str,
     kind: str,
@@ -137,7 +137,7 @@ def _lazy(
     return InTensor(fqn, kind, shape, dtype, read_elements)
 
 
-def _one(ocp: Any, source: Path, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _one(ocp: Any, source: Path, tree: Any, path: tuple[str, ...]) -> Any:
     """One array of the tree, the others left where they are."""
     asked = _mapped(tree, lambda other: 0 if other == path else ocp.PLACEHOLDER)
     arguments = _mapped(tree, lambda other: ocp.RestoreArgs(restore_type=np.ndarray))
