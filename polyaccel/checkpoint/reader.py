@@ -19,6 +19,7 @@ from polyaccel.checkpoint.background.client import settle
 from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_latest, read_manifest, tag_names
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.places.choosing import choose_apart
+from polyaccel.checkpoint.recognition import recognise, recognise_file
 from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
 from polyaccel.checkpoint.sharing.blobs import read_blobs
 from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
@@ -342,11 +343,15 @@ def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointRead
             raise CheckpointError(f"there is no file 'latest' in {storage.location}", value=storage.location)
         return _open_tag(storage, wanted)
     except CheckpointError as error:
+        if file := recognise_file(storage):
+            raise file.error() from error
         tags = list_checkpoints(storage)
         complete = [status.tag for status in tags if status.is_good]
         if fallback and tag is None and complete:
             _log.warning("%s; loading %r, the newest complete checkpoint, instead", error.message, complete[0])
             return _open_tag(storage, complete[0])
+        if not complete and (foreign := recognise(storage)):
+            raise foreign.error() from error
         raise CheckpointError(
             f"{error.message}\n  {_inventory(storage, tags)}",
             cure=f"pass tag={complete[0]!r}, the newest that is complete" if complete else "check the directory",
@@ -357,6 +362,8 @@ def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointRead
 def _open_tag(storage: Storage, tag: str) -> CheckpointReader:
     commit = read_commit(storage, tag)
     if commit is None:
+        if foreign := recognise(storage, tag):
+            raise foreign.error()
         what = "was never completed: it has no commit marker" if storage.names(tag) else "does not exist"
         raise CheckpointError(f"checkpoint {tag!r} in {storage.location} {what}", value=tag)
     if commit.tag != tag:

@@ -20,6 +20,8 @@ from polyaccel.types import DType
 
 PARAM = "param"
 """The kind of the tensors that are parameters."""
+BUFFER = "buffer"
+"""The kind of the tensors that are a module's persistent buffers."""
 
 
 @dataclass(frozen=True, slots=True)

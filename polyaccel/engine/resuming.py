@@ -296,7 +296,9 @@ def check_names(
         told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
         raise CheckpointError(
             f"checkpoint {reader.tag!r} is of another model: {told}",
-            cure="build the model that was saved, or say with name_map what its parameters are called there; "
+            cure="build the model with the saved shapes, or write what fits with custom_load_fn"
+            if shapes
+            else "build the model that was saved, or say with name_map what its parameters are called there; "
             "load_module_strict=False takes what fits by name",
             value=reader.tag,
         )

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
 from polyaccel.checkpoint.pieces import ALIGNMENT_NBYTES
+from polyaccel.checkpoint.tensors import BUFFER as BUFFER
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import converted, read, runs
 from polyaccel.types import DType
 
-BUFFER = "buffer"
-"""The kind of the tensors that are a module's persistent buffers."""
 Progress = Callable[[int], None]
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.checkpoint import Commit, TensorPiece, save_checkpoint
-from polyaccel.checkpoint.tensors import PARAM
+from polyaccel.checkpoint.tensors import BUFFER, PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.join.threads import run_threads
+from polyaccel.engine.imported import IMPORTED
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer
 from polyaccel.types import DType
@@ -54,33 +55,68 @@ class InTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Something of the source that the checkpoint will not have, and why. `is_needed`: a run that goes on would use it,
+    as it would an optimizer state or a schedule."""
+
+    name: str
+    why: str
+    is_needed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Incoming:
     """All that another tool saved, in the engine's words.
 
     `steps` has the number of updates of each parameter with optimizer states, `groups` the optimizer's groups without
-    their parameters (None: it is not said).
+    their parameters (None: it is not said), `members` the names of those. See [Note: Imported optimizer states] in
+    `polyaccel.engine.imported` for the `family` and `positions`; `numbers` are states of one number a parameter.
     """
 
     tensors: Sequence[InTensor]
     steps: Mapping[str, int] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] | None = None
-    optimizer_kind: str | None = None
+    members: Sequence[Sequence[str]] | None = None
+    family: str | None = None
+    positions: Sequence[int] | None = None
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     loss_scaler: Mapping[str, Any] = field(default_factory=dict)
     """As `LossScaler.state_dict` gives it; without one a dynamic scale begins at 65536."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
     lr_scheduler: Mapping[str, Any] | None = None
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    """What the checkpoint has as bytes: a schedule's state that is no plain value."""
+    left_out: Sequence[LeftOut] = ()
+
+    def weights(self) -> Incoming:
+        """Parameters and buffers alone."""
+        states = LeftOut("optimizer, schedule and counts", "--weights-only")
+        kept = [tensor for tensor in self.tensors if tensor.kind in (PARAM, BUFFER)]
+        return Incoming(kept, left_out=[*self.left_out, states] if self.has_progress else self.left_out)
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is more than parameters and buffers."""
+        return bool(self.steps or self.groups or self.counters or self.lr_scheduler or self.blobs)
 
     def scalars(self) -> dict[str, Any]:
         """The plain values of the checkpoint. See [Note: What an import says of the run]."""
         counts = dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0)
+        groups: dict[str, Any] | None = None
+        if self.groups is not None:
+            groups = {"param_groups": [dict(group) for group in self.groups]}
+            if self.members is not None:
+                groups["param_names"] = [[*names] for names in self.members]
+        positions = None if self.positions is None else [*self.positions]
         return {
             "counters": {**counts, "gradient_accumulation_steps": 1, **self.counters},
             "loss_scaler": dict(self.loss_scaler) or {"loss_scale": 65536.0, "good_steps": 0, "tolerance": 1},
-            "optimizer": None if self.groups is None else {"param_groups": [dict(group) for group in self.groups]},
-            "optimizer_kind": self.optimizer_kind,
+            "optimizer": groups,
+            "optimizer_kind": None,
+            IMPORTED: {"family": self.family, "positions": positions},
             "param_steps": dict(self.steps),
-            "client_optimizer": {},
+            "client_optimizer": {fqn: dict(numbers) for fqn, numbers in self.numbers.items()},
             "lr_scheduler": None if self.lr_scheduler is None else dict(self.lr_scheduler),
             "data": None,
             "client_state": dict(self.client_state),
@@ -105,7 +141,7 @@ def imported(incoming: Incoming, directory: str, tag: str, origin: str, progress
             communicator=communicator,
             pieces=[_piece(tensor, progress) for tensor in incoming.tensors],
             scalars=incoming.scalars(),
-            rank_blobs={},
+            rank_blobs=dict(incoming.blobs),
             about={"imported_from": origin},
         )
 

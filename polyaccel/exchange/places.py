@@ -9,6 +9,7 @@ from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, Storage, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.commit import LATEST, MARKER, tag_names
+from polyaccel.checkpoint.recognition import recognise, recognise_names
 from polyaccel.checkpoint.saves import save_folders
 from polyaccel.checkpoint.storage import FileStorage, open_storage
 from polyaccel.errors import CheckpointError
@@ -40,6 +41,8 @@ def split(place: str, tag: str | None, storage: str | None = None) -> tuple[Stor
     if _URL.fullmatch(at.location) is None:
         path = Path(at.location)
         if not path.is_dir():
+            if path.is_file() and (file := recognise_names(place, (path.name,))):
+                raise file.error()
             what = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{place} {what}", cure=_GIVE, value=place)
         above, name = str(path.resolve().parent), path.resolve().name
@@ -71,6 +74,8 @@ def listed(place: str, storage: str | None = None) -> tuple[TagStatus, ...]:
     problems = {status.tag for status in found if status.problem}
     inner = _directories(at, problems) if problems else []
     found = [status for status in found if status.tag not in inner]
+    if not any(status.is_good for status in found) and (foreign := recognise(at)):
+        raise foreign.error()
     if not found:
         raise CheckpointError(f"{place} holds no checkpoint", cure=_GIVE, value=place)
     return tuple(found)

@@ -12,6 +12,7 @@ from polyaccel.checkpoint import CheckpointReader, TensorPiece
 from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.views.given_values import GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
+from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
@@ -99,6 +100,8 @@ def _check(
     `members` are the parameters of all stages of a pipeline."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
+    state_names(saved, None, wanted=optimizer_states)
+    renamed.scalars = own_scalars(run, renamed, members, wanted=optimizer_states)
     reader: RenamedReader | GivenReader = renamed
     values = SavedValues.of(reader)
     if custom is None:
@@ -124,6 +127,8 @@ def _check(
     whole = None if on_tree is None else on_tree.read_whole_state(saved.rank_blobs(0).get(_OPTAX, b""))
     of_schedule = values.lr_scheduler if schedule and run.schedule is not None else None
     if of_schedule is not None:
+        if IMPORTED in saved.scalars:
+            of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
         try_out(run.schedule, of_schedule)
     wanted.verify(reader)
 

@@ -309,9 +309,8 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         state. `name_map` says what the parameters are called there, where it is not as here; `custom_load_fn(src=,
         dst=)` writes them itself. Without a tag, the newest complete one is taken, with a warning, if `latest` is not.
 
-        Raises CheckpointError, on every rank and with nothing changed, for one that is missing, incomplete or damaged,
-        has optimizer states that this run's optimizer cannot take over, or, with `load_module_strict`, lacks parameters
-        of this model or their states; without it, those stay as they are.
+        Raises CheckpointError, on every rank and with nothing changed, for one that is missing or damaged, has another
+        optimizer's states, or, with `load_module_strict`, lacks parameters or their states, which else stay.
         """
         self.adapter.require_nothing_away()
         choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -340,6 +339,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
             groups=None if self.optimizer is None else self.optimizer.param_groups,
             optimizer_kind=optimizer_kind(self.zero.optimizer),
             schedule=self.lr_scheduler,
+            beyond=self.zero.beyond,
             loading_nbytes=self._saver.policy.staging_nbytes,
             adapter=self.adapter,
             data=self.training_dataloader,

@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.reader import CheckpointReader
+from polyaccel.checkpoint.tensors import BUFFER as BUFFER
 from polyaccel.checkpoint.tensors import PARAM, TensorEntry
 from polyaccel.checkpoint.views.name_map import Part, RenamedReader
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
 from polyaccel.types import DType
-
-BUFFER = "buffer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Nothing is rewritten: a range is read from where it was saved, and only a tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -17,7 +17,7 @@ import numpy as np
 
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.reader import CheckpointReader
-from polyaccel.checkpoint.tensors import TensorEntry
+from polyaccel.checkpoint.tensors import BUFFER, PARAM, TensorEntry
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
 from polyaccel.types import DType
@@ -55,9 +55,12 @@ class _Source:
 class RenamedReader:
     """`reader` as seen by parameters of these `shapes` (by name); reads like a `CheckpointReader`.
 
-    `parts`, by name, are listed in place of the parameters that they are parts of. Raises CheckpointError, which lists
-    them, for parameters that are mapped to one, or that several patterns rename in different ways, and for a pattern
-    that cannot be read.
+    `parts`, by name, are listed in place of the parameters that they are parts of. `buffers` are the model's persistent
+    buffers: a file of weights does not distinguish them from parameters, so the model does. `states` has the name under
+    which a parameter's optimizer states were saved, where that is not the parameter's own.
+
+    Raises CheckpointError, which lists them, for parameters that are mapped to one, or that several patterns rename in
+    different ways, and for a pattern that cannot be read.
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class RenamedReader:
         names: NameMap | None,
         shapes: Mapping[str, tuple[int, ...]],
         parts: Mapping[str, Part] = MappingProxyType({}),
+        buffers: Collection[str] = (),
+        states: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._reader = reader
+        self._states = states
         self._patterns = _Patterns(names) if isinstance(names, Mapping) else None
         if self._patterns is not None:
             self._patterns.check(shapes)
@@ -84,6 +90,8 @@ class RenamedReader:
                 value=sorted(clashes),
             )
         self._names = {name: fqn for name, (fqn,) in taken.items()}
+        self._owners = {**self._names, **{saved: fqn for fqn, saved in states.items()}}
+        self._buffers = {self._source_of(fqn).name: fqn for fqn in buffers}
         self._parts: dict[str, list[str]] = {}
         for name, part in parts.items():
             self._parts.setdefault(part.fqn, []).append(name)
@@ -97,31 +105,35 @@ class RenamedReader:
 
     def steps_of(self, fqn: str) -> int:
         """How many updates a parameter has had."""
-        count: int = self.scalars["param_steps"].get(self._source_of(fqn).name, 0)
+        count: int = self.scalars["param_steps"].get(self.state_name(fqn), 0)
         return count
 
     def was_trained(self, fqn: str) -> bool:
         """Whether a parameter was trained in the run that was saved."""
-        return self._source_of(fqn).name in self.scalars["param_steps"]
+        return self.state_name(fqn) in self.scalars["param_steps"]
+
+    def state_name(self, fqn: str) -> str:
+        """The name under which a parameter's optimizer states were saved, or would have been."""
+        return self._states.get(fqn) or self._source_of(fqn).name
 
     def tensors(self) -> tuple[TensorEntry, ...]:
         """Every tensor under its parameter's name; without its pieces where the axes differ or it is a part."""
         return tuple(part for entry in self._reader.tensors() for part in self._in_parts(self._renamed(entry)))
 
     def has(self, fqn: str, kind: str) -> bool:
-        return self._reader.has(self._source_of(fqn).name, kind)
+        return self._reader.has(*self._saved(fqn, kind))
 
     def tensor(self, fqn: str, kind: str) -> TensorEntry:
         """One saved tensor, as it was saved. Raises CheckpointError if it was not."""
-        return self._reader.tensor(self._source_of(fqn).name, kind)
+        return self._reader.tensor(*self._saved(fqn, kind))
 
     def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
         """Like `CheckpointReader.verify`, for what `read_into` would read."""
-        source = self._source_of(fqn)
+        source, (name, kind) = self._source_of(fqn), self._saved(fqn, kind)
         if source.axes is None:
-            self._reader.verify(source.name, kind, source.start + start, length, dtype, block=block)
+            self._reader.verify(name, kind, source.start + start, length, dtype, block=block)
         else:
-            self._reader.verify(source.name, kind, 0, self._reader.tensor(source.name, kind).numel, dtype)
+            self._reader.verify(name, kind, 0, self._reader.tensor(name, kind).numel, dtype)
 
     def read_into(
         self,
@@ -136,14 +148,14 @@ class RenamedReader:
     ) -> None:
         """Like `CheckpointReader.read_into`; `start`, `length` and `block` count elements in the parameter's order of
         axes."""
-        source = self._source_of(fqn)
+        source, (name, kind) = self._source_of(fqn), self._saved(fqn, kind)
         start += source.start
         if source.axes is None:
-            self._reader.read_into(source.name, kind, start, length, buffer, block=block, cast_through=cast_through)
+            self._reader.read_into(name, kind, start, length, buffer, block=block, cast_through=cast_through)
             return
-        saved = self._reader.tensor(source.name, kind)
+        saved = self._reader.tensor(name, kind)
         whole = cast_through(prod(saved.shape), saved.dtype)
-        self._reader.read_into(source.name, kind, 0, whole.numel, whole, cast_through=cast_through)
+        self._reader.read_into(name, kind, 0, whole.numel, whole, cast_through=cast_through)
         elements = np.frombuffer(whole.to_bytes(), dtype=f"V{saved.dtype.itemsize}").reshape(saved.shape)
         elements = elements.transpose(source.axes)
         for dim, runs in enumerate(() if block is None else block.runs):
@@ -151,6 +163,14 @@ class RenamedReader:
         part = cast_through(length, saved.dtype)
         part.from_bytes(elements.reshape(-1)[start : start + length].tobytes())
         buffer.copy_from(part)
+
+    def _saved(self, fqn: str, kind: str) -> tuple[str, str]:
+        """The name and the kind under which a tensor was saved."""
+        if kind not in (PARAM, BUFFER):
+            return self.state_name(fqn), kind
+        name, other = self._source_of(fqn).name, BUFFER if kind == PARAM else PARAM
+        has_other = not self._reader.has(name, kind) and self._reader.has(name, other)
+        return name, other if has_other else kind
 
     def _source_of(self, fqn: str) -> _Source:
         found = self._sources.get(fqn)
@@ -165,7 +185,12 @@ class RenamedReader:
         return [replace(entry, fqn=name, shape=entry.shape[1:], pieces=()) for name in parts]
 
     def _renamed(self, entry: TensorEntry) -> TensorEntry:
-        fqn = self._names.get(entry.fqn, entry.fqn)
+        if entry.kind == PARAM and entry.fqn not in self._names and entry.fqn in self._buffers:
+            return replace(entry, fqn=self._buffers[entry.fqn], kind=BUFFER)
+        if entry.kind == BUFFER and entry.fqn in self._names and entry.fqn not in self._buffers:
+            entry = replace(entry, kind=PARAM)
+        names = self._names if entry.kind in (PARAM, BUFFER) else self._owners
+        fqn = names.get(entry.fqn, entry.fqn)
         axes = self._source_of(fqn).axes
         if axes is None:
             return replace(entry, fqn=fqn)

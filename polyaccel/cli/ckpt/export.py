@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
             names = orbax.write(out, tensors, told)
         elif other is None:
-            from polyaccel.exchange.formats import torch_dcp
+            from polyaccel.exchange.formats import torch_dcp_write
 
-            names = torch_dcp.write(out, reader, tensors, told)
+            names = torch_dcp_write.write(out, reader, tensors, told)
         else:
             out.mkdir(parents=True, exist_ok=True)
             names = other(out, reader, tensors, told)

@@ -23,13 +23,15 @@ GROUP = "polyaccel.importers"
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "make a checkpoint of the files of another tool"
     description = (
-        f"{summary}, which an engine loads like one of its own. Safetensors, bin, dcp and orbax are built in; packages "
-        "bring others, such as polyaccel-deepspeed: deepspeed."
+        f"{summary}, which an engine loads like one of its own. Safetensors, bin, dcp, orbax and flax are built in; "
+        "packages bring others, such as polyaccel-deepspeed: deepspeed."
     )
     parser = actions.add_parser("import", help=summary, description=description)
     parser.add_argument("src", metavar="SRC", type=Path, help="a file, or the folder of a model or checkpoint")
     parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints to write to")
     parser.add_argument("--from", dest="source", metavar="FORMAT", required=True, help="whose files they are")
+    only = "take parameters and buffers, and leave out an optimizer, a schedule and counts without an error"
+    parser.add_argument("--weights-only", action="store_true", help=only)
     parser.add_argument("--tag", default="imported", help="the name of the checkpoint (default: %(default)s)")
     what = "tensors whose names match are buffers, such as '*.running_*'; integers are anyway; may be given again"
     parser.add_argument("--buffer", action="append", default=[], metavar="PATTERN", help=what)
@@ -37,19 +39,53 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and print a line; the exit code is 0. Raises CheckpointError for what cannot be read."""
+    """Write the checkpoint and print a line for what it has and one for what was left out; the exit code is 0.
+
+    Raises CheckpointError for what cannot be read, and where a run that goes on would miss what was left out.
+    """
     source: Path = args.src
     read = _reader(args.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist", cure="give a file or a folder", value=str(source))
     incoming = read(source)
+    if args.weights_only:
+        incoming = incoming.weights()
+    elif needed := [each for each in incoming.left_out if each.is_needed]:
+        what = "; ".join(f"{each.name}: {each.why}" for each in needed[:8])
+        raise CheckpointError(
+            f"{source} has an optimizer state or a schedule that is not taken over: {what}",
+            cure="give --weights-only to begin with a new optimizer and schedule",
+            value=[each.name for each in needed],
+        )
     incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
     nbytes = sum(_nbytes(tensor) for tensor in incoming.tensors)
     with progress(f"importing {source}", nbytes) as told:
         commit = imported(incoming, args.dir, args.tag, f"{args.source}: {source}", told)
     kinds = ", ".join(sorted({tensor.kind for tensor in incoming.tensors}))
     print(f"{args.dir}/{commit.tag}: {len(incoming.tensors)} tensors ({kinds}), {size(nbytes)}")
+    print(f"taken over: {', '.join(_taken(incoming))}")
+    if incoming.left_out:
+        print(f"left out: {'; '.join(f'{each.name} ({each.why})' for each in incoming.left_out)}")
     return 0
+
+
+def _taken(incoming: Incoming) -> list[str]:
+    """What an import has, in the words of its line."""
+    taken = ["parameters and buffers"]
+    if incoming.groups is not None:
+        has_counts = incoming.counters or any("step" in numbers for numbers in incoming.numbers.values())
+        updates = f" after {max(incoming.steps.values())} updates" if incoming.steps and has_counts else ""
+        updates = updates if incoming.steps else " without states"
+        taken.append(f"the optimizer {incoming.family or 'of an unknown kind'}{updates}")
+    if incoming.lr_scheduler is not None or incoming.blobs:
+        taken.append("the schedule")
+    if step := incoming.counters.get("global_steps"):
+        taken.append(f"the count of {step} steps")
+    if incoming.loss_scaler:
+        taken.append("the loss scale")
+    if incoming.client_state:
+        taken.append(f"client_state ({', '.join(sorted(incoming.client_state))})")
+    return taken
 
 
 def _as_buffer(tensor: InTensor, patterns: Sequence[str]) -> InTensor:
@@ -62,11 +98,11 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
     if name == "safetensors":
         from polyaccel.exchange.formats import safetensors
 
-        return lambda source: Incoming(safetensors.read(source))
+        return safetensors.read
     if name == "bin":
         from polyaccel.exchange.formats import torch_bin
 
-        return lambda source: Incoming(torch_bin.read(source))
+        return torch_bin.read
     if name == "dcp":
         from polyaccel.exchange.formats import torch_dcp
 
@@ -74,13 +110,17 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
     if name == "orbax":
         from polyaccel.exchange.formats import orbax
 
-        return lambda source: Incoming(orbax.read(source))
+        return orbax.read
+    if name == "flax":
+        from polyaccel.exchange.formats import flax_msgpack
+
+        return flax_msgpack.read
     points = metadata.entry_points(group=GROUP)
     for point in points:
         if point.name == name:
             loaded: Callable[[Path], Incoming] = point.load()
             return loaded
-    known = ", ".join(["safetensors", "bin", "dcp", "orbax", *sorted(point.name for point in points)])
+    known = ", ".join(["safetensors", "bin", "dcp", "orbax", "flax", *sorted(point.name for point in points)])
     cure = "pip install polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
     raise CheckpointError(f"--from {name}: expected one of {known}", cure=cure, value=name)
 

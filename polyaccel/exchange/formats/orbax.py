@@ -6,7 +6,7 @@ checkpoint of its kind is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress, mapped
-from polyaccel.exchange.importing import InTensor
+from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
 from polyaccel.types import DType
 
 PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
@@ -63,18 +63,19 @@ def _handler(ocp: Any, most_nbytes: int) -> Any:
     )
 
 
-def read(source: Path) -> list[InTensor]:
+def read(source: Path) -> Incoming:
     """The arrays below `params`, and `buffers` and `optimizer` as `write` has them; without `params` all arrays.
 
     Each is read when it is asked for. Raises CheckpointError, naming `source`, for what the library cannot read."""
     ocp = _library()
-    source = source.absolute()
+    source = _item(source.absolute())
+    left_out = dict[str, LeftOut]()
     try:
         found = ocp.PyTreeCheckpointer().metadata(source)
         tree = getattr(found.item_metadata, "tree", None)
     except (ValueError, OSError, KeyError, AttributeError) as error:
         raise _unreadable(source, str(error)) from error
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, (Mapping, list, tuple)):
         raise _unreadable(source, "it holds no tree of arrays")
     tensors = []
     for path, leaf in _leaves(tree):
@@ -85,8 +86,12 @@ def read(source: Path) -> list[InTensor]:
                 fqn, kind = ".".join(names), BUFFER
             case [root, state, *names] if root == OPTIMIZER and PARAMS in tree and names:
                 fqn, kind = ".".join(names), state
-            case names if PARAMS not in tree:
+            case [*names] if PARAMS not in tree:
                 fqn, kind = ".".join(names), PARAM
+            case [root, *_]:
+                is_needed = root in ("opt_state", OPTIMIZER)
+                left_out[root] = LeftOut(f"{root!r} of {source}", "not the parameters", is_needed)
+                continue
             case _:
                 continue
         try:
@@ -96,13 +101,23 @@ def read(source: Path) -> list[InTensor]:
                 f"{fqn!r} in {source} is of the type {leaf.dtype}, which polyaccel has not", value=str(leaf.dtype)
             ) from error
         tensors.append(_lazy(ocp, source, tree, path, fqn, kind, tuple(leaf.shape), dtype))
-    return tensors
+    return Incoming(tensors, left_out=[*left_out.values()])
+
+
+def _item(source: Path) -> Path:
+    """The folder of a tree in what a CheckpointManager wrote: of the newest step, or of one."""
+    if (source / "_METADATA").is_file() or not source.is_dir():
+        return source
+    steps = sorted((int(each.name), each) for each in source.iterdir() if each.name.isdecimal())
+    step = steps[-1][1] if steps else source
+    items = [step / name for name in ("default", "state", "params", "items")]
+    return next((each for each in items if each.is_dir()), step)
 
 
 def _lazy(
     ocp: Any,
     source: Path,
-    tree: Mapping[str, Any],
+    tree: Any,
     path: tuple[str, ...],
     fqn: str,
     kind: str,
@@ -122,16 +137,10 @@ def _lazy(
     return InTensor(fqn, kind, shape, dtype, read_elements)
 
 
-def _one(ocp: Any, source: Path, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _one(ocp: Any, source: Path, tree: Any, path: tuple[str, ...]) -> Any:
     """One array of the tree, the others left where they are."""
-    asked: dict[str, Any] = {}
-    arguments: dict[str, Any] = {}
-    for other, _ in _leaves(tree):
-        at, of = asked, arguments
-        for name in other[:-1]:
-            at, of = at.setdefault(name, {}), of.setdefault(name, {})
-        at[other[-1]] = 0 if other == path else ocp.PLACEHOLDER
-        of[other[-1]] = ocp.RestoreArgs(restore_type=np.ndarray)
+    asked = _mapped(tree, lambda other: 0 if other == path else ocp.PLACEHOLDER)
+    arguments = _mapped(tree, lambda other: ocp.RestoreArgs(restore_type=np.ndarray))
     try:
         found = ocp.PyTreeCheckpointer().restore(
             source, args=ocp.args.PyTreeRestore(item=asked, restore_args=arguments)
@@ -139,14 +148,26 @@ def _one(ocp: Any, source: Path, tree: Mapping[str, Any], path: tuple[str, ...])
     except (ValueError, OSError, KeyError) as error:
         raise _unreadable(source, str(error)) from error
     for name in path:
-        found = found[name]
+        found = found[name] if isinstance(found, Mapping) else found[int(name)]
     return found
+
+
+def _mapped(tree: Any, make: Callable[[tuple[str, ...]], Any], path: tuple[str, ...] = ()) -> Any:
+    """A tree of the same form, with what `make` gives for the path of each leaf."""
+    if isinstance(tree, Mapping):
+        return {name: _mapped(child, make, (*path, str(name))) for name, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_mapped(child, make, (*path, str(index))) for index, child in enumerate(tree)]
+    return tree if tree is None else make(path)
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(tree, Mapping):
         for name, child in tree.items():
             yield from _leaves(child, (*path, str(name)))
+    elif isinstance(tree, (list, tuple)):
+        for index, child in enumerate(tree):
+            yield from _leaves(child, (*path, str(index)))
     elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
         yield path, tree
 

@@ -12,7 +12,9 @@ from polyaccel.checkpoint.pieces import SAFETENSORS_TYPES
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of
-from polyaccel.exchange.importing import InTensor
+from polyaccel.exchange.formats.model_files import find_files
+from polyaccel.exchange.formats.trainer_states import with_states
+from polyaccel.exchange.importing import Incoming, InTensor
 
 STEM, SUFFIX = "model", ".safetensors"
 _MOST_HEADER_NBYTES = 100_000_000
@@ -33,32 +35,15 @@ def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: P
     return names
 
 
-def read(source: Path) -> list[InTensor]:
-    """The tensors of a file, or of all files of a directory: those that its index names, where it has one.
+def read(source: Path) -> Incoming:
+    """The tensors of a file, or of a folder's model, with the optimizer and the schedule that a trainer keeps there.
 
     Raises CheckpointError, naming the file, for what is no safetensors file, and for types that polyaccel has not.
     """
-    return [tensor for file in files_of(source, STEM, SUFFIX) for tensor in _tensors(file)]
-
-
-def files_of(source: Path, stem: str, suffix: str) -> list[Path]:
-    """The files of a model at `source`. Raises CheckpointError where there are none, or one of the index is missing."""
-    if source.is_file():
-        return [source]
-    index = source / f"{stem}{suffix}.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{index} is no index of files: {error!r}", value=str(index)) from error
-        files = [source / Path(str(name)).name for name in names]
-    else:
-        files = sorted(source.glob(f"*{suffix}"))
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing or not files:
-        what = f"lacks {', '.join(missing[:8])}" if missing else f"holds no *{suffix} file"
-        raise CheckpointError(f"{source} {what}", cure="give the folder of a whole model", value=str(source))
-    return files
+    files = find_files(source, SUFFIX)
+    found = {file: [*_tensors(file)] for file in files.files}
+    files.check({file: [tensor.fqn for tensor in tensors] for file, tensors in found.items()})
+    return with_states(Incoming([tensor for tensors in found.values() for tensor in tensors]), files)
 
 
 def _contents(tensors: Sequence[OutTensor], progress: Progress) -> Iterator[bytes]:

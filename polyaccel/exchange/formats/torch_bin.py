@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of, mapped
-from polyaccel.exchange.formats.safetensors import files_of
-from polyaccel.exchange.importing import InTensor
-from polyaccel.types import DType
+from polyaccel.exchange.formats.model_files import find_files
+from polyaccel.exchange.formats.torch_files import TYPES, in_tensor, load_tree
+from polyaccel.exchange.formats.torch_state import optimizer_from, with_schedule
+from polyaccel.exchange.formats.trainer_states import with_states
+from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
 
 STEM, SUFFIX = "pytorch_model", ".bin"
-_TYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
 
 
 def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: Progress) -> list[str]:
@@ -49,64 +49,81 @@ def on_disk(folder: Path, tensors: Sequence[OutTensor], progress: Progress) -> I
     """The tensors as torch's, over a file in `folder` that is gone when the block is left."""
     with mapped(folder, tensors, progress) as found:
         yield {
-            tensor: torch.from_numpy(data).view(_TYPES[tensor.dtype]).reshape(tensor.shape)
+            tensor: torch.from_numpy(data).view(TYPES[tensor.dtype]).reshape(tensor.shape)
             for tensor, data in zip(tensors, found, strict=True)
         }
 
 
-def read(source: Path) -> list[InTensor]:
-    """The tensors of a file, or of all files of a directory, mapped and not read; of tied ones the first.
+def read(source: Path) -> Incoming:
+    """The tensors of a file, or of a folder's model, mapped and not read; of tied ones the first. An optimizer and a
+    schedule come along that are in the file, as in Lightning's, or beside it.
 
-    Raises CheckpointError for a file that holds anything but tensors by name, naming what torch refused to make.
+    Raises CheckpointError for a file that holds no tensors by name, naming what torch refused to make.
     """
-    found: list[InTensor] = []
+    files = find_files(source, SUFFIX)
+    trees = {file: _Parts.of(load_tree(file), file) for file in files.files}
+    files.check({file: [*parts.weights] for file, parts in trees.items()})
+    tensors: list[InTensor] = []
     seen: dict[tuple[Any, ...], str] = {}
-    for file in files_of(source, STEM, SUFFIX):
-        for name, tensor in load(file).items():
+    for file, parts in trees.items():
+        for name, tensor in parts.weights.items():
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if tensor.numel() and seen.setdefault(place, name) != name:
                 continue
-            found.append(in_tensor(name, PARAM, tensor, file))
-    return found
+            tensors.append(in_tensor(name, PARAM, tensor, file))
+    incoming = Incoming(tensors)
+    for file, parts in trees.items():
+        incoming = parts.joined(incoming, file)
+    return with_states(incoming, files)
 
 
-def load(file: Path) -> Mapping[str, torch.Tensor]:
-    """The state dict in a file, alone or as its `state_dict`, mapped into memory."""
-    try:
-        tree = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it names {named[1]}, which no tensor needs" if named else str(error).partition("\n")[0][:400]
-        raise CheckpointError(
-            f"{file} is refused: {why}",
-            cure="save a state dict of tensors with torch.save",
-            value=str(file),
-        ) from error
-    tree = tree.get("state_dict", tree) if isinstance(tree, Mapping) else tree
-    others = [key for key, value in tree.items() if not torch.is_tensor(value)] if isinstance(tree, Mapping) else [tree]
-    if others:
-        raise CheckpointError(
-            f"{file} holds more than tensors by name: {str(others[0])[:100]!r}",
-            cure="save a state dict of tensors with torch.save",
-            value=str(file),
-        )
-    tensors: Mapping[str, torch.Tensor] = tree
-    return tensors
+_WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "model_state", "net", "weights")
+_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim")
+_SCHEDULES = ("lr_scheduler", "scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict")
+_COUNTS = ("global_step", "global_steps", "step", "iteration")
 
 
-def in_tensor(fqn: str, kind: str, tensor: torch.Tensor, origin: object) -> InTensor:
-    """A tensor of torch on its way in. Raises CheckpointError, naming `origin`, for a type that polyaccel has not."""
-    known = {theirs: ours for ours, theirs in _TYPES.items()}
-    if tensor.dtype not in known or tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"{fqn!r} in {origin} is a {tensor.layout} tensor of {tensor.dtype}, which polyaccel has not",
-            cure=f"convert it to a dense one of {', '.join(dtype.value for dtype in known.values())}",
-            value=str(tensor.dtype),
-        )
-    values = tensor.detach()
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What scripts put into one file: weights alone, or below a name, with more beside."""
 
-    def read(start: int, numel: int) -> bytes:
-        flat = values.reshape(-1) if values.is_contiguous() else values.contiguous().reshape(-1)
-        return flat[start : start + numel].view(torch.uint8).numpy().tobytes() if numel else b""
+    weights: Mapping[str, torch.Tensor]
+    others: Mapping[str, Any]
 
-    return InTensor(fqn, kind, tuple(values.shape), known[values.dtype], read)
+    @classmethod
+    def of(cls, tree: Any, file: Path) -> _Parts:
+        """The parts of `tree`. Raises CheckpointError where it has no tensors by name."""
+        if isinstance(tree, Mapping):
+            name = next((each for each in _WEIGHTS if isinstance(tree.get(each), Mapping)), None)
+            weights = tree if name is None else tree[name]
+            others = {} if name is None else {str(key): value for key, value in tree.items() if key != name}
+            odd = [key for key, value in weights.items() if not torch.is_tensor(value)]
+        else:
+            weights, others, odd = {}, {}, [type(tree).__name__]
+        if odd:
+            raise CheckpointError(
+                f"{file} holds more than tensors by name: {str(odd[0])[:100]!r}",
+                cure="save a state dict of tensors with torch.save",
+                value=str(file),
+            )
+        return cls(weights, others)
+
+    def joined(self, incoming: Incoming, file: Path) -> Incoming:
+        """`incoming` with the optimizer, the schedule and the count of steps; the rest is left out."""
+        step = next((value for key, value in self.others.items() if key in _COUNTS and isinstance(value, int)), 0)
+        if step > 0:
+            incoming = replace(incoming, counters={"global_steps": step, "micro_steps": step})
+        rest = []
+        for key, value in self.others.items():
+            states = value if isinstance(value, list) else [value]
+            if value is None or key in _COUNTS or not states:
+                continue
+            if key in (*_OPTIMIZERS, *_SCHEDULES) and len(states) > 1:
+                rest.append(LeftOut(f"{key!r} of {file.name}", f"{len(states)} of them", is_needed=True))
+            elif key in _SCHEDULES:
+                incoming = with_schedule(incoming, states[0], f"{key!r} of {file.name}")
+            elif key in _OPTIMIZERS:
+                incoming = optimizer_from(states[0], f"{key!r} of {file.name}").joined(incoming, steps=step)
+            else:
+                rest.append(LeftOut(f"{key!r} of {file.name}", "neither weights, optimizer nor schedule"))
+        return replace(incoming, left_out=[*incoming.left_out, *rest])

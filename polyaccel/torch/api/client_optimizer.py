@@ -27,7 +27,7 @@ from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, try_on_slices
 from polyaccel.torch.packing import packed, unpacked
 from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
-from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
+from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,16 @@ ELEMENTWISE = frozenset(
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 """Optimizers of torch whose update of an element depends on that element alone."""
+
+FAMILIES = {
+    torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam", torch.optim.NAdam: "NAdam", torch.optim.RAdam: "RAdam",
+    torch.optim.Adagrad: "Adagrad", torch.optim.Adadelta: "Adadelta", torch.optim.Adamax: "Adamax",
+    torch.optim.ASGD: "ASGD", torch.optim.RMSprop: "RMSprop", torch.optim.Rprop: "Rprop", torch.optim.SGD: "Sgd",
+}  # fmt: skip
+"""Whose states each of torch's optimizers goes on from, as `PeerState.family` calls it."""
+
+_COMPUTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of torch's optimizers that choose how the same numbers are computed."""
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
@@ -106,6 +116,24 @@ class ClientOptimizer(SliceOptimizer):
         """The optimizer's class, and whether it steps on slices: states go over to an optimizer of the same kind."""
         name = f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
         return f"{name} on {'slices' if self._flat else 'whole parameters'}"
+
+    def adopt_groups(self, peer: PeerState) -> list[dict[str, Any]]:
+        """Return the saved groups. An optimizer that is not torch's own goes on from one with the same settings."""
+        peer.require(self.kind, fits=self._flat)
+        known = self.optimizer.defaults.keys()
+        family = FAMILIES.get(type(self.optimizer))
+        if family is None:
+            theirs = [group.keys() - _COMPUTATION - {"initial_lr"} for group in peer.groups]
+            peer.require(self.kind, fits=all(keys == known - _COMPUTATION for keys in theirs))
+        else:
+            peer.require(self.kind, fits=peer.family == family)
+        peer.require_known(known, self.kind)
+        wanted = {"initial_lr", *known} - _COMPUTATION
+        groups = [{key: value for key, value in group.items() if key in wanted} for group in peer.groups]
+        if "max_exp_avg_sq" not in peer.states and "exp_avg_sq" in peer.states:
+            default = self.optimizer.defaults.get("amsgrad")
+            peer.require(f"{self.kind} with amsgrad", fits=not any(each.get("amsgrad", default) for each in groups))
+        return groups
 
     @property
     def evaluates(self) -> bool:

@@ -13,19 +13,21 @@ from polyaccel.checkpoint.views.given_values import BUFFER, GivenReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.frozen_base import base_checksums
 from polyaccel.engine.groups import require_order
+from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import SavedValues, Takeover, check_names, try_out, wanted_state
-from polyaccel.errors import CheckpointError
+from polyaccel.engine.state import over_stages
+from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.packing import unpacked
-from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun
+from polyaccel.torch.states.contents import CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE, TorchRun, tied_names
 from polyaccel.torch.states.custom_loading import CustomLoad, CustomLoading
 from polyaccel.torch.states.extra_states import (
     saved_extra_states,
     set_extra_states,
 )
 from polyaccel.torch.states.random_states import RandomStates
-from polyaccel.torch.states.saved_buffers import Reader, read_buffer, saved_buffers
+from polyaccel.torch.states.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.types import DType
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -81,9 +83,11 @@ def load_run(
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
     members = run.members()
+    buffers = over_stages(run.zero.beyond, dict.fromkeys(module_buffers(run.adapter), True)).keys()
+    elsewhere = {*members, *over_stages(run.zero.beyond, tied_names(run.adapter))}
 
     def check() -> Takeover:
-        return _check(run, saved, base, wanted, loading, members)
+        return _check(run, saved, base, wanted, loading, members, buffers, elsewhere)
 
     run.load_together(saved, check)
     return f"{saved.storage.location}/{saved.tag}", client_state_of(saved)
@@ -102,11 +106,13 @@ def frozen_with_states(run: TorchRun, saved: CheckpointReader, name_map: NameMap
 
     None for a checkpoint that is refused later, or has another optimizer's states.
     """
-    adapter = run.adapter
+    adapter, members = run.adapter, run.members()
     try:
-        reader = RenamedReader(saved, name_map, {param.fqn: param.global_shape for param in run.zero.layout.params})
+        shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
+        reader = RenamedReader(saved, name_map, shapes, states=state_names(saved, _order(run), wanted=True))
+        reader.scalars = own_scalars(run, reader, members, wanted=True)
         values = SavedValues.of(reader)
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         return frozenset()
     if run.groups is None or values.optimizer is None or values.optimizer_kind != run.optimizer_kind:
         return frozenset()
@@ -127,12 +133,17 @@ def _check(
     load: WantedLoad,
     loading: CustomLoading | None,
     members: Mapping[str, int | None],
+    buffers_of_stages: Collection[str],
+    elsewhere: Collection[str],
 ) -> Takeover:
     """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
-    `base` has the checksums of parameters that `saved` may have left out, `members` the parameters of all stages of a
-    pipeline with their optimizer groups."""
+    `base` has the checksums of parameters that `saved` may have left out. `members` has the parameters of all stages of
+    a pipeline with their optimizer groups, `buffers_of_stages` the names of their buffers, `elsewhere` those of
+    parameters, also the second names of tied ones."""
     shapes = {param.fqn: param.global_shape for param in run.zero.layout.params}
-    renamed = RenamedReader(saved, load.name_map, shapes)
+    states = state_names(saved, _order(run), wanted=load.optimizer_states)
+    renamed = RenamedReader(saved, load.name_map, shapes, buffers=buffers_of_stages, states=states)
+    renamed.scalars = own_scalars(run, renamed, members, wanted=load.optimizer_states)
     reader: Reader = renamed
     values = SavedValues.of(reader)
     if loading is None:
@@ -171,7 +182,12 @@ def _check(
     of_optimizer = blobs.get(CLIENT_OPTIMIZER) if resumes_optimizer else None
     if client is not None and of_optimizer is not None:
         client.check_whole_state(of_optimizer)
-    of_schedule = _saved_schedule(run.schedule, values, blobs) if load.schedule else None
+    resumes_schedule = load.schedule and run.schedule is not None
+    of_schedule = _saved_schedule(run.schedule, values, blobs) if resumes_schedule else None
+    if resumes_schedule and IMPORTED in saved.scalars:
+        of_schedule = values.lr_scheduler or _saved_schedule(None, values, blobs)
+        if of_schedule is not None:
+            of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
     if of_schedule is not None:
         try_out(run.schedule, of_schedule)
         if sources is not None:
@@ -243,10 +259,21 @@ def _allocate_client_states(zero: ZeroStep, reader: Reader) -> None:
                     shard.allocate_state(kind, dtype)
 
 
+def _order(run: TorchRun) -> list[list[str]] | None:
+    """The parameters of the optimizer's groups in the order of the script; None where other stages have some."""
+    names = run.adapter.names
+    if run.groups is None or run.zero.beyond is not None:
+        return None
+    return [[names[param] for param in group["params"] if param in names] for group in run.groups]
+
+
 def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, bytes]) -> Mapping[str, Any] | None:
-    """The saved state of this run's schedule; None without one. Raises CheckpointError for what is none."""
-    if schedule is None or isinstance(schedule, Schedule):
-        return None if schedule is None else values.lr_scheduler
+    """The saved state of `schedule`, or of one that is not the config's; None without one.
+
+    Raises CheckpointError for what is none.
+    """
+    if isinstance(schedule, Schedule):
+        return values.lr_scheduler
     if CLIENT_SCHEDULE not in blobs:
         return None
     state = unpacked(blobs[CLIENT_SCHEDULE], "the state of the learning-rate schedule")

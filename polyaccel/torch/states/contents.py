@@ -41,6 +41,12 @@ class TorchRun(TrainingRun):
     """The engine's own loader of training data."""
 
 
+def tied_names(adapter: TorchAdapter) -> dict[str, str]:
+    """The other names of tied parameters, each with the name that the parameter is saved under."""
+    named = adapter.module.named_parameters(remove_duplicate=False)
+    return {name: fqn for name, param in named if (fqn := adapter.names.get(param, name)) != name}
+
+
 def contents_of(
     run: TorchRun, client_state: Mapping[str, Any], *, allows_bytes: bool, exclude_frozen: bool = False
 ) -> SaveContents:
@@ -53,6 +59,8 @@ def contents_of(
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
     scalars["param_steps"] = over_stages(run.zero.beyond, run.zero.steps)
+    if ties := over_stages(run.zero.beyond, tied_names(run.adapter)):
+        scalars["tied_weights"] = ties
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
         scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)

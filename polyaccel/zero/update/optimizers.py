@@ -10,13 +10,14 @@ schedules need not know about any of this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
+from polyaccel.errors import CheckpointError
 from polyaccel.offload.tier import Tier
 from polyaccel.ops.base import SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
@@ -25,6 +26,44 @@ from polyaccel.zero.plan.layout import Bucket, Slice
 from polyaccel.zero.update.gradient_facts import allocate_sums, read_sums, sums_in
 
 Group = Mapping[str, Any]
+
+
+UNCHANGED: Mapping[str, Any] = {
+    "amsgrad": False, "maximize": False, "centered": False, "nesterov": False, "dampening": 0, "bias_correction": True,
+    "lr_decay": 0,
+}  # fmt: skip
+"""Settings of other tools' groups that change the formula, with the value that stands for their absence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """The optimizer state of another tool: the `family` of optimizers whose formula reads it (None: unknown), the
+    `states` by name, and the hyperparameters of each of its groups."""
+
+    family: str | None
+    states: frozenset[str]
+    groups: Sequence[Group]
+
+    def require(self, ours: str, *, fits: bool) -> None:
+        """Raise CheckpointError unless the optimizer `ours` `fits`."""
+        if not fits:
+            theirs = self.family or f"an optimizer with the states {', '.join(sorted(self.states)) or 'none'}"
+            raise CheckpointError(
+                f"the imported checkpoint has the optimizer state of {theirs}, this run has {ours}",
+                cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                value=theirs,
+            )
+
+    def require_known(self, known: Collection[str], ours: str) -> None:
+        """Raise CheckpointError where a group has a setting outside of `known` that changes the formula."""
+        for key, absent in UNCHANGED.items():
+            value = next((group[key] for group in self.groups if key in group and group[key] != absent), None)
+            if value is not None and key not in known:
+                raise CheckpointError(
+                    f"the imported checkpoint has {key}={value!r}, which {ours} of this run does not have",
+                    cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                    value=key,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +155,12 @@ class SliceOptimizer(ABC):
         """Set new states, which are zero, to where the optimizer starts. They are of `param`, or of all parameters of
         its bucket."""
 
+    def adopt_groups(self, peer: PeerState) -> list[dict[str, Any]]:
+        """Return the groups of another tool's optimizer, with this one's keys. Raises CheckpointError where its states
+        mean something else to this one."""
+        peer.require(self.kind, fits=False)
+        return []
+
     @abstractmethod
     def update(
         self,
@@ -144,6 +189,14 @@ class RowOptimizer(SliceOptimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         return tuple(self.row.states)
+
+    def adopt_groups(self, peer: PeerState) -> list[dict[str, Any]]:
+        peer.require(self.kind, fits=peer.family == self.kind)
+        peer.require_known(self.row.keys, self.kind)
+        keys = {key: key for key in (*self.row.keys, "initial_lr")}
+        if "decoupled" in self.row.keys:
+            keys["decoupled_weight_decay"] = "decoupled"
+        return [{keys[key]: value for key, value in group.items() if key in keys} for group in peer.groups]
 
     def initialise_states(self, states: Mapping[str, Buffer], group: Group, param: ParamSpec) -> None:
         for name, key in self.row.states.items():

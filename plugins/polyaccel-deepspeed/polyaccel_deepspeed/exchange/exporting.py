@@ -31,8 +31,11 @@ from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress
 from polyaccel.exchange.formats.torch_bin import on_disk
+from polyaccel.torch.packing import unpacked
 from polyaccel.torch.states.checkpoint import client_state_of
-from polyaccel_deepspeed.exchange.importing import GROUP_KEYS, OWN_KEYS, PARAM
+from polyaccel.torch.states.contents import CLIENT_SCHEDULE
+from polyaccel_deepspeed.exchange.importing import GROUP_KEYS, OWN_KEYS
+from polyaccel_deepspeed.exchange.states import PARAM
 from polyaccel_deepspeed.version import __version__
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -117,7 +120,7 @@ def _model_states(
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "shared_params": {},
-        "lr_scheduler": reader.scalars.get("lr_scheduler"),
+        "lr_scheduler": _schedule(reader),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": counters.get("skipped_steps", 0),
@@ -129,6 +132,13 @@ def _model_states(
         "ds_config": reader.about.get("config", {}),
         "ds_version": __version__,
     }
+
+
+def _schedule(reader: CheckpointReader) -> Any:
+    """The state of the schedule, of the config or of a client; None without one."""
+    data = reader.rank_blobs(0).get(CLIENT_SCHEDULE)
+    state = reader.scalars.get("lr_scheduler")
+    return state if data is None else unpacked(data, "the state of the learning-rate schedule")
 
 
 def _common(reader: CheckpointReader, steps: int) -> dict[str, Any]:
