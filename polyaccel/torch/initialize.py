@@ -24,9 +24,10 @@ from polyaccel.pipeline.table import PipelineError
 from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
 from polyaccel.runtime import Runtime, compose
-from polyaccel.torch.api.client_optimizer import ClientOptimizer, check_sliceable, needs_closure
+from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
+from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.deferred.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.engine_registry import take_over

@@ -9,7 +9,6 @@ that checkpoints hold them like those of any other optimizer.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,21 +20,13 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
 from polyaccel.comm.base import Communicator
-from polyaccel.errors import CheckpointError, ShardingError
+from polyaccel.errors import CheckpointError
 from polyaccel.ops.base import CAST, SCALE
-from polyaccel.torch.api.optimizer_proof import NUMBER_STATES, try_on_slices
+from polyaccel.torch.api.optimizer_proof import NUMBER_STATES
 from polyaccel.torch.packing import packed, unpacked
 from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.layout import Slice
 from polyaccel.zero.update.optimizers import Group, PeerState, Shard, SliceOptimizer
-
-_log = logging.getLogger(__name__)
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
-"""Optimizers of torch whose update of an element depends on that element alone."""
 
 FAMILIES = {
     torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam", torch.optim.NAdam: "NAdam", torch.optim.RAdam: "RAdam",
@@ -46,38 +37,6 @@ FAMILIES = {
 
 _COMPUTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of torch's optimizers that choose how the same numbers are computed."""
-
-
-def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
-    """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
-
-    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks, and for one
-    that a trial finds not to be, whatever `allow_untested` says.
-    """
-    known = type(optimizer) in ELEMENTWISE
-    if sharded and not known and not allow_untested:
-        name = type(optimizer).__name__
-        raise ShardingError(
-            f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
-            cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
-            value=name,
-        )
-    if sharded and not known:
-        name, trial = type(optimizer).__name__, try_on_slices(optimizer)
-        if trial.differs:
-            raise ShardingError(
-                f"{name} does not update elements independently ({trial.differs}), and ZeRO cuts parameters over ranks",
-                cure='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
-                "that element alone",
-                value=name,
-            )
-        if trial.untried:
-            _log.warning(
-                "%s runs on slices of parameters, as zero_allow_untested_optimizer allows; whether it may was not "
-                "tried: %s. An optimizer that looks at whole tensors trains wrongly there, and stage 0 has whole ones",
-                *(name, trial.untried),
-            )
-    return known or sharded
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -13,6 +13,7 @@ tried is not seen. Nothing of the user's optimizer changes: neither state nor ho
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from polyaccel.errors import ShardingError
+
+_log = logging.getLogger(__name__)
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Optimizers of torch whose update of an element depends on that element alone."""
 
 _LARGE = {1: 300, 2: 136}
 """The longest dimension of a large stand-in by its number of dimensions, 8 for more."""
@@ -40,6 +51,38 @@ _HOOKS = (
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
 )
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> bool:
+    """Whether `optimizer` runs on flat slices; False means it needs whole parameters.
+
+    Raises ShardingError for one that is not known to be elementwise where parameters are cut over ranks, and for one
+    that a trial finds not to be, whatever `allow_untested` says.
+    """
+    known = type(optimizer) in ELEMENTWISE
+    if sharded and not known and not allow_untested:
+        name = type(optimizer).__name__
+        raise ShardingError(
+            f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
+            cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
+            value=name,
+        )
+    if sharded and not known:
+        name, trial = type(optimizer).__name__, try_on_slices(optimizer)
+        if trial.differs:
+            raise ShardingError(
+                f"{name} does not update elements independently ({trial.differs}), and ZeRO cuts parameters over ranks",
+                cure='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
+                "that element alone",
+                value=name,
+            )
+        if trial.untried:
+            _log.warning(
+                "%s runs on slices of parameters, as zero_allow_untested_optimizer allows; whether it may was not "
+                "tried: %s. An optimizer that looks at whole tensors trains wrongly there, and stage 0 has whole ones",
+                *(name, trial.untried),
+            )
+    return known or sharded
 
 
 @dataclass(frozen=True, slots=True)
