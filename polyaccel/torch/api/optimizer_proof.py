@@ -158,8 +158,8 @@ def _stand_in(parameter: Tensor, longest: int, count: int) -> _StandIn:
 def _generators_kept(devices: Collection[torch.device]) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     others = [device for device in devices if device.type not in ("cpu", "meta")]
-    kind = others[0].type if others else "cuda"
-    with torch.random.fork_rng(sorted({device.index or 0 for device in others}), device_type=kind):
+    kind = {"device_type": others[0].type} if others else {}
+    with torch.random.fork_rng(sorted({device.index or 0 for device in others}), **kind):
         try:
             yield
         finally:
