@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from polyaccel.errors import CheckpointError, ConfigError, Problem
@@ -18,8 +19,14 @@ class SavedGroups(BaseModel):
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+    """Copy a group without its parameters, numpy's scalars as Python's: schedules in numpy write them there."""
+    return {key: _as_python(value) for key, value in group.items() if key != "params"}
+
+
+def _as_python(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return type(value)(map(_as_python, value)) if type(value) in (list, tuple) else value
 
 
 def match_groups(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed.compression.helper import recursive_getattr, recursive_setattr
@@ -315,3 +316,22 @@ def test_answers_follow_the_config() -> None:
     assert engine.autotp_size() == 0
     assert engine.get_sequence_parallel_group() is None
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("client", [None, torch.optim.AdamW])
+def test_hyperparameters_that_a_schedule_in_numpy_wrote_are_saved(stage: int, client: Any, tmp_path: Path) -> None:
+    """Loops of BEiT's and VideoMAE's family write `lr` and `weight_decay` out of numpy arrays, then save."""
+    engine = engine_of(stage, optimizer=client)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = np.linspace(0.01, 0.02, 3)[1] * 1.0
+        group["weight_decay"] = np.array([0.05, 0.04])[1]
+        group["betas"] = (np.float64(0.8), np.float32(0.5))
+    train(engine, 2)
+    assert engine.save_checkpoint(tmp_path, tag="t")
+    engine.destroy()
+    resumed = engine_of(stage, optimizer=client)
+    resumed.load_checkpoint(tmp_path, tag="t")
+    for group in resumed.optimizer.param_groups:
+        assert (group["lr"], group["weight_decay"], tuple(group["betas"])) == (0.015, 0.04, (0.8, 0.5))
+    resumed.destroy()
