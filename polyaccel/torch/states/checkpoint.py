@@ -148,7 +148,7 @@ def _check(
     values = SavedValues.of(reader)
     if loading is None:
         left_out: Collection[str] = _same_base(renamed, values, base) if load.strict else frozenset()
-        check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=members)
+        check_names(run.zero, reader, strict=load.strict, left_out=left_out, elsewhere=elsewhere)
     else:
         given = loading.values(run.adapter, saved, run.accelerator.allocate, renamed.saved_name)
         given.check({param.fqn: param.shape for param in run.zero.layout.params})
