@@ -116,7 +116,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         has_optimizer = step.optimizer is not None
         self._owned.begin(place.bucket.slots[0].param.fqn for place in step.params if place.shared is not None)
         trained = {fqn: self.parameter(fqn) for fqn, spec in self._specs.items() if spec.trainable and has_optimizer}
-        self._gradients = GradientAccess(step, trained, lambda: self.gradient_scale)
+        self._gradients = GradientAccess(step, trained, self._passes)
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
             reveal(parameter)

@@ -75,6 +75,8 @@ class BackwardPasses:
         """Whether passes of the engine's own end the accumulation; None where that is for the micro-batches to say."""
         self.keeps_own_scale = False
         """Whether passes of the engine's own have its loss scale, whatever other engines they reach."""
+        self.hides_scaled_gradients = False
+        """Whether `parameter.grad` is None, with one warning, while gradients are multiplied with a loss scale."""
         self.concerned: Collection[str] | None = None
         """The parameters that may get a gradient in passes of the engine's own, by name; None: any."""
         self._accelerator = accelerator

@@ -11,9 +11,9 @@ there are several ranks: it is this rank's own sum, and neither its norm nor its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from logging import getLogger
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,9 @@ class ShowsGradient(HandsOutMemory):
         return copied
 
 
+_log = getLogger(__name__)
+
+
 def reveal(parameter: nn.Parameter) -> None:
     """Let `parameter.grad` be that of its engine from now on."""
     if not isinstance(parameter, ShowsGradient):
@@ -91,17 +94,27 @@ def _revealing(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(kind.__name__, (ShowsGradient, kind), {"__module__": kind.__module__, _KIND: kind})
 
 
+class ScaledPasses(Protocol):
+    """The backward passes that gradients come from."""
+
+    hides_scaled_gradients: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients were multiplied with."""
+
+
 class GradientAccess:
     """Reads and writes gradients in the buckets of `step` for user code, and notes what it did to them.
 
-    `trained` are the parameters that the step updates, by name. `loss_scale` gives the factor that gradients were
-    multiplied with.
+    `trained` are the parameters that the step updates, by name; `passes` multiply gradients with the loss scale.
     """
 
-    def __init__(self, step: ZeroStep, trained: dict[str, nn.Parameter], loss_scale: Callable[[], float]) -> None:
+    def __init__(self, step: ZeroStep, trained: dict[str, nn.Parameter], passes: ScaledPasses) -> None:
         self._step = step
         self._trained = trained
-        self._loss_scale = loss_scale
+        self._passes = passes
+        self._has_warned = False
         self._shown: dict[str, tuple[Tensor, int]] = {}
         """Whole gradients that user code has seen, each with its version when it did."""
         self._dropped: dict[str, int] = {}
@@ -118,6 +131,14 @@ class GradientAccess:
 
         Raises ShardingError for one that is not reduced, PolyaccelError after a pass that failed.
         """
+        if self._passes.hides_scaled_gradients and self._passes.loss_scale != 1.0:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%s.grad is None while gradients are multiplied with the loss scale: what a script does to it "
+                    "has no effect, such as clipping; set gradient_clipping in the config; said once", fqn,
+                )  # fmt: skip
+            return None
         self._require_unscaled(fqn, "read")
         found = shown_gradient(self._step, fqn)
         if found is None:
@@ -208,7 +229,7 @@ class GradientAccess:
         self._norms.clear()
 
     def _require_unscaled(self, fqn: str, verb: str) -> None:
-        if (scale := self._loss_scale()) != 1.0 and (verb == "set" or self._step.holds_gradients):
+        if (scale := self._passes.loss_scale) != 1.0 and (verb == "set" or self._step.holds_gradients):
             raise ShardingError(
                 f"the gradient of {fqn!r} was {verb} while gradients are multiplied with the loss scale {scale:g}",
                 cure='clip with "gradient_clipping" in the config; polyaccel.utils.safe_get_full_grad and '

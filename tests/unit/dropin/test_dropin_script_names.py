@@ -335,3 +335,22 @@ def test_hyperparameters_that_a_schedule_in_numpy_wrote_are_saved(stage: int, cl
     for group in resumed.optimizer.param_groups:
         assert (group["lr"], group["weight_decay"], tuple(group["betas"])) == (0.015, 0.04, (0.8, 0.5))
     resumed.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_by_hand_under_a_loss_scale_has_no_effect(stage: int) -> None:
+    """Under ZeRO, DeepSpeed's parameters have no gradients, so that `clip_grad_norm_` of a script changes nothing."""
+    moved = []
+    for clips in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        settings = config_of(stage, fp16={"enabled": True, "initial_scale_power": 4}, gradient_accumulation_steps=1)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.float16)).square().mean())
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        engine.step()
+        moved.append([parameter.detach().clone() for parameter in model.parameters()])
+        engine.destroy()
+    assert all(torch.equal(one, other) for one, other in zip(*moved, strict=True))

@@ -57,6 +57,8 @@ class DeepSpeedEngine(Settings, TorchEngine):
         self.raw_config = raw_config
         self.config = dict(raw_config)  # type: ignore[assignment]  # clients read the raw dict here
         self.collate_fn = collate_fn
+        # There parameters have no gradients under ZeRO, and scripts that clip them by hand clip nothing.
+        self._passes.hides_scaled_gradients = self.zero_optimization_stage() > 0
         if self.optimizer is not None:
             wrap(self, client)
             self.optimizer.parameter_offload = ParameterOffload(self._own_module)
