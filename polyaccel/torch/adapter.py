@@ -150,7 +150,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
                 raise ShardingError(
                     f"{name or 'the model'!r} is a TorchScript module, on which no hooks can be put, so that stage 3 "
                     "cannot gather its parameters when it runs",
-                    cure="use torch.compile or torch.jit.trace in place of torch.jit.script, or stage 2",
+                    cure="use torch.compile in place of torch.jit.script, or stage 2",
                     value=name,
                 )
 

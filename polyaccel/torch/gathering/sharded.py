@@ -105,7 +105,9 @@ class EngineHook:
 
 def takes_hooks(module: nn.Module) -> bool:
     """Whether hooks can be put on `module`: not on one that `torch.jit.script` has made, or a part of it."""
-    return not isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
+    jit = getattr(torch, "jit", None)  # deprecated: where torch has it no longer, no module is scripted
+    scripted = getattr(jit, "RecursiveScriptModule", None)
+    return scripted is None or not isinstance(module, scripted)
 
 
 def hide(parameter: nn.Parameter, home: Home, dtype: torch.dtype, device: torch.device) -> None:

@@ -130,7 +130,7 @@ def test_an_accelerator_that_no_torch_module_trains_on_is_said_to_be_so(tmp_path
     [
         (
             "import os\nos.environ['POLYACCEL_COMM'] = 'nccl'\n",
-            "comm backend 'nccl' cannot be used: this torch is built",
+            "comm backend 'nccl' cannot be used: ",  # torch is built without it, or there is no GPU
         ),
         (
             "import os\nos.environ['POLYACCEL_COMM'] = 'wire'\n",

@@ -100,7 +100,7 @@ def trained(world: int, how, stage: int, **keys):
     return on_threads(world, work, seeded(lambda: Net(how)))[0]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, in its rules for jvp
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, in its rules for jvp
 @pytest.mark.parametrize("name", CASES)
 def test_a_transform_in_forward_trains_as_at_stage_0(name):
     world, how = CASES[name]

@@ -176,9 +176,13 @@ def test_latent_attention_is_cut_by_heads_and_shares_its_rotary_keys() -> None:
     assert torch.Size([7, 8]) == model.attn.kv_a_proj_with_mqa.weight.shape
 
 
-def test_a_plan_of_its_own_for_words_alone_leaves_the_layers_to_structure() -> None:
+@pytest.mark.parametrize("words", [("lm_head",), ("lm_head", "model.embed_tokens")])  # transformers 5.23, 5.24
+def test_a_plan_of_its_own_for_words_alone_leaves_the_layers_to_structure(words: tuple[str, ...]) -> None:
     model = transformer_model("gpt_oss")
-    assert set(model._tp_plan) == {"lm_head"}
+    assert {"lm_head"} <= set(model._tp_plan) <= {"lm_head", "model.embed_tokens"}
+    styles = {"lm_head": "colwise_gather_output", "model.embed_tokens": "embedding_rowwise"}
     plan = make_plan(model, 2)
     assert plan.source == "by structure"
-    assert {each.how for each in plan.modules} >= {"column", "row", "experts", "shared weights"}
+    assert {each.how for each in plan.modules} >= {"column", "row", "vocabulary", "experts", "shared weights"}
+    model._tp_plan = {name: styles[name] for name in words}
+    assert make_plan(model, 2) == plan

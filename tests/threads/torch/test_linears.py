@@ -259,7 +259,7 @@ def test_copies_are_ordinary_modules(copied, calls):
     alone(check)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.")
 def test_compiling_tracing_and_transforming_take_the_ordinary_path(calls):
     def check() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

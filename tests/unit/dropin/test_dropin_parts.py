@@ -97,8 +97,6 @@ def test_there_is_nothing_to_build() -> None:
 def test_a_backend_of_gpus_is_refused_on_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        PolyaccelError, match="comm backend 'nccl' cannot be used: this torch is built without nccl"
-    ) as caught:
+    with pytest.raises(PolyaccelError, match="comm backend 'nccl' cannot be used: ") as caught:
         init_distributed("nccl")
     assert "dist_backend" in str(caught.value.cure)

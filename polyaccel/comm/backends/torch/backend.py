@@ -18,6 +18,7 @@ from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.comm.torch_group import join_default_group
 from polyaccel.errors import CommError
+from polyaccel.registry import PluginGroup, load_plugin
 
 REGISTRARS = "torch.distributed.backends"
 """The entry-point group in which packages offer backends to torch."""
@@ -30,6 +31,8 @@ class TorchBackend(CommBackend):
     """A file in torch's lib folder without which the backend is not built in; None if it always is or is a module."""
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """By torch's name of a device, the module whose import adds the backend to torch; empty if torch has it."""
+    device: ClassVar[str | None] = None
+    """The accelerator, by the name of its plugin, that the library needs; None if it needs none, or `modules` say."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -42,7 +45,19 @@ class TorchBackend(CommBackend):
         library = Path(spec.origin).parent / "lib" / cls.library if cls.library else None
         if library is not None and not library.exists():
             return Probe(False, f"this torch is built without {cls.name} (no {library.name})")
-        return Probe(True, f"torch.distributed with {cls.name}")
+        return cls.probe_device(f"torch.distributed with {cls.name}")
+
+    @classmethod
+    def probe_device(cls, library: str) -> Probe:
+        """Whether a device is here for a `library` that is: torch's builds for GPUs run on hosts without any too."""
+        if cls.device is not None:
+            plugin: type[Accelerator] = load_plugin(
+                PluginGroup.ACCELERATORS, cls.device, Accelerator, Accelerator.API_VERSION
+            )
+            present = plugin.probe()
+            if not present.usable:
+                return Probe(False, f"it needs accelerator {cls.device!r}: {present.reason}")
+        return Probe(True, library)
 
     @classmethod
     def named(cls, name: str) -> type[CommBackend] | None:
@@ -97,17 +112,18 @@ class TorchBackend(CommBackend):
         return StagedCommunicator(communicator, accelerator) if is_staged else communicator
 
     def register(self, accelerator: Accelerator) -> None:
-        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be."""
-        if not self.modules:
-            return
-        module = self.modules.get(accelerator.torch_device_type or accelerator.name)
-        if module is None:
+        """Let torch know the backend, if it does not by itself. Raises CommError where that cannot be, and for an
+        accelerator whose memory the library does not read."""
+        devices = (self.device,) if self.device is not None else tuple(self.modules)
+        device = accelerator.torch_device_type or accelerator.name
+        if devices and device not in devices:
             raise CommError(
-                f"comm backend {self.name!r} is for {' and '.join(self.modules)}, not for {accelerator.name}",
+                f"comm backend {self.name!r} is for {' and '.join(devices)}, not for {accelerator.name}",
                 cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
                 value=accelerator.name,
             )
-        import_module(module)
+        if self.modules:
+            import_module(self.modules[device])
 
 
 class GlooBackend(TorchBackend):
@@ -121,6 +137,7 @@ class NcclBackend(TorchBackend):
 
     name: ClassVar[str] = "nccl"
     library: ClassVar[str | None] = "libtorch_cuda.so"
+    device: ClassVar[str | None] = "cuda"
 
     @classmethod
     def probe(cls) -> Probe:
@@ -129,7 +146,7 @@ class NcclBackend(TorchBackend):
         if probe.usable or spec is None or spec.origin is None:
             return probe
         rocm = Path(spec.origin).parent / "lib" / "libtorch_hip.so"
-        return Probe(True, "torch.distributed with rccl") if rocm.exists() else probe
+        return cls.probe_device("torch.distributed with rccl") if rocm.exists() else probe
 
 
 class XcclBackend(TorchBackend):
@@ -137,6 +154,7 @@ class XcclBackend(TorchBackend):
 
     name: ClassVar[str] = "xccl"
     library: ClassVar[str | None] = "libtorch_xpu.so"
+    device: ClassVar[str | None] = "xpu"
 
 
 class HcclBackend(TorchBackend):
