@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import time
 from typing import Any, Protocol
@@ -55,20 +55,12 @@ def unit_spans(module: nn.Module, units: Collection[str], trace: UnitTrace) -> I
             handle.remove()
 
 
-def timed_again(name: str, function: Callable[..., Any], trace: UnitTrace) -> Callable[..., Any]:
-    """`function`, the forward pass of the block `name`; `trace` is told of each call after the first one, in which it
-    is computed again."""
-    calls = 0
-
-    def timed(*inputs: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1 or not trace.is_on:
-            return function(*inputs, **named)
-        began_s = time()
-        try:
-            return function(*inputs, **named)
-        finally:
+@contextmanager
+def span_again(name: str, trace: UnitTrace) -> Iterator[None]:
+    """Record a recomputation of the block `name` in `trace`, if that is on."""
+    began_s = time()
+    try:
+        yield
+    finally:
+        if trace.is_on:
             trace.span("unit", f"again {name}", began_s, time())
-
-    return timed

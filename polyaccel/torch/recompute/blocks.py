@@ -19,6 +19,8 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -33,7 +35,7 @@ from polyaccel.errors import ConfigError, Problem
 from polyaccel.planning.recomputation import Level, PassCosts, choose_levels, describe
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.params.units import find_blocks
-from polyaccel.torch.profiling.unit_spans import UnitTrace, timed_again
+from polyaccel.torch.profiling.unit_spans import UnitTrace, span_again
 from polyaccel.torch.recompute.measuring import PassRecorder
 from polyaccel.torch.recompute.operations import DEFAULT, contexts_for, kept_operations
 from polyaccel.torch.recompute.regions import ActiveRegions, RecomputedRegions, RunOptions, configured, is_inside_region
@@ -201,9 +203,10 @@ class RecomputedBlocks:
         level = self._levels.get(key, self._usual)
         if level is Level.EVERYTHING:
             return function(*args, **named)
+        way = self._ways[level]
         if self.trace is not None and self.trace.is_on:
-            function = timed_again(name, function, self.trace)
-        return regions.run(function, args, named, self._ways[level])
+            way = replace(way, again=partial(span_again, name, self.trace))
+        return regions.run(function, args, named, way)
 
 
 class BlockForward:

@@ -43,13 +43,15 @@ class RunOptions:
     """How one region is run. `reentrant`: by torch's older way, where no gradient would be lost by it.
 
     `contexts` makes the contexts in which torch runs it and runs it again. `enter_notes` puts hooks on saved tensors in
-    force inside, both times, and the caller leaves them. `first` is a context around the first run alone.
+    force inside, both times, and the caller leaves them. `first` is a context around the first run alone, `again` one
+    around each recomputation: a variable of the region's function would be restored with the state.
     """
 
     reentrant: bool = False
     contexts: Callable[[], tuple[Any, Any]] | None = None
     enter_notes: Callable[[], saved_tensors_hooks | None] | None = None
     first: Callable[[Sequence[Any]], AbstractContextManager[Any]] | None = None
+    again: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 PLAIN = RunOptions()
@@ -143,6 +145,8 @@ class _Call:
                 stack.enter_context(self._regions.around(is_first=is_first))
                 if self._state is not None and not is_first:
                     stack.enter_context(self._state.rerun())
+                if not is_first and self._way.again is not None:
+                    stack.enter_context(self._way.again())
                 if is_first and self._way.first is not None:
                     stack.enter_context(self._way.first(values))
                 if (notes := None if self._way.enter_notes is None else self._way.enter_notes()) is not None:
