@@ -31,7 +31,8 @@ _DERIVED = ("hidden_size", "num_training_steps")
 
 
 def fill_auto(tree: Tree, world_size: int, arguments: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Write values for "auto" into `tree`; the values come from `arguments`, then from TrainingArguments' defaults.
+    """Write values for "auto" into `tree`; the values come from `arguments`, then from batch sizes that are written,
+    then from TrainingArguments' defaults.
 
     Raises ConfigError for an unknown argument, and for one that contradicts a value that is written.
     """
@@ -44,7 +45,7 @@ def fill_auto(tree: Tree, world_size: int, arguments: Mapping[str, Any]) -> tupl
     if problems:
         raise ConfigError(problems, source="--set")
     changes = list[Change]()
-    for key, value, names in _values(tree, world_size, {**DEFAULTS, **arguments}):
+    for key, value, names in _values(tree, world_size, {**DEFAULTS, **_written_sizes(tree), **arguments}):
         table, name = _table_of(tree, key)
         if table is None or name not in table:
             continue
@@ -57,6 +58,15 @@ def fill_auto(tree: Tree, world_size: int, arguments: Mapping[str, Any]) -> tupl
     if problems:
         raise ConfigError(problems, source="--set")
     return tuple(changes)
+
+
+def _written_sizes(tree: Tree) -> dict[str, int]:
+    """The arguments that the Trainer refuses unless they are what the config has."""
+    keys = {
+        "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+    }
+    return {name: tree[key] for name, key in keys.items() if isinstance(tree.get(key), int)}
 
 
 def _values(tree: Tree, world_size: int, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:

@@ -105,6 +105,14 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
 
 
+def install(project: Path, folder: Path) -> None:
+    """Install `project` where `shell` finds it in `folder`, without the network."""
+    aside = "--quiet --no-index --no-deps --no-build-isolation --target site"
+    (folder / "site").mkdir()
+    done = shell(f"{sys.executable} -m pip install {aside} {shlex.quote(str(project))}", folder)
+    assert done.returncode == 0, done.stderr
+
+
 def write_files(page: str, folder: Path) -> None:
     for block in filter(is_file, blocks(page)):
         file = folder / block.title
@@ -150,6 +158,8 @@ def test_the_configs_of_a_page_are_what_it_says(page: str) -> None:
 @pytest.mark.parametrize("page", having("console"))
 def test_a_command_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
+    if any(block.language == "console" and "--deepspeed" in block.text for block in blocks(page)):
+        install(ROOT / "plugins" / "polyaccel-deepspeed", tmp_path)
     for block in blocks(page):
         if block.language == "console":
             command, _, shown = block.text.removeprefix("$ ").partition("\n")

@@ -202,6 +202,14 @@ def test_auto_is_filled_as_transformers_fills_it(stage):
     assert ours == theirs.config
 
 
+def test_written_batch_sizes_decide_the_other_ones():
+    sizes = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}
+    tree, _ = read_for_check({**BASE, **sizes}, 4, {"per_device_train_batch_size": 3})
+    assert [tree[key] for key in sizes] == [24, 3, 2]
+    tree, _ = read_for_check({**BASE, **sizes, "train_micro_batch_size_per_gpu": 5}, 4, {})
+    assert [tree[key] for key in sizes] == [40, 5, 2]
+
+
 def test_an_argument_that_contradicts_the_config_is_refused():
     with pytest.raises(ConfigError) as caught:
         read_for_check({**BASE, "gradient_clipping": 0.5}, 1, {"max_grad_norm": 1.0})
