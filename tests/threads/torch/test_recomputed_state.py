@@ -130,7 +130,7 @@ class StatefulBlock(nn.Module):
     def _own_generators(self, hidden: Tensor) -> Tensor:
         drawn = self.python_generator.random() + self.numpy_generator.random() + self.legacy_generator.rand()
         drawn += self.generators["drop"][0].random() + MODULE_GENERATOR.random()
-        return hidden * drawn + torch.randn(WIDTH, generator=self.torch_generator)
+        return hidden * drawn + torch.randn(WIDTH, generator=self.torch_generator).to(hidden.dtype)
 
 
 KINDS = [name[1:].replace("_", " ") for name in vars(StatefulBlock) if name[:1] == "_" and name[:2] != "__"]
