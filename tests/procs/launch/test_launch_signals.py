@@ -16,15 +16,14 @@ from polyaccel.launch.signals import ENDING, NOTICES, SILENT, SignalInbox
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc of Linux")
 
 HANDLED = """
-got = []
+got, handled = os.pipe()  # signal.pause() would miss a signal that arrives right before it
 def handle(signum, frame):
-    got.append(signum)
     print("got", signum, flush=True)
+    os.write(handled, b"x")
 for each in {signals}:
     signal.signal(each, handle)
 ready()
-while not got:
-    signal.pause()
+os.read(got, 1)
 """
 FOR_EVER = """
 ready()
