@@ -176,9 +176,10 @@ def test_marks_of_megatron_say_what_is_cut():
             {"tensor_parallel": {"autotp_size": 4}},
             "autotp_size = 4: contradicts the 2 that",
         ),
+        ({"mpu": SimpleNamespace(get_pipe_parallel_world_size=lambda: 2)}, {}, "mpu = 2: has pipeline stages"),
         ({"mesh_param": (1, 3)}, {}, "mesh.sequence = 3: makes mesh.sequence = 3, no divisor of 2 ranks"),
     ],
-    ids=["both", "no pair", "another size", "no divisor"],
+    ids=["both", "no pair", "another size", "stages", "no divisor"],
 )
 def test_a_mesh_that_cannot_be_is_refused(arguments, config, said):
     models = [parity_model() for _ in range(2)]
