@@ -221,7 +221,7 @@ class Runtime:
         """Leave the groups along axes of the mesh."""
         while self.before_leaving:
             self.before_leaving.pop()()
-        forget_mesh(self.communicator)
+        forget_mesh(self.communicator, self.along)
         for group in self._groups.values():
             group.close()
         self._groups.clear()

@@ -6,6 +6,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from logging import getLogger
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm import destroy_process_group, is_initialized
+from polyaccel.engine.console import ConsoleHandler
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
 
@@ -40,11 +42,30 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("unhurried")
 
 
-@pytest.fixture(autouse=True)
-def _lines_reach_pytest() -> Iterator[None]:
-    """The drop-in keeps polyaccel's lines from the root logger, where pytest looks for them in other tests."""
+@contextmanager
+def _log_as_found() -> Iterator[None]:
+    """The drop-in keeps polyaccel's lines from the root logger, where pytest looks for them in other tests. An engine
+    that is made meanwhile finds no handler of pytest's there: it adds one and sets the level."""
+    logger = getLogger("polyaccel")
+    level, handlers = logger.level, set(logger.handlers)
     yield
-    getLogger("polyaccel").propagate = True
+    logger.propagate = True
+    logger.setLevel(level)
+    for handler in [each for each in logger.handlers if isinstance(each, ConsoleHandler) and each not in handlers]:
+        logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lines_of_other_files() -> Iterator[None]:
+    """Engines that a file's tests share are made before the first of these."""
+    with _log_as_found():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _lines_reach_pytest(_lines_of_other_files: None) -> Iterator[None]:
+    with _log_as_found():
+        yield
 
 
 def _slow() -> dict[str, int]:

@@ -21,29 +21,38 @@ class _Axes(NamedTuple):
     along: Callable[[Collection[str]], Communicator]
 
 
-_PRESENT: WeakKeyDictionary[Communicator, _Axes] = WeakKeyDictionary()
-"""By the communicator of all ranks, of which ranks that are threads have one each."""
+_PRESENT: WeakKeyDictionary[Communicator, list[_Axes]] = WeakKeyDictionary()
+"""Those of each engine that has several axes, the last one made at the end: by the communicator of all ranks, of which
+ranks that are threads have one each."""
 
 
 def set_mesh(communicator: Communicator, mesh: Mesh, along: Callable[[Collection[str]], Communicator]) -> None:
-    """The ranks of `communicator` stand along the axes of `mesh` from now on; `along` has the groups of single axes."""
-    _PRESENT[communicator] = _Axes(mesh, along)
+    """The ranks of `communicator` stand along the axes of `mesh` until `forget_mesh`; `along` has the groups of single
+    axes. The mesh that was set last is the one that counts."""
+    _PRESENT.setdefault(communicator, []).append(_Axes(mesh, along))
 
 
-def forget_mesh(communicator: Communicator) -> None:
-    """All ranks of `communicator` are data-parallel again."""
-    _PRESENT.pop(communicator, None)
+def forget_mesh(communicator: Communicator, along: Callable[[Collection[str]], Communicator]) -> None:
+    """Undo `set_mesh` with `along`: the mesh set last of those that are left counts. Without one, all ranks of
+    `communicator` are data-parallel."""
+    left = [axes for axes in _PRESENT.pop(communicator, []) if axes.along != along]
+    if left:
+        _PRESENT[communicator] = left
+
+
+def _present(communicator: Communicator) -> _Axes | None:
+    return _PRESENT.get(communicator, [None])[-1]
 
 
 def get_mesh() -> Mesh:
     """The axes along which the ranks stand."""
-    present = _PRESENT.get(communicator := default_communicator())
+    present = _present(communicator := default_communicator())
     return Mesh.flat(communicator.world_size) if present is None else present.mesh
 
 
 def _group(*axes: str) -> Communicator:
     communicator = default_communicator()
-    present = _PRESENT.get(communicator)
+    present = _present(communicator)
     if present is None and "data" in axes:
         return communicator
     if present is None or ("data" not in axes and not any(present.mesh.has_several(axis) for axis in axes)):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job
 from polyaccel.launch.plan import plan_host
+from polyaccel.launch.process import end_with_parent
 
 JOB_VARIABLE = "POLYACCEL_JOB"
 
@@ -35,4 +36,6 @@ def main(variable: str) -> None:
 
 
 if __name__ == "__main__":
+    if (ask := end_with_parent(os.getppid())) is not None:
+        ask()  # execve keeps the request: tasks of MPIs outlive the daemon of their host otherwise
     main(sys.argv[1])

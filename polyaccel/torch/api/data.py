@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import cycle, islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,6 +108,8 @@ class ShardedDataLoader(Generic[_T]):
     are left alone. A resumed epoch seeds its workers afresh: only the *order* of samples is exactly continued there.
     """
 
+    sampler_class: ClassVar[type[PositionedSampler]] = PositionedSampler
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -162,7 +164,7 @@ class ShardedDataLoader(Generic[_T]):
         )
 
     def _make_sampler(self, *, drop_last: bool, shuffle: bool) -> PositionedSampler:
-        return PositionedSampler(
+        return self.sampler_class(
             self.dataset,
             micro_batch_size=self.micro_batch_size,
             rank=self.rank,

@@ -169,10 +169,10 @@ def _generators_kept(devices: Collection[torch.device]) -> Iterator[None]:
 
 def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int) -> None:
     """Raise _Differs where slices move otherwise than whole tensors, _Untried where these cannot be moved."""
-    state, reason = torch.random.get_rng_state(), ""
+    state, reason, draws = torch.random.get_rng_state(), "", _Draws(members)
     for dtype in (torch.float64, torch.float32):
         try:
-            whole = _run(optimizer, members, steps, dtype, None)
+            whole = _run(optimizer, draws, steps, dtype, None)
             break
         except _Differs:
             raise
@@ -183,12 +183,15 @@ def _compare(optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], step
     if not torch.equal(state, torch.random.get_rng_state()):
         raise _Untried("it draws random numbers")
     try:
-        ranks = [_run(optimizer, members, steps, dtype, rank) for rank in range(2)]
+        ranks = [_run(optimizer, draws, steps, dtype, rank) for rank in range(2)]
         cut = [[torch.cat(parts) for parts in zip(*both, strict=True)] for both in zip(*ranks, strict=True)]
     except Exception as error:
         raise _Differs(f"it fails on flat slices ({_brief(error)})") from error
-    start = before = [_values(each, at, -1, dtype).flatten() for at, each in enumerate(members)]
+    start = before = [value.flatten() for value in draws.values(-1, dtype)]
     for wanted, found in zip(whole, cut, strict=True):
+        if _are_close(wanted, found, before, dtype):  # all of them at a time
+            before = wanted
+            continue
         for one, other, past, each in zip(wanted, found, before, members, strict=True):
             # Updates are compared: a small learning rate hides in the weights.
             least = 16 * torch.finfo(dtype).eps * _largest(one)
@@ -209,22 +212,46 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _values(each: _StandIn, at: int, step: int, dtype: torch.dtype) -> Tensor:
-    """Weights (`step` -1) or gradients of a stand-in: on the CPU, from a generator of their own."""
-    generator = torch.Generator().manual_seed(7919 * (step + 2) + at)
-    scale = 0.3 + at % 5 if step >= 0 else 0.5
-    return (scale * torch.randn(each.shape, generator=generator, dtype=torch.float64)).to(dtype)
+def _are_close(wanted: list[Tensor], found: list[Tensor], before: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether all tensors are near enough, as `_compare` has it for each. False where one has no finite elements."""
+    tensors = [wanted, torch._foreach_sub(wanted, before), torch._foreach_sub(found, wanted)]
+    if not all(each.numel() for each in wanted):
+        return False
+    largest, moved, off = (torch.stack(list(torch._foreach_norm(each, torch.inf))) for each in tensors)
+    return bool((off <= 1e-4 * moved + 16 * torch.finfo(dtype).eps * largest).all())
+
+
+class _Draws:
+    """Weights and gradients of stand-ins: on the CPU, from generators of their own."""
+
+    def __init__(self, members: Sequence[_StandIn]) -> None:
+        self.members = members
+        self._numels = [prod(each.shape) for each in members]
+        self._scales = torch.tensor([0.3 + at % 5 for at in range(len(members))], dtype=torch.float64)
+        self._drawn: dict[int, Tensor] = {}
+
+    def values(self, step: int, dtype: torch.dtype) -> list[Tensor]:
+        """Weights (`step` -1) or gradients, which nothing else refers to."""
+        if step not in self._drawn:
+            generator = torch.Generator().manual_seed(7919 * (step + 2))
+            drawn = torch.randn(sum(self._numels), generator=generator, dtype=torch.float64)
+            scales = self._scales.repeat_interleave(torch.tensor(self._numels)) if step >= 0 else 0.5
+            self._drawn[step] = scales * drawn
+        flat = self._drawn[step].to(dtype, copy=True)
+        parts = zip(flat.split(self._numels), self.members, strict=True)
+        return [part.view(each.shape) for part, each in parts]
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, members: Sequence[_StandIn], steps: int, dtype: torch.dtype, rank: int | None
+    optimizer: torch.optim.Optimizer, draws: _Draws, steps: int, dtype: torch.dtype, rank: int | None
 ) -> list[list[Tensor]]:
     """The members' weights, flat, after each step of a copy of `optimizer`: the parts of `rank`, or whole ones."""
     tensors: list[tuple[int, _StandIn, Tensor]] = []
     wholes: dict[int, Tensor] = {}
+    members, weights = draws.members, draws.values(-1, dtype)
     for at, each in enumerate(members):
         parameter = each.parameter
-        value = _values(each, at, -1, dtype).to("cpu" if parameter.device.type == "meta" else parameter.device)
+        value = weights[at].to("cpu" if parameter.device.type == "meta" else parameter.device)
         wholes[id(parameter)] = whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
         vars(whole).update(vars(parameter))
         if rank is None:
@@ -239,16 +266,19 @@ def _run(
             twin.state[tensor] = {name: _state(name, value, each, rank, dtype) for name, value in state.items()}
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step  # hooks of the process stay out
-    found = []
+    found: list[list[Tensor]] = []
+    now = [torch.zeros(0, dtype=dtype)] * len(members)
     for index in range(steps):
+        grads = draws.values(index, dtype)
         for at, each, tensor in tensors:
             if each.parameter.requires_grad:
-                grad = _values(each, at, index, dtype).to(tensor.device)
-                tensor.grad = grad if rank is None else grad.flatten()[each.part(rank)].clone()
+                grad = grads[at].to(tensor.device)
+                tensor.grad = grad if rank is None else grad.flatten()[each.part(rank)]
         with torch.no_grad():
             step(twin)
-        now = {at: tensor.detach().flatten().cpu().clone() for at, _, tensor in tensors}
-        found.append([now.get(at, torch.zeros(0, dtype=dtype)) for at in range(len(members))])
+        for at, _, tensor in tensors:
+            now[at] = tensor.detach().flatten().cpu()
+        found.append(list(torch.cat(now).split([each.numel() for each in now])))
     return found
 
 

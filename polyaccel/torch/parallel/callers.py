@@ -34,7 +34,8 @@ def mesh_sizes(mesh_param: Any, mpu: Any) -> dict[str, int]:
         mpu, "get_pipe_parallel_world_size", None
     )
     if pipe is not None and pipe() > 1:
-        raise ConfigError([Problem("mpu", pipe(), "has pipeline stages, which do not exist yet", "use one stage")])
+        cure = 'leave mpu out, and give a polyaccel.torch.pipeline.PipelineModule, or "pipeline": {"stages": N}'
+        raise ConfigError([Problem("mpu", pipe(), "has pipeline stages, which this engine would not run", cure)])
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 

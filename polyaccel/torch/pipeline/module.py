@@ -174,6 +174,10 @@ class PipelineModule(nn.Module):
                 for parameter in () if module is None else module.parameters():
                     users.setdefault(parameter, []).append(str(chunk))
         set_parts(self, {name: " ".join(users[parameter]) for name, parameter in self.named_parameters()})
+        self._complete(specs, topology)
+
+    def _complete(self, specs: Sequence[Any], topology: Any) -> None:
+        """Add what a subclass has beside its layers, once these are built."""
 
     def stage_of(self, layer: int) -> int:
         """The stage that has layer `layer` of the whole model."""

@@ -25,19 +25,30 @@ while True:
     ctypes.PyDLL(None).pause()  # keeps the interpreter's lock
 """
 STUCK_RANK = "ready()\n" + _STUCK
+_WAITS = """
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
 _PARENT = f"""
 import os, subprocess, sys
 from polyaccel.launch.process import end_with_parent
 child = subprocess.Popen([sys.executable, "-c", {_STUCK!r}], stdout=subprocess.PIPE, start_new_session=True,
                          preexec_fn=end_with_parent(os.getpid()))
-child.stdout.readline()
-print(child.pid, flush=True)
-sys.stdin.read()
-"""
+{_WAITS}"""
+_DAEMON = f"""
+import os, subprocess, sys
+from polyaccel.launch.base import Job
+job = Job(command=(sys.executable, "-c", {_STUCK!r}), hosts={{"here": (0,)}},
+          master_addr="127.0.0.1", master_port=29500)
+child = subprocess.Popen([sys.executable, "-m", "polyaccel.launch.commands.task", "NUMBER"], stdout=subprocess.PIPE,
+                         start_new_session=True, env=os.environ | {{"POLYACCEL_JOB": job.to_json(), "NUMBER": "0"}})
+{_WAITS}"""
 
 
-def test_a_child_ends_with_its_parent() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+@pytest.mark.parametrize("parent_code", [_PARENT, _DAEMON], ids=["process", "daemon of mpirun"])
+def test_a_child_ends_with_its_parent(parent_code: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -45,6 +45,44 @@ def test_groups_are_those_of_the_engine_s_mesh():
         assert (axes, after) == (["data", "tensor"], 4)
 
 
+def test_groups_of_an_engine_stay_when_another_one_is_destroyed():
+    """Each of three engines trains as it does alone, and the groups are those of the one made last."""
+    models = [cut_parity_models(4) for _ in range(3)]
+
+    def of_rank(communicator):
+        def made(at):
+            model, place = join(communicator, 2, models[at][communicator.rank])
+            config = mesh_config(make_config(1), 2)
+            return polyaccel.initialize(model=model, model_parameters=grouped(model), config=config)[0], place
+
+        def norm_of(engine, place):
+            engine.backward(parity_loss(engine, 0, 0, place))
+            engine.step()
+            group = groups.get_tensor_model_parallel_group()
+            assert group.all_gather_object(communicator.rank) == [*group.ranks]
+            return engine.get_global_grad_norm()
+
+        (first, place), (second, _) = made(0), made(1)
+        first.destroy()
+        assert groups.get_tensor_model_parallel_world_size() == 2
+        norms = [norm_of(second, place)]
+        third, _ = made(2)
+        third_group = groups.get_tensor_model_parallel_group()
+        norms.append(norm_of(third, place))
+        third.destroy()
+        assert groups.get_tensor_model_parallel_group() is not third_group
+        norms.append(norm_of(second, place))
+        second.destroy()
+        second.destroy()
+        return norms, groups.get_tensor_model_parallel_world_size()
+
+    plain = train_plainly(2, 1)
+    for norms, after in run_threads(4, of_rank):
+        assert norms[:2] == pytest.approx([plain.norms[0]] * 2, rel=1e-5)
+        assert norms[2] != norms[0]
+        assert after == 1
+
+
 def test_a_script_that_shares_sequences_itself_states_its_mesh():
     """Two ranks share each batch: each computes the loss of its half, and all gradients have one mean."""
     models = [parity_model() for _ in range(4)]
@@ -138,9 +176,10 @@ def test_marks_of_megatron_say_what_is_cut():
             {"tensor_parallel": {"autotp_size": 4}},
             "autotp_size = 4: contradicts the 2 that",
         ),
+        ({"mpu": SimpleNamespace(get_pipe_parallel_world_size=lambda: 2)}, {}, "mpu = 2: has pipeline stages"),
         ({"mesh_param": (1, 3)}, {}, "mesh.sequence = 3: makes mesh.sequence = 3, no divisor of 2 ranks"),
     ],
-    ids=["both", "no pair", "another size", "no divisor"],
+    ids=["both", "no pair", "another size", "stages", "no divisor"],
 )
 def test_a_mesh_that_cannot_be_is_refused(arguments, config, said):
     models = [parity_model() for _ in range(2)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,24 @@ def test_a_script_trains_over_the_stages_of_a_topology():
     expected = trained(1, 2, pipeline_config(1)).losses
     means = [(one + other) / 2 for one, other in zip(expected[0], expected[1], strict=True)]
     assert run_threads(4, run) == [pytest.approx(means, rel=1e-6)] * 4
+
+
+def test_the_pipeline_of_the_readme_trains():
+    text = (Path(deepspeed.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"## A pipeline\n\n```python\n(.*?)```", text, re.DOTALL)
+
+    def run(communicator):
+        names = {}
+        exec(code, names)
+        stages = names["engine"].num_stages
+        names["engine"].destroy()
+        return stages, names["losses"]
+
+    one, other = run_threads(2, run)
+    assert one == other
+    stages, losses = one
+    assert stages == 2
+    assert losses[-1] < losses[0] / 4
 
 
 class Adding(nn.Module):

@@ -36,16 +36,11 @@ class DealtSampler(PositionedSampler):
 class DealtLoader(ShardedDataLoader[Any]):
     """A `ShardedDataLoader` in DeepSpeed's order. See [Note: DeepSpeed's order]."""
 
+    sampler_class = DealtSampler
+
     def _make_sampler(self, *, drop_last: bool, shuffle: bool) -> PositionedSampler:
-        sampler = DealtSampler(
-            self.dataset,
-            micro_batch_size=self.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            shuffle=shuffle,
-            seed=self.seed,
-            drop_last=False,
-        )
+        sampler = super()._make_sampler(drop_last=False, shuffle=shuffle)
+        assert isinstance(sampler, DealtSampler)
         sampler.drops = drop_last
         return sampler
 

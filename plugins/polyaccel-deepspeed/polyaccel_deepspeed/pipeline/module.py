@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from polyaccel.comm import get_local_rank
 from polyaccel.comm.default import default_communicator, is_initialized
@@ -35,7 +34,7 @@ class TiedLayerSpec(LayerSpec, core.TiedLayerSpec):
 
 
 class PipelineModule(core.PipelineModule):
-    """polyaccel's, with DeepSpeed's conventions and names; `more` are arguments that polyaccel's has beside these.
+    """polyaccel's, with DeepSpeed's conventions and names. Its arguments are DeepSpeed's, and polyaccel's behind them.
 
     What a layer gives is the next layer's one argument, a tuple too. Modules of a `TiedLayerSpec` are
     `tied_modules.KEY`. `dynamic_shape` has no effect: shapes may always change.
@@ -43,40 +42,10 @@ class PipelineModule(core.PipelineModule):
 
     spreads_tuples = False
 
-    def __init__(
-        self,
-        layers: Sequence[Any],
-        num_stages: int | None = None,
-        topology: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None,
-        base_seed: int = 1234,
-        partition_method: str = "parameters",
-        activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = checkpoint,
-        checkpointable_layers: Sequence[str] | None = None,
-        dynamic_shape: bool = False,
-        **more: Any,
-    ) -> None:
-        super().__init__(
-            layers,
-            num_stages,
-            topology,
-            loss_fn,
-            seed_layers,
-            seed_fn,
-            base_seed,
-            partition_method,
-            activation_checkpoint_interval,
-            activation_checkpoint_func,
-            checkpointable_layers,
-            dynamic_shape,
-            **more,
-        )
+    def _complete(self, specs: Sequence[Any], topology: Any) -> None:
         if _TIED not in self._modules:
             self.tied_modules = nn.ModuleDict()
-        self._layer_specs = list(layers)
+        self._layer_specs = list(specs)
         self._num_layers = len(self._layer_specs)
         self._grid = PipelineParallelGrid(_topology(self.num_stages) if topology is None else topology)
         self._topo = self._grid.topology()
