@@ -305,7 +305,7 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.runtime.dataloader": Module(
         "Loaders.",
-        yes("polyaccel.torch.api.data", "RepeatingLoader") | yes(_LOADER, "DeepSpeedDataLoader"),
+        yes(_LOADER, "DeepSpeedDataLoader", "RepeatingLoader"),
     ),
     "deepspeed.runtime.engine": Module("The engine.", yes(_ENGINE, "DeepSpeedEngine")),
     "deepspeed.runtime.hybrid_engine": Module(
@@ -372,7 +372,7 @@ _PUBLIC: dict[str, Module] = {
         _LOGGING
         | _FRAGMENTS
         | _LEAVES
-        | yes("polyaccel.torch.api.data", "RepeatingLoader")
+        | yes(_LOADER, "RepeatingLoader")
         | yes(_UTILS, "OnDevice", "instrument_w_nvtx", "recursive_getattr", "recursive_setattr")
         | yes(_GROUPS, **_PARALLEL)
         | yes(_GRID, "bwc_pipeline_parallel_world_size")
