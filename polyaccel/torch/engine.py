@@ -24,6 +24,7 @@ from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
+from polyaccel.torch.autocast import ForwardAutocast
 from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
 from polyaccel.torch.passes import BackwardPasses
@@ -66,6 +67,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         self._compose(runtime.engine_parts())
         self.training_dataloader: Any = None
         self._module_settings = settings
+        self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
         self._passes = BackwardPasses(self.accelerator, self.counters, self.loss_scaler, self.timer)
@@ -130,7 +132,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         return torch_device_of(self.accelerator)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output, under autocast if the config says so."""
+        """The module's output, under autocast if the config says so, or else the caller."""
         if self.runtime.casts_inputs and not getattr(self, "_receives", False):  # of users, not of another stage
             inputs, named = cast_floats((inputs, named), torch.float16)
         is_trained_on = torch.is_grad_enabled() and self.training and self.optimizer is not None
@@ -144,10 +146,6 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
         if is_trained_on and not is_transforming():
             self._passes.watch_outputs(outputs)
         return outputs
-
-    def _autocast(self) -> torch.autocast:
-        dtype = self._module_settings.autocast_dtype
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     # Gradients.
 

@@ -9,7 +9,9 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.utils import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 from transformer_models import transformer_model
@@ -118,6 +120,74 @@ def test_what_is_dropped_with_a_sampler_and_what_a_batch_is_made_by(tmp_path: Pa
         engine.destroy()
 
     run_threads(1, body)
+
+
+def draws() -> int:
+    """How often torch's loader has drawn on the process's generator since `torch.manual_seed(7)`."""
+    with torch.random.fork_rng():
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        for count in range(10):
+            if torch.equal(torch.get_rng_state(), state):
+                return count
+            torch.empty((), dtype=torch.int64).random_()
+    return -1
+
+
+def test_loaders_draw_on_the_generator_of_the_process_as_deepspeeds() -> None:
+    def body(communicator: Communicator) -> None:
+        model = nn.Linear(1, 1)
+        torch.manual_seed(7)
+        engine, _, loader, _ = deepspeed.initialize(model=model, config=config(2, False), training_data=Numbers(8))
+        counts = [draws()]
+        order_of(loader)
+        counts.append(draws())
+        iter(loader)  # no sample is asked for
+        counts.append(draws())
+        repeating = RepeatingLoader(loader)
+        counts.append(draws())
+        for _ in range(5):  # into its second epoch
+            next(repeating)
+        counts.append(draws())
+        order_of(engine.deepspeed_io(Numbers(8), route="eval"))
+        counts.append(draws())
+        engine.destroy()
+        assert counts == [0, 1, 2, 3, 4, 5]  # DeepSpeed 0.19.8's
+
+    run_threads(1, body)
+
+
+def test_a_pipeline_begins_its_first_epoch_in_initialize() -> None:
+    def body(communicator: Communicator) -> None:
+        model = PipelineModule([nn.Linear(1, 1), nn.Linear(1, 1)], num_stages=1, loss_fn=nn.MSELoss())
+        torch.manual_seed(7)
+        engine, *_ = deepspeed.initialize(model=model, config=config(2, False), training_data=Numbers(8))
+        counts = [draws()]
+        for _ in range(5):
+            engine.train_batch()
+            counts.append(draws())
+        engine.destroy()
+        assert counts == [1, 1, 1, 1, 1, 2]  # DeepSpeed 0.19.8's
+
+    run_threads(1, body)
+
+
+def test_workers_are_seeded_as_torchs() -> None:
+    def seeds(loader: Iterable[Any]) -> list[int]:
+        torch.manual_seed(7)
+        return [int(batch) for batch in loader]
+
+    def body(communicator: Communicator) -> None:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(1, 1), config=config(2, False))
+        ours = engine.deepspeed_io(Numbers(8), collate_fn=seed_of_worker, num_local_io_workers=1)
+        engine.destroy()
+        assert seeds(ours) == seeds(DataLoader(Numbers(8), 2, collate_fn=seed_of_worker, num_workers=1))
+
+    run_threads(1, body)
+
+
+def seed_of_worker(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor(torch.initial_seed())
 
 
 AXES: dict[str, dict[str, Any]] = {

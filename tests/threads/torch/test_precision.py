@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from parity_models import (
@@ -25,6 +27,7 @@ from torch import nn
 import polyaccel
 from polyaccel.errors import LossScaleError, PolyaccelError
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.autocast import ForwardAutocast
 
 SMALL = {"reduce_bucket_size": SMALL_BUCKET}
 STEPS = 3
@@ -297,6 +300,63 @@ def test_autocast_computes_in_16_bits_and_keeps_float32_parameters(stage, dtype)
     plain = train_plainly(2, STEPS, loss_fn=plain_loss)
     assert_bitwise(ours[1], ours[0])
     assert relative_distance(ours[0], plain.params, snapshot(parity_model())) < 0.02
+
+
+@pytest.mark.parametrize("region", ["each forward", "all steps"])
+@stages
+def test_an_autocast_around_the_call_is_in_force_as_in_plain_torch(stage, region, caplog):
+    """Also where one region spans updates: torch's cache of cast weights must not outlive them."""
+
+    def outer():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def train(communicator, module):
+        engine = engine_for(module, make_config(stage, zero=SMALL))
+        each, whole = (outer, nullcontext) if region == "each forward" else (nullcontext, outer)
+        losses = []
+        with whole():
+            for step in range(STEPS):
+                with each():
+                    loss = parity_loss(engine, step, 0, communicator.rank)
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        return snapshot(engine.module), losses
+
+    def plain_loss(module, step, micro, rank):
+        with outer():
+            return module(*batch(step, micro, rank))
+
+    (ours, losses), (others, _) = on_threads(2, train, parity_model)
+    plain = train_plainly(2, STEPS, loss_fn=plain_loss)
+    assert_bitwise(others, ours)
+    assert relative_distance(ours, plain.params, snapshot(parity_model())) < 0.02
+    assert losses[0] == plain_loss(parity_model(), 0, 0, 0).item() != parity_loss(parity_model(), 0, 0, 0).item()
+    assert len([line for line in caplog.records if line.name == "polyaccel.torch.autocast"]) == 2  # one an engine
+
+
+def test_the_configs_autocast_comes_before_the_callers(caplog):
+    def seen(communicator, module):
+        autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        engine, *_ = polyaccel.initialize(model=module, config=make_config(0, **autocast))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine(torch.ones(2, 4))
+        before = len(caplog.records)
+        with torch.autocast("cpu", dtype=torch.float16):
+            return engine(torch.ones(2, 4)).dtype, len(caplog.records) - before
+
+    assert on_threads(1, seen, lambda: nn.Linear(4, 4)) == [(torch.bfloat16, 1)]
+
+
+def test_an_engine_may_end_the_callers_autocast(caplog):
+    """As the drop-in's does on CUDA."""
+    ended = ForwardAutocast("cpu", None)
+    ended.keeps_outer = False
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            with ended():
+                assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32
+    assert len(caplog.records) == 1
 
 
 @stages

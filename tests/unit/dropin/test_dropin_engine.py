@@ -82,6 +82,13 @@ def test_a_function_of_the_script_loads(engine: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name] + 2) for name, value in engine.module_state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_autocast_around_the_engine_stays_in_force_on_a_cpu(engine: Any, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        assert engine(torch.ones(4, 3)).dtype is dtype  # as DeepSpeed 0.19.8's
+    assert engine(torch.ones(4, 3)).dtype is torch.float32
+
+
 def test_loaders_take_a_sampler_or_cut_the_data_themselves(engine: Any) -> None:
     data = list(torch.arange(8.0))
     assert sum(batch.numel() for batch in engine.deepspeed_io(data)) == 8

@@ -59,6 +59,8 @@ class DeepSpeedEngine(Settings, TorchEngine):
         self.collate_fn = collate_fn
         # There parameters have no gradients under ZeRO, and scripts that clip them by hand clip nothing.
         self._passes.hides_scaled_gradients = self.zero_optimization_stage() > 0
+        # There an autocast around the engine ends at its forward on CUDA, and stays in force on other devices.
+        self._autocast.keeps_outer = self.device.type != "cuda"
         if self.optimizer is not None:
             wrap(self, client)
             self.optimizer.parameter_offload = ParameterOffload(self._own_module)

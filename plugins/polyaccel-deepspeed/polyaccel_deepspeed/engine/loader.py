@@ -4,19 +4,26 @@
 DeepSpeed deals samples by torch's DistributedSampler with seed 0 and never sets its epoch: every epoch has the same
 order, unless the script calls `loader.data_sampler.set_epoch`. The sampler fills its order up to equally many samples a
 rank, and `dataloader_drop_last` drops what is then less than a micro-batch.
+
+[Note: DeepSpeed's draws]
+DeepSpeed's loader is torch's: each `iter` draws one number on the process's generator, the seed of its workers. A
+model that draws (dropout, noise) sees that, so `DealtLoader` draws there too, while polyaccel's loader draws nothing.
+`RepeatingLoader` calls `iter` when it is made, and the pipeline engine makes one in `initialize`, on every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import getLogger
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
 from polyaccel.accelerators.detect import get_accelerator
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.torch.api import data as core
 from polyaccel.torch.api.data import PositionedSampler, ShardedDataLoader
 
 log = getLogger("polyaccel.deepspeed")
@@ -34,7 +41,15 @@ class DealtSampler(PositionedSampler):
 
 
 class DealtLoader(ShardedDataLoader[Any]):
-    """A `ShardedDataLoader` in DeepSpeed's order. See [Note: DeepSpeed's order]."""
+    """A `ShardedDataLoader` in DeepSpeed's order, which draws as DeepSpeed's. See both notes above."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._worker_seeds.set_state(torch.get_rng_state())  # torch's loader draws its workers' seed there
+        torch.empty((), dtype=torch.int64).random_()  # the same number, on the process's generator
+        return super().__iter__()
+
+    def _seed_workers(self) -> None:
+        """Leave the seeds as they are: `__iter__` sets them."""
 
     sampler_class = DealtSampler
 
@@ -47,6 +62,14 @@ class DealtLoader(ShardedDataLoader[Any]):
     def _refuse_empty(self, sampler: PositionedSampler) -> None:
         if not sampler.micro_batches_from(0):
             log.warning("%d samples make no micro-batch of %d: none come", sampler.total_samples, self.micro_batch_size)
+
+
+class RepeatingLoader(core.RepeatingLoader[Any]):
+    """polyaccel's, which begins its first epoch when it is made. See [Note: DeepSpeed's draws]."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        super().__init__(loader)
+        self._epoch = iter(loader)
 
 
 class DeepSpeedDataLoader:

@@ -131,7 +131,7 @@ _PUBLIC: dict[str, Module] = {
     ),
     "deepspeed.runtime.dataloader": Module(
         "Loaders.",
-        yes("polyaccel.torch.api.data", "RepeatingLoader") | yes(sets.LOADER, "DeepSpeedDataLoader"),
+        yes(sets.LOADER, "DeepSpeedDataLoader", "RepeatingLoader"),
     ),
     "deepspeed.runtime.engine": Module("The engine.", yes(sets.ENGINE, "DeepSpeedEngine")),
     "deepspeed.runtime.hybrid_engine": Module(
@@ -200,7 +200,7 @@ _PUBLIC: dict[str, Module] = {
         sets.LOGGING
         | sets.FRAGMENTS
         | sets.LEAVES
-        | yes("polyaccel.torch.api.data", "RepeatingLoader")
+        | yes(sets.LOADER, "RepeatingLoader")
         | yes(sets.UTILS, "OnDevice", "instrument_w_nvtx", "recursive_getattr", "recursive_setattr")
         | yes(sets.GROUPS, **sets.PARALLEL)
         | yes(sets.GRID, "bwc_pipeline_parallel_world_size")
