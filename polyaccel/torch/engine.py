@@ -36,14 +36,14 @@ from polyaccel.torch.states.contents import TorchRun, contents_of
 from polyaccel.torch.states.custom_loading import CustomLoad
 from polyaccel.torch.states.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.states.unfreezing import follow, is_due
-from polyaccel.torch.states.whole_model import load_whole_state_dict, save_whole_model, whole_state_dict
+from polyaccel.torch.states.whole_model import HasWholeModel
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
 
 
-class TorchEngine(nn.Module, Engine, OffloadsStates):
+class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     """A torch module in training under ZeRO. Made by `polyaccel.initialize`.
 
     `engine(*inputs)` runs the module; `backward(loss)` computes gradients, and so does `loss.backward()`; `step()`
@@ -342,26 +342,6 @@ class TorchEngine(nn.Module, Engine, OffloadsStates):
             adapter=self.adapter,
             data=self.training_dataloader,
         )
-
-    # The whole model.
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
-        return whole_state_dict(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over whole parameters, equal on all ranks; master weights get them in their own precision. Every rank
-        calls it. Raises torch's RuntimeError for other names or shapes."""
-        load_whole_state_dict(self.adapter, self.zero, state_dict, strict=strict)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the module's whole state dict to one file (safetensors if the name ends so), in the types that it
-        computes with. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
-        with self.timer(OUTSIDE):
-            save_whole_model(self.adapter, self.zero, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-        return True
 
     # What users ask.
 

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from polyaccel.comm.base import Communicator
-from polyaccel.engine.timing import OUTSIDE
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.pipeline.whole import merged_tensors, own_entries
-from polyaccel.torch.states.whole_model import own_blocks, require_fitting, write_whole_model
+from polyaccel.torch.states.whole_model import own_blocks, require_fitting
 
 
 class StagedStates(TorchEngine):
@@ -36,17 +35,11 @@ class StagedStates(TorchEngine):
             require_fitting(self._own_module, blocks, self.communicator, strict=strict)
         super().load_module_state_dict(state_dict, strict)
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the state dict of the whole model to one file, as `TorchEngine` does. Every rank has the whole model
-        meanwhile."""
+    def _entries_of_writer(self, *, exclude_frozen: bool) -> dict[str, Any]:
+        """As that of `TorchEngine`; every rank has the whole model meanwhile."""
         if self._stages == 1:
-            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-        with self.timer(OUTSIDE):
-            state = self.module_state_dict(exclude_frozen_parameters)
-            on_host = {
-                name: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()
-            }
-            write_whole_model(on_host, self.communicator, save_dir, save_filename)
-        return True
+            return super()._entries_of_writer(exclude_frozen=exclude_frozen)
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+        if self.communicator.rank:
+            return {}
+        return {name: one.to("cpu", copy=True) if isinstance(one, Tensor) else one for name, one in state.items()}

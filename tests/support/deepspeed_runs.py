@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity_models import drawn_from
 from polyaccel_deepspeed.exchange.exporting import write
 from polyaccel_deepspeed.exchange.importing import read
 from torch import nn
@@ -62,8 +63,8 @@ def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
 
 def engine_of(communicator: Communicator, name: str, stage: int, *, seed: int = 9, one_group: bool = False) -> Any:
     """An engine with the config of a variant, for other weights than its own, which `seed` 0 makes."""
-    torch.manual_seed(seed)
-    model = Net()
+    with drawn_from(seed):
+        model = Net()
     if seed == 0:
         model.get_buffer("scale").fill_(0.5)
     params_of = groups(model)

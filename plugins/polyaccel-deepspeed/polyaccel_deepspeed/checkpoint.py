@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,12 +15,12 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import CheckpointReader, open_checkpoint
-from polyaccel.checkpoint.tensors import PARAM
-from polyaccel.errors import CheckpointError
+from polyaccel.checkpoint.tensors import BUFFER, PARAM
+from polyaccel.errors import CheckpointError, ShardingError
+from polyaccel.exchange.exporting import chosen, default_kinds
+from polyaccel.exchange.formats import safetensors, torch_bin
 from polyaccel.torch.states.checkpoint import client_state_of
 from polyaccel.types import DType
-
-_BUFFER = "buffer"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -27,17 +30,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     A parameter that is tied to another one is there under its first name only.
     """
-    if exclude_frozen_parameters:
-        raise CheckpointError(
-            "a checkpoint does not say which of its parameters were frozen",
-            cure="save with exclude_frozen_parameters=True, and leave it out here",
-        )
     reader = open_checkpoint(checkpoint_dir, tag)
     host = CpuAccelerator()
+    left_out = _frozen(reader) if exclude_frozen_parameters else frozenset()
     return {
         entry.fqn: _whole(reader, host, entry.fqn, entry.kind, entry.shape)
         for entry in reader.tensors()
-        if entry.kind in (PARAM, _BUFFER)
+        if entry.kind in (PARAM, BUFFER) and entry.fqn not in left_out
     }
 
 
@@ -51,7 +50,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str,
     output_dir: str,
-    max_shard_size: str = "5GB",
+    max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
@@ -65,26 +64,70 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str,
     output_dir: str,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "5GB",
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's whole weights, as `dtype`, to one file in `output_dir`, or to `output_dir` itself if it ends
-    in `.bin`, `.pt`, `.ckpt` or `.safetensors`. `max_shard_size` has no effect."""
-    target = Path(output_dir)
-    if target.suffix not in (".bin", ".pt", ".ckpt", ".safetensors"):
-        target /= "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in whole.items()}
-    if target.suffix == ".safetensors":
-        from safetensors.torch import save_file
+    """Write a checkpoint's whole weights, as `dtype`, into the folder `output_dir`: one file, or several of at most
+    `max_shard_size` and their index. An `output_dir` that ends in `.bin`, `.pt`, `.ckpt` or `.safetensors` is one file.
 
-        save_file(state, target)
-    else:
-        torch.save(state, target)
+    Raises CheckpointError for damage, and for a type or a size that cannot be.
+    """
+    as_type, most_nbytes = _output_dtype(dtype), _nbytes(max_shard_size)
+    reader = open_checkpoint(checkpoint_dir, tag)
+    left_out = _frozen(reader) if exclude_frozen_parameters else frozenset()
+    tensors = [tensor for tensor in chosen(reader, default_kinds(), as_type) if tensor.name not in left_out]
+    target = Path(output_dir)
+    if target.suffix not in _FILES:
+        (safetensors if safe_serialization else torch_bin).write(target, tensors, most_nbytes, _no_progress)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".zero_to_fp32-", dir=target.parent) as folder:
+        writer = safetensors if target.suffix == ".safetensors" else torch_bin
+        (name,) = writer.write(Path(folder), tensors, sys.maxsize, _no_progress)
+        Path(folder, name).replace(target)
+
+
+_FILES = (".bin", ".pt", ".ckpt", ".safetensors")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _no_progress(nbytes: int) -> None:
+    pass
+
+
+def _output_dtype(dtype: torch.dtype | str) -> DType:
+    """Float32, float16 or bfloat16, by any of their names."""
+    found = None
+    with suppress(ShardingError):
+        found = DType.parse(str(dtype).lower().removeprefix("torch."))
+    if found not in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
+        raise CheckpointError(f"weights as {dtype!r}", cure="give float32, float16 or bfloat16", value=dtype)
+    return found
+
+
+def _nbytes(size: int | str | None) -> int:
+    """The most bytes of a file, by powers of 1000 as on the Hugging Face hub; None is no limit."""
+    if size is None:
+        return sys.maxsize
+    found = re.fullmatch(r"(\d+)\s*([KMGT]B)?", str(size).strip().upper())
+    if found is None or int(found[1]) < 1:
+        raise CheckpointError(f"max_shard_size={size!r}", cure="give a size such as 5GB", value=size)
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def _frozen(reader: CheckpointReader) -> frozenset[str]:
+    """The parameters that were not trained. Raises CheckpointError for a checkpoint of weights alone."""
+    trained = reader.scalars.get("param_steps") or {}
+    if not trained:
+        raise CheckpointError(
+            f"exclude_frozen_parameters: {reader.tag!r} does not list the parameters that were trained",
+            cure="leave the option out",
+            value=reader.tag,
+        )
+    return frozenset(entry.fqn for entry in reader.tensors() if entry.kind == PARAM and entry.fqn not in trained)
 
 
 # Lightning's conversion opens DeepSpeed's files itself, for the stage and what its callbacks saved. polyaccel has

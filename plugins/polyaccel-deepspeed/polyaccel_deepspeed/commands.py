@@ -69,14 +69,14 @@ def bench_parser() -> argparse.ArgumentParser:
 
 
 def zero_to_fp32(argv: Sequence[str] | None = None) -> int:
-    """`zero_to_fp32 CHECKPOINT_DIR OUTPUT`: a checkpoint's whole weights in float32, in one file."""
+    """`zero_to_fp32 CHECKPOINT_DIR OUTPUT`: a checkpoint's whole weights in float32."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32", description=zero_to_fp32.__doc__)
     parser.add_argument("checkpoint_dir", help="what save_checkpoint was given")
     parser.add_argument("output_dir", help="a folder, or a file that ends in .bin, .pt, .ckpt or .safetensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="accepted; one file is written")
+    parser.add_argument("--max_shard_size", default="5GB", help="the most of a file (default: %(default)s)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="the checkpoint, by default the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="not available")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="write the trained ones alone")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted")
     given = parser.parse_args(argv)
 

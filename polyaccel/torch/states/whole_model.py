@@ -14,10 +14,43 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polyaccel.comm.base import Communicator
+from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.gathering.sharded import EngineHook
 from polyaccel.zero.step import ZeroStep
+
+
+class HasWholeModel:
+    """The part of an engine that gives and takes whole weights."""
+
+    adapter: TorchAdapter
+    zero: ZeroStep
+    communicator: Communicator
+    timer: PhaseTimer
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict with whole parameters, at every stage. Every rank calls it and has it."""
+        return whole_state_dict(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over whole parameters, equal on all ranks; master weights get them in their own precision. Every rank
+        calls it. Raises torch's RuntimeError for other names or shapes."""
+        load_whole_state_dict(self.adapter, self.zero, state_dict, strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's state dict to one file (safetensors if the name ends so), in the types that it
+        computes with. Every rank calls it, rank 0 writes. Raises CheckpointError on all of them if it cannot."""
+        with self.timer(OUTSIDE):
+            entries = self._entries_of_writer(exclude_frozen=exclude_frozen_parameters)
+            write_whole_model(entries, self.communicator, save_dir, save_filename)
+        return True
+
+    def _entries_of_writer(self, *, exclude_frozen: bool) -> dict[str, Any]:
+        """The whole model's state dict on rank 0, in host memory; empty elsewhere. Every rank calls it."""
+        return entries_of_writer(self.adapter, self.zero, exclude_frozen=exclude_frozen)
 
 
 def whole_state_dict(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -111,23 +144,6 @@ def _differences(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bo
                 f"size mismatch for {key}: {tuple(there.shape)} is given, the module has {tuple(here.shape)}"
             )
     return problems
-
-
-def save_whole_model(
-    adapter: TorchAdapter,
-    zero: ZeroStep,
-    folder: str | os.PathLike[str],
-    filename: str,
-    *,
-    exclude_frozen: bool,
-) -> None:
-    """Write the whole state dict to `folder/filename`: safetensors if the name ends so, else as `torch.save` does.
-
-    Collective; the file is complete on rank 0's disk when it returns on any rank. Raises CheckpointError on all ranks
-    when it cannot be written, and PolyaccelError after half an update.
-    """
-    entries = entries_of_writer(adapter, zero, exclude_frozen=exclude_frozen)
-    write_whole_model(entries, zero.communicator, folder, filename)
 
 
 def write_whole_model(

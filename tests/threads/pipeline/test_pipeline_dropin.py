@@ -402,3 +402,27 @@ def test_experts_take_no_tokens(k, drops):
     (out.sum() + loss).backward()
     assert (out.shape, loss.item(), counts.tolist()) == ((2, 0, 6), 0.0, [0] * 4)
     assert tokens.grad.shape == tokens.shape
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_consolidated_weights_are_those_of_all_stages(stages, tmp_path):
+    def layers():
+        return [*plain_layers()[:-1], plain_layers()[-1].requires_grad_(False)]
+
+    def run(engine, communicator):
+        whole = engine.module_state_dict()
+        held = [engine._zero3_consolidated_16bit_state_dict(frozen) for frozen in (False, True)]
+        assert engine.save_16bit_model(str(tmp_path), "whole.bin")
+        assert engine.save_fp16_model(str(tmp_path), "old.bin")
+        assert engine.save_16bit_model(str(tmp_path), "trained.bin", exclude_frozen_parameters=True)
+        return whole, held
+
+    (whole, (every, trained)), *others = on_stages(run, stages, layers=layers)
+    assert [held for _, held in others] == [[None, None]] * (stages - 1)
+    assert whole.keys() == nn.Sequential(*layers()).state_dict().keys()
+    kept = {name for name, one in nn.Sequential(*layers()).named_parameters() if one.requires_grad}
+    assert len(kept) == len(whole) - 2
+    files = [torch.load(tmp_path / f"{name}.bin") for name in ("whole", "old", "trained")]
+    for found, names in ((every, whole), (trained, kept), (files[0], whole), (files[1], whole), (files[2], kept)):
+        assert found.keys() == set(names)
+        assert all(torch.equal(found[name], whole[name]) for name in names)

@@ -16,7 +16,6 @@ from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.states.custom_loading import CustomLoading
-from polyaccel.torch.states.whole_model import entries_of_writer
 from polyaccel.zero.update.optimizers import Group
 from polyaccel.zero.update.walk import StepResult
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
@@ -106,7 +105,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Rank 0's whole state dict, on the host; None elsewhere. Collective."""
-        entries = entries_of_writer(self.adapter, self.zero, exclude_frozen=exclude_frozen_parameters)
+        entries = self._entries_of_writer(exclude_frozen=exclude_frozen_parameters)
         return entries if self.communicator.rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
