@@ -214,7 +214,7 @@ def _largest(values: Tensor) -> float:
 
 def _are_close(wanted: list[Tensor], found: list[Tensor], before: list[Tensor], dtype: torch.dtype) -> bool:
     """Whether all tensors are near enough, as `_compare` has it for each. False where one has no finite elements."""
-    tensors = [wanted, torch._foreach_sub(wanted, before), torch._foreach_sub(found, wanted)]
+    tensors = [wanted, list(torch._foreach_sub(wanted, before)), list(torch._foreach_sub(found, wanted))]
     if not all(each.numel() for each in wanted):
         return False
     largest, moved, off = (torch.stack(list(torch._foreach_norm(each, torch.inf))) for each in tensors)
@@ -238,7 +238,7 @@ class _Draws:
             scales = self._scales.repeat_interleave(torch.tensor(self._numels)) if step >= 0 else 0.5
             self._drawn[step] = scales * drawn
         flat = self._drawn[step].to(dtype, copy=True)
-        parts = zip(flat.split(self._numels), self.members, strict=True)
+        parts = zip(flat.split_with_sizes(self._numels), self.members, strict=True)
         return [part.view(each.shape) for part, each in parts]
 
 
@@ -278,7 +278,7 @@ def _run(
             step(twin)
         for at, _, tensor in tensors:
             now[at] = tensor.detach().flatten().cpu()
-        found.append(list(torch.cat(now).split([each.numel() for each in now])))
+        found.append(list(torch.cat(now).split_with_sizes([each.numel() for each in now])))
     return found
 
 

@@ -38,6 +38,7 @@ from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.profiling.unit_spans import UnitTrace, span_again
 from polyaccel.torch.recompute.measuring import PassRecorder
 from polyaccel.torch.recompute.operations import DEFAULT, contexts_for, kept_operations
+from polyaccel.torch.recompute.plans import ModulePlans
 from polyaccel.torch.recompute.regions import ActiveRegions, RecomputedRegions, RunOptions, configured, is_inside_region
 
 log = getLogger(__name__)
@@ -65,7 +66,8 @@ class Recomputation:
         self.blocks: RecomputedBlocks | None = None
         self._active: ActiveRegions | None = None
         if policy is not None:
-            regions = RecomputedRegions(policy, accelerator, along(("tensor",)) if policy.partition else None)
+            ranks = along(("tensor",)) if policy.partition else None
+            regions = RecomputedRegions(policy, accelerator, ranks, ModulePlans())
             self._active = ActiveRegions(regions, expects=not policy.recomputes_blocks)
             if policy.recomputes_blocks:
                 self.blocks = RecomputedBlocks(module, policy, regions, enter_notes)

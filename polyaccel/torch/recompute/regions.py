@@ -26,6 +26,7 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.recompute.inputs import InputStore
+from polyaccel.torch.recompute.plans import ModulePlans
 from polyaccel.torch.recompute.state import RegionState
 
 log = getLogger(__name__)
@@ -59,16 +60,21 @@ PLAIN = RunOptions()
 
 class RecomputedRegions:
     """Runs regions on `accelerator` as `policy` says. `ranks` share the model; None if none do. `count` is the number
-    of regions so far."""
+    of regions so far. `plans`, for those of an engine, keep the modules that they are plans of."""
 
     def __init__(
-        self, policy: RecomputePolicy, accelerator: Accelerator | None, ranks: Communicator | None = None
+        self,
+        policy: RecomputePolicy,
+        accelerator: Accelerator | None,
+        ranks: Communicator | None = None,
+        plans: ModulePlans | None = None,
     ) -> None:
         self.count = 0
         self._accelerator = accelerator
         self.store = None if accelerator is None else InputStore(policy, accelerator, ranks)
         self._synchronizes = policy.synchronize or policy.profile
         self._times = _Times() if policy.profile else None
+        self.plans = plans
 
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], way: RunOptions = PLAIN
@@ -129,7 +135,7 @@ class _Call:
     def begin(self, values: Sequence[Any]) -> Any:
         """The outputs, in a graph that will compute them again."""
         if torch.is_grad_enabled():
-            self._state = RegionState((self._function, *values))
+            self._state = RegionState((self._function, *values), self._regions.plans)
         if self._way.reentrant and _suits_reentrant(values):
             flat = torch.utils.checkpoint.checkpoint(self._run_flat, *values, use_reentrant=True)
             return tree_unflatten(list(flat), self._structure)

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter, deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,12 +19,27 @@ import polyaccel
 from polyaccel import checkpointing
 from polyaccel.torch.pipeline.module import PipelineModule
 from polyaccel.torch.recompute import state
+from polyaccel.torch.recompute.plans import ModulePlans
 from polyaccel.torch.tiles import tiled_map, tiled_sum
 
 WIDTH = 8
 MODULE_GENERATOR = np.random.default_rng(3)
+MODULE_CALLS = 0
+MODULE_MEAN = torch.zeros(WIDTH)
 RUNS: list[int] = []
 """Of a region's function, whose own variables are restored."""
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    inner: tuple[Tensor, int]
+
+
+def count_call() -> int:
+    """Binds a variable of this Python module, for methods that do not themselves."""
+    global MODULE_CALLS
+    MODULE_CALLS += 1
+    return MODULE_CALLS
 
 
 class Inner(nn.Module):
@@ -56,6 +71,7 @@ class StatefulBlock(nn.Module):
         self.queue, self.names, self.counts = deque([1.0], maxlen=3), {"a"}, Counter(a=1)
         self.array, self.helper = np.zeros(2), SimpleNamespace(calls=0)
         self.longer = [0.5] * 2000
+        self.pair, self.table = Pair(torch.zeros(WIDTH), (torch.zeros(2), 1)), np.zeros(1 << 18)
         self.torch_generator = torch.Generator().manual_seed(1)
         self.python_generator = random.Random(1)
         self.numpy_generator, self.legacy_generator = np.random.default_rng(1), np.random.RandomState(1)
@@ -115,6 +131,16 @@ class StatefulBlock(nn.Module):
         sizes = len(self.names) + self.counts["a"] + float(self.array.sum()) + self.helper.calls + len(self.longer)
         return hidden * sum(self.queue) / sizes
 
+    def _tuple_and_large_array(self, hidden: Tensor) -> Tensor:
+        self.pair.mean.lerp_(hidden.detach().mean(0).float(), 0.3)
+        self.pair.inner[0].add_(1)
+        self.table[:: 1 << 10] += 1
+        return hidden * (1 + self.pair.mean) / (1 + self.pair.inner[0][0]) + float(self.table[0])
+
+    def _module_variables(self, hidden: Tensor) -> Tensor:
+        MODULE_MEAN.add_(1)
+        return hidden * count_call() / MODULE_MEAN[0].item()
+
     def _made_late(self, hidden: Tensor) -> Tensor:
         if not hasattr(self, "late"):
             self.late = random.random()
@@ -137,17 +163,21 @@ KINDS = [name[1:].replace("_", " ") for name in vars(StatefulBlock) if name[:1] 
 
 
 class StatefulNet(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, repeats: bool = True) -> None:
         super().__init__()
+        self.repeats = repeats
         self.blocks, self.head = nn.ModuleList(StatefulBlock(kind) for _ in range(2)), nn.Linear(WIDTH, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for block in (*self.blocks, self.blocks[0]):  # the first one twice
+        for block in (*self.blocks, self.blocks[0]) if self.repeats else self.blocks:  # the first one twice
             hidden = block(hidden)
         return self.head(hidden)
 
 
 def seed() -> None:
+    global MODULE_CALLS
+    MODULE_CALLS = 0
+    MODULE_MEAN.zero_()
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -163,15 +193,19 @@ def attributes(model: nn.Module) -> Any:
         found.append([str(getattr(block, name, None)) for name in names] + block.array.tolist())
         drawn = block.python_generator.random(), block.numpy_generator.random(), block.legacy_generator.rand()
         found.append([*drawn, torch.rand(1, generator=block.torch_generator).item()])
+        found.append([str(block.pair), float(block.table.sum())])
+    found.append([MODULE_CALLS, MODULE_MEAN.tolist()])
     return found, random.random(), np.random.rand(), torch.rand(1).item(), MODULE_GENERATOR.random()
 
 
-def trained(kind: str, stage: int, way: dict[str, Any], **changes: Any) -> Any:
+def trained(kind: str, stage: int, way: dict[str, Any], *, repeats: bool = True, **changes: Any) -> Any:
     """Losses, norms, buffers and all other state after 3 steps of 2 micro-batches; the second step's passes come
     before its backwards, and an evaluation stands between."""
     seed()
     config = make_config(stage, accumulation=2, optimizer={"type": "SGD", "params": {"lr": 0.05}}, **changes)
-    engine, *_ = polyaccel.initialize(model=StatefulNet(kind), config=config | {"activation_checkpointing": way})
+    engine, *_ = polyaccel.initialize(
+        model=StatefulNet(kind, repeats=repeats), config=config | {"activation_checkpointing": way}
+    )
     dtype, figures = next(engine.parameters()).dtype, []
     for step in range(3):
         losses = []
@@ -197,6 +231,17 @@ def trained(kind: str, stage: int, way: dict[str, Any], **changes: Any) -> Any:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_state_is_as_without_recomputing(kind: str, stage: int) -> None:
     assert trained(kind, stage, {"enabled": True}) == trained(kind, stage, {})
+
+
+WAYS = {"reentrant": {"use_reentrant": True}, "keep": {"keep": ["matmul"]}}
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "by data", "containers", "own generators", "module variables"])
+@pytest.mark.parametrize("way", WAYS)
+def test_state_in_other_ways_to_recompute(kind: str, way: str) -> None:
+    """A backward pass inside of one adds the gradients of a block that is used twice in another order."""
+    found, wanted = (trained(kind, 0, each, repeats=way == "keep") for each in ({"enabled": True, **WAYS[way]}, {}))
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "in place", "number", "own generators"])
@@ -369,6 +414,34 @@ class Late(nn.Module):
         return torch.sin(self.linear(hidden) - self.late[0, 0])
 
 
+class LateArray(nn.Module):
+    """Its large array changes from the third pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.late = nn.Linear(WIDTH, WIDTH), 0, np.zeros(1 << 18)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.late += 1
+        return torch.sin(self.linear(hidden) - float(self.late[0]))
+
+
+class LateTuple(nn.Module):
+    """A large tensor in a tuple changes from the third pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.late = nn.Linear(WIDTH, WIDTH), 0, (torch.zeros(200, 200), 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.late[0].add_(1)
+        return torch.sin(self.linear(hidden) - self.late[0][0, 0])
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +464,10 @@ class Codes(nn.Module):
         return torch.sin(hidden - self.codes)
 
 
-@pytest.mark.parametrize(("build", "name"), [(Late, "late"), (Counting, "numbers"), (Codes, "codes")])
+NAMED = [(Late, "late"), (LateArray, "late"), (LateTuple, "late[0]"), (Counting, "numbers"), (Codes, "codes")]
+
+
+@pytest.mark.parametrize(("build", "name"), NAMED)
 def test_what_cannot_be_restored_is_named_once(build: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[Any] = []
     monkeypatch.setattr(state.log, "warning", lambda _, *args: named.append(args[:2]))
@@ -413,3 +489,56 @@ def test_a_block_without_state_is_copied_nothing_of() -> None:
         assert [copy.shape for copy in found._copies] == ([(300, 300)] if at < 2 else [])
         found.end_first_run()
         assert found._copies == []
+
+
+def bind_an_attribute(block: nn.Module) -> None:
+    block.calls = 1
+
+
+def rename_it(block: nn.Module) -> None:
+    block.count = block.__dict__.pop("calls")
+
+
+def replace_a_part(block: nn.Module) -> None:
+    block.dropout = Inner()
+
+
+def replace_a_buffer(block: nn.Module) -> None:
+    block.dropout.steps = torch.ones(())
+
+
+def replace_a_parameter(block: nn.Module) -> None:
+    block.norm1.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+def test_what_is_known_of_a_block_is_used_until_something_changes() -> None:
+    block, plans = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH), ModulePlans()
+    changes = (bind_an_attribute, rename_it, replace_a_part, replace_a_buffer, replace_a_parameter)
+    for change in changes:
+        for _ in range(2):
+            state.RegionState((block,), plans).end_first_run()
+        known = plans.get(block)
+        assert known is not None
+        change(block)
+        assert plans.get(block) is None
+        found = state.RegionState((block,), plans)
+        assert plans.get(block) not in (None, known)
+        before = dict(block.__dict__)
+        block.late, block.dropout.late = 1, 1
+        found.end_first_run()
+        with found.rerun():
+            assert (dict(block.__dict__), hasattr(block.dropout, "late")) == (before, False)
+        assert (block.late, block.dropout.late) == (1, 1)
+        del block.late, block.dropout.late
+
+
+def test_a_block_that_always_changes_has_no_plan() -> None:
+    block, plans = nn.Linear(WIDTH, WIDTH), ModulePlans()
+    for calls in range(1000, 1010):
+        block.calls = calls
+        found = state.RegionState((block,), plans)
+        block.calls += 1
+        found.end_first_run()
+        with found.rerun():
+            assert block.calls == calls
+    assert plans.get(block) is None
