@@ -25,7 +25,7 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
-from polyaccel.jax.program.batches import as_inputs, samples_of, split_batch
+from polyaccel.jax.program.batches import as_inputs, is_weak, samples_of, split_batch
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn, LossFunction
 from polyaccel.jax.program.indexing import looked_up
@@ -187,7 +187,8 @@ class JaxEngine(Engine):
             return
         self._cuts.add(key)
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), as_inputs(batch)
+            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=is_weak(leaf)),
+            as_inputs(batch),
         )
         try:
             program = self._traced(shapes)

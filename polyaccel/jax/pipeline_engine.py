@@ -17,7 +17,7 @@ from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
 from polyaccel.jax.pipeline.exchange import ArrayExchange
 from polyaccel.jax.pipeline.layers import LayerList, is_float, numels_of, pair_of, shapes_of_params
-from polyaccel.jax.program.batches import as_inputs
+from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
@@ -170,9 +170,7 @@ class JaxPipelineEngine(ViewsEngine):
         found = []
         for each in self._micro_batches(data):
             inputs, labels = pair_of(as_inputs(each, self._device))
-            if cast is not None:
-                inputs = jax.tree.map(lambda leaf: leaf.astype(cast) if is_float(leaf) else leaf, inputs)
-            found.append((inputs, labels))
+            found.append((inputs if cast is None else cast_floats(inputs, cast), labels))
         return found
 
     def _do_steps(self, batches: Sequence[tuple[Any, Any]], *, trains: bool) -> jax.Array:
@@ -228,7 +226,9 @@ class JaxPipelineEngine(ViewsEngine):
                 self._exchange.send(message, here.of_inputs, label)
                 here.of_inputs = []
             return
-        arrays = self._exchange.receive(message, _expected(message, shapes), label)
+        expected = _expected(message, shapes)
+        arrays = self._exchange.receive(message, expected, label)
+        arrays = [as_weak(array) if is_weak(shape) else array for array, shape in zip(arrays, expected, strict=True)]
         if message.op is _FORWARD:
             self._passing[micro_batch, chunk + 1].inputs = arrays
         else:

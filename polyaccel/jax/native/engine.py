@@ -20,7 +20,7 @@ from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import StepProgram
 from polyaccel.jax.native.step import NativeStep
-from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
@@ -185,10 +185,14 @@ class NativeEngine(JaxEngine):
             length_cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
         )
         self._look_at_cut(batch, parts)
-        cut = jax.tree.map(lambda *own: self._mesh.over_devices([_led(part) for part in own]), *map(as_inputs, parts))
+        cut = jax.tree.map(self._over_devices, *map(as_inputs, parts))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
         with self._parts_of(batch, len(parts)):
             self._loss_function.check(self._program.differentiate, arguments)
+    def _over_devices(self, *parts: Any) -> Any:
+        cut = self._mesh.over_devices([_led(part) for part in parts])
+        return WeakNumbers(cut) if is_weak(parts[0]) else cut
+
         return cut
 
     def _meet(self, what: str) -> None:
@@ -217,4 +221,6 @@ class NativeEngine(JaxEngine):
 
 def _led(part: Any) -> Any:
     """A device's part of an array, behind an axis over devices."""
-    return part[None] if isinstance(part, jax.Array) else np.asarray(part)[None]
+    if isinstance(part, jax.Array):
+        return part[None]
+    return np.asarray(part, jnp.result_type(part) if is_weak(part) else None)[None]
