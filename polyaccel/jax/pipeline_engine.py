@@ -115,6 +115,10 @@ class JaxPipelineEngine(ViewsEngine):
     def _check_accumulation(self, steps: int) -> None:
         self._table_for(steps)
 
+    def _traced(self, batch: Any) -> Any:
+        """That of the whole model, not of this stage."""
+        return jax.make_jaxpr(self._layers)(self._shapes_of_params, batch, jax.random.key(0))
+
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
         return self._placement[0] == self._stage
@@ -178,6 +182,8 @@ class JaxPipelineEngine(ViewsEngine):
         if self._micro_batch_count != len(batches):
             self._follow(self._table_for(len(batches)))
         program = self._training if trains else self._evaluation
+        if trains:
+            self._require_scalable(batches[0])
         shapes = [self._shapes(inputs, labels, trains=trains) for inputs, labels in batches]
         losses: dict[int, Any] = {}
         self._passing.clear()
@@ -250,8 +256,7 @@ class JaxPipelineEngine(ViewsEngine):
         with self.timer("forward" if trains else "data"):
             if trains:
                 rng = jax.random.fold_in(self._key, self.counters.micro_steps + micro_batch)
-                factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-                here.made = own.program.forward(own.leaves(), value, labels, rng, factor)
+                here.made = own.program.forward(own.leaves(), value, labels, rng, self._loss_factor)
                 result = here.made.result
             else:
                 result = own.program.evaluate(own.leaves(), value, labels)

@@ -113,7 +113,7 @@ class NativeEngine(JaxEngine):
         self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("gradients of JAX")
         with self.timer("backward"):
-            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
+            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._loss_factor)
         return self._take(losses, aux)
 
     @engine_call
@@ -161,7 +161,7 @@ class NativeEngine(JaxEngine):
         groups = self.optimizer.param_groups
         with self.timer("update"):
             losses, aux, result = self.zero.step(
-                cut, self.counters.micro_steps, self._factor(), groups, self.loss_scaler.loss_scale
+                cut, self.counters.micro_steps, self._loss_factor, groups, self._gradient_scale
             )
         loss = self._take(losses, aux)
         self._take_result(result)
@@ -169,9 +169,6 @@ class NativeEngine(JaxEngine):
         self._losses.clear()
         self._end_step(groups, mean, {})
         return loss
-
-    def _factor(self) -> float:
-        return self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
 
     def _cut(self, batch: Any) -> Any:
         """A micro-batch over the devices, with an axis over them.
@@ -188,12 +185,13 @@ class NativeEngine(JaxEngine):
         cut = jax.tree.map(self._over_devices, *map(as_inputs, parts))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
         with self._parts_of(batch, len(parts)):
+            self._require_scalable(as_inputs(parts[0]))
             self._loss_function.check(self._program.differentiate, arguments)
+        return cut
+
     def _over_devices(self, *parts: Any) -> Any:
         cut = self._mesh.over_devices([_led(part) for part in parts])
         return WeakNumbers(cut) if is_weak(parts[0]) else cut
-
-        return cut
 
     def _meet(self, what: str) -> None:
         """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
