@@ -234,8 +234,13 @@ class Engine(RunProgress, ABC):
         if self._recorder.alarms is not None:
             self._recorder.alarms.before_update(self.global_steps + 1)
         with self._recorder.timer("update"):
-            result = self.zero.update(groups, self.loss_scaler.loss_scale)
+            result = self.zero.update(groups, self._gradient_scale)
         self._take_result(result)
+
+    @property
+    def _gradient_scale(self) -> float:
+        """The factor that accumulated gradients hold, which the update divides by."""
+        return self.loss_scaler.loss_scale
 
     def _take_result(self, result: StepResult) -> None:
         """Keep what an update did; the loss scale follows."""

@@ -103,6 +103,11 @@ class LossScaler:
     def dynamic(self) -> bool:
         return self.policy.dynamic
 
+    @property
+    def is_active(self) -> bool:
+        """Whether losses are multiplied with a scale."""
+        return self.dynamic or self._scale != 1.0
+
     def update(self, overflow: bool, culprit: str | None = None) -> None:
         """Move the scale after a step that was skipped because its gradients overflowed, or was not.
 

@@ -65,7 +65,7 @@ class TrainedState(Protocol):
     def memory(self) -> TrainedMemory: ...
 
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
-        """Use the gradients, which were multiplied with `loss_scale`, and forget them. Collective."""
+        """Use the gradients divided by `loss_scale`, the factor that they hold, and forget them. Collective."""
 
     def discard_gradients(self) -> None:
         """Forget all gradients."""

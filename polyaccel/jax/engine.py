@@ -1,4 +1,12 @@
-"""The engine that JAX users hold, whatever its parameters rest on: steps, checkpoints, figures."""
+"""The engine that JAX users hold, whatever its parameters rest on: steps, checkpoints, figures.
+
+[Note: Cotangents]
+A micro-batch's loss is differentiated as it is, with a cotangent of 1, as by plain `jax.grad`: a backward pass of the
+user's own (`jax.custom_vjp`) may clip or normalize its cotangent, and must get the one that it was written for.
+Gradients accumulate as a sum, and the update divides it by the number of micro-batches: one rounding, in the update's
+precision, and none in the type of the gradients. With fp16's loss scale no such backward pass can be right, so it is
+refused, and the loss is multiplied with scale / micro-batches, which keeps the sum in the range of fp16.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +33,10 @@ from polyaccel.jax.adapter import JaxAdapter
 from polyaccel.jax.checkpoint import contents_of, load_run
 from polyaccel.jax.custom_loading import CustomLoad, OwnTree
 from polyaccel.jax.operations import BatchWork, first_dtype
-from polyaccel.jax.program.batches import as_inputs, samples_of, split_batch
+from polyaccel.jax.program.batches import as_inputs, is_weak, samples_of, split_batch
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn, LossFunction
+from polyaccel.jax.program.homogeneity import require_homogeneous
 from polyaccel.jax.program.indexing import looked_up
 from polyaccel.jax.program.units import UnitRecomputation
 from polyaccel.jax.step_profiler import JaxStepProfiler
@@ -85,9 +94,11 @@ class JaxEngine(Engine):
         self._losses: list[jax.Array] = []
         self._cuts: set[Any] = set()
         """The batches that `_look_at_cut` has seen, by their shapes."""
+        self._scaled: set[Any] = set()
+        """The micro-batches that `_require_scalable` has seen, by their shapes."""
 
     def _traced(self, batch: Any) -> Any:
-        """The loss of `batch` as JAX traces it, for shapes alone."""
+        """The loss of `batch` as JAX traces it, for shapes alone: a program of parameters, batch and key."""
         leaves = [jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in self.adapter.leaves()]
         return jax.make_jaxpr(self._loss_function.call)(leaves, batch, jax.random.key(0))
 
@@ -181,19 +192,19 @@ class JaxEngine(Engine):
         """Warn once of an entry of `batch` that was cut into `parts` though the function looks up rows in it."""
         if len(parts) == 1:
             return
-        leaves, structure = jax.tree.flatten(parts[0])
-        key = (structure, tuple(getattr(leaf, "shape", ()) for leaf in leaves))
+        key = _shapes_key(parts[0])
         if key in self._cuts:
             return
         self._cuts.add(key)
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), as_inputs(batch)
+            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=is_weak(leaf)),
+            as_inputs(batch),
         )
         try:
             program = self._traced(shapes)
         except Exception:  # it will be raised where the function runs
             return
-        at, first = samples_of(batch), len(self.adapter.is_trained)
+        at, first = samples_of(batch), len(program.jaxpr.invars) - len(jax.tree.leaves(shapes)) - 1  # the key is last
         for index in sorted(looked_up(program, [first + index for index in at])):
             log.warning(
                 "the function looks up rows of %s, which is cut into %d parts along its first axis: if it is no array "
@@ -224,6 +235,26 @@ class JaxEngine(Engine):
         except Exception:
             return False
         return True
+
+    # Scales.
+
+    @property
+    def _loss_factor(self) -> float:
+        """The cotangent of a micro-batch's loss. See [Note: Cotangents]."""
+        scaler = self.loss_scaler
+        return scaler.loss_scale / self.gradient_accumulation_steps() if scaler.is_active else 1.0
+
+    @property
+    def _gradient_scale(self) -> float:
+        scaler = self.loss_scaler
+        return scaler.loss_scale if scaler.is_active else float(self.gradient_accumulation_steps())
+
+    def _require_scalable(self, batch: Any) -> None:
+        """Raise PolyaccelError for a loss that a loss scale makes wrong, at a micro-batch of new shapes."""
+        if not self.loss_scaler.is_active or (key := _shapes_key(batch)) in self._scaled:
+            return
+        require_homogeneous(self._traced(batch))
+        self._scaled.add(key)
 
     # Checkpoints.
 
@@ -318,6 +349,11 @@ class JaxEngine(Engine):
                 cure='start workers of a data loader with multiprocessing context "spawn" or "forkserver"',
                 value=os.getpid(),
             )
+
+
+def _shapes_key(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple(getattr(leaf, "shape", ()) for leaf in leaves)
 
 
 def _is_iterator(data: Any) -> bool:

@@ -19,7 +19,6 @@ from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.jax.elementwise.evaluate import NotElementwise
 from polyaccel.jax.optax_optimizer import OptaxOptimizer, TracedTransformation
 from polyaccel.jax.views import array_over
-from polyaccel.ops.base import CAST
 from polyaccel.types import DType
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
 
@@ -67,9 +66,7 @@ class OptaxOnTree(SliceOptimizer):
                 flat = compute.import_array(moved[piece.fqn].reshape(-1))
                 shard.master.view(piece.shard_offset, piece.length).copy_from(flat)
             for run in shard.runs:
-                master, _, out, _ = shard.cut(run)
-                if out is not None:
-                    shard.kernels[CAST](master, out, run.rounding)
+                shard.write_params(run)
             yield shard
 
     def _moved(self, grads: Any, state: Sequence[Any], params: Any, scale: Any) -> tuple[Any, list[Any]]:

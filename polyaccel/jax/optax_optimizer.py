@@ -29,7 +29,6 @@ from polyaccel.jax.elementwise.graph import Atom, Graph, function_name, structur
 from polyaccel.jax.elementwise.tree import buffer_names, state_leaves
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import array_over
-from polyaccel.ops.base import CAST
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
@@ -219,7 +218,7 @@ class OptaxOptimizer(SliceOptimizer):
         for shard in shards:
             program = self.programs[shard.bucket.slots[0].param.fqn]  # as all of the bucket, by `follow`
             for run in shard.runs:
-                master, grad, out, states = shard.cut(run)
+                master, grad, _, states = shard.cut(run)
                 kept = {name: array_over(states[name], (run.numel,), name) for name in program.states}
                 weights = array_over(master, (run.numel,), "master weights")
                 gradient = array_over(grad, (run.numel,), "gradients")
@@ -228,8 +227,7 @@ class OptaxOptimizer(SliceOptimizer):
                 master.copy_from(compute.import_array(found))
                 for name, value in after.items():
                     states[name].copy_from(compute.import_array(value))
-                if out is not None:
-                    shard.kernels[CAST](master, out, run.rounding)
+                shard.write_params(run)
             yield shard
         self.numbers = {name: float(value) for name, value in self._count(before).items()}
 

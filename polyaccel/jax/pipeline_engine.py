@@ -17,7 +17,7 @@ from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
 from polyaccel.jax.pipeline.exchange import ArrayExchange
 from polyaccel.jax.pipeline.layers import LayerList, is_float, numels_of, pair_of, shapes_of_params
-from polyaccel.jax.program.batches import as_inputs
+from polyaccel.jax.program.batches import as_inputs, as_weak, cast_floats, is_weak
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
@@ -115,6 +115,10 @@ class JaxPipelineEngine(ViewsEngine):
     def _check_accumulation(self, steps: int) -> None:
         self._table_for(steps)
 
+    def _traced(self, batch: Any) -> Any:
+        """That of the whole model, not of this stage."""
+        return jax.make_jaxpr(self._layers)(self._shapes_of_params, batch, jax.random.key(0))
+
     def is_first_stage(self) -> bool:
         """Whether this rank's stage has the first layers."""
         return self._placement[0] == self._stage
@@ -170,9 +174,7 @@ class JaxPipelineEngine(ViewsEngine):
         found = []
         for each in self._micro_batches(data):
             inputs, labels = pair_of(as_inputs(each, self._device))
-            if cast is not None:
-                inputs = jax.tree.map(lambda leaf: leaf.astype(cast) if is_float(leaf) else leaf, inputs)
-            found.append((inputs, labels))
+            found.append((inputs if cast is None else cast_floats(inputs, cast), labels))
         return found
 
     def _do_steps(self, batches: Sequence[tuple[Any, Any]], *, trains: bool) -> jax.Array:
@@ -180,6 +182,8 @@ class JaxPipelineEngine(ViewsEngine):
         if self._micro_batch_count != len(batches):
             self._follow(self._table_for(len(batches)))
         program = self._training if trains else self._evaluation
+        if trains:
+            self._require_scalable(batches[0])
         shapes = [self._shapes(inputs, labels, trains=trains) for inputs, labels in batches]
         losses: dict[int, Any] = {}
         self._passing.clear()
@@ -228,7 +232,9 @@ class JaxPipelineEngine(ViewsEngine):
                 self._exchange.send(message, here.of_inputs, label)
                 here.of_inputs = []
             return
-        arrays = self._exchange.receive(message, _expected(message, shapes), label)
+        expected = _expected(message, shapes)
+        arrays = self._exchange.receive(message, expected, label)
+        arrays = [as_weak(array) if is_weak(shape) else array for array, shape in zip(arrays, expected, strict=True)]
         if message.op is _FORWARD:
             self._passing[micro_batch, chunk + 1].inputs = arrays
         else:
@@ -250,8 +256,7 @@ class JaxPipelineEngine(ViewsEngine):
         with self.timer("forward" if trains else "data"):
             if trains:
                 rng = jax.random.fold_in(self._key, self.counters.micro_steps + micro_batch)
-                factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
-                here.made = own.program.forward(own.leaves(), value, labels, rng, factor)
+                here.made = own.program.forward(own.leaves(), value, labels, rng, self._loss_factor)
                 result = here.made.result
             else:
                 result = own.program.evaluate(own.leaves(), value, labels)

@@ -75,14 +75,14 @@ class ViewsEngine(JaxEngine):
         self._require_optimizer()
         self._settle_params()
         batch = as_inputs(batch, self._device)
+        self._require_scalable(batch)
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
-        factor = self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
         self._work.count(batch, self.global_steps + 1)
         self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):
                 leaves = self.adapter.views.arrays()
-                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, factor)
+                loss, self.aux, gradients = self._function.gradients(leaves, batch, rng, self._loss_factor)
             with self.timer("reduce"):
                 for fqn, gradient in self.adapter.gradients(gradients):
                     self.zero.add_gradient(fqn, gradient)

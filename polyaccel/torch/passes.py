@@ -209,7 +209,7 @@ class BackwardPasses:
     def is_scaled(self) -> bool:
         """Whether the engine trains with a loss scale, which may be 1 for a while."""
         is_trained = self._step is not None and self._step.optimizer is not None
-        return is_trained and (self._loss_scaler.dynamic or self.loss_scale != 1.0)
+        return is_trained and self._loss_scaler.is_active
 
     @property
     def _share(self) -> float:

@@ -20,7 +20,7 @@ from polyaccel.jax.native.mesh import DeviceMesh
 from polyaccel.jax.native.optimizers import slice_update
 from polyaccel.jax.native.program import StepProgram
 from polyaccel.jax.native.step import NativeStep
-from polyaccel.jax.program.batches import as_inputs, split_batch
+from polyaccel.jax.program.batches import WeakNumbers, as_inputs, is_weak, split_batch
 from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
@@ -113,7 +113,7 @@ class NativeEngine(JaxEngine):
         self._work.count(as_inputs(batch), self.global_steps + 1)
         self._meet("gradients of JAX")
         with self.timer("backward"):
-            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._factor())
+            losses, aux = self.zero.differentiate(cut, self.counters.micro_steps, self._loss_factor)
         return self._take(losses, aux)
 
     @engine_call
@@ -161,7 +161,7 @@ class NativeEngine(JaxEngine):
         groups = self.optimizer.param_groups
         with self.timer("update"):
             losses, aux, result = self.zero.step(
-                cut, self.counters.micro_steps, self._factor(), groups, self.loss_scaler.loss_scale
+                cut, self.counters.micro_steps, self._loss_factor, groups, self._gradient_scale
             )
         loss = self._take(losses, aux)
         self._take_result(result)
@@ -169,9 +169,6 @@ class NativeEngine(JaxEngine):
         self._losses.clear()
         self._end_step(groups, mean, {})
         return loss
-
-    def _factor(self) -> float:
-        return self.loss_scaler.loss_scale / self.gradient_accumulation_steps()
 
     def _cut(self, batch: Any) -> Any:
         """A micro-batch over the devices, with an axis over them.
@@ -185,11 +182,16 @@ class NativeEngine(JaxEngine):
             length_cure="give all arrays a first axis of devices * train_micro_batch_size_per_gpu",
         )
         self._look_at_cut(batch, parts)
-        cut = jax.tree.map(lambda *own: self._mesh.over_devices([_led(part) for part in own]), *map(as_inputs, parts))
+        cut = jax.tree.map(self._over_devices, *map(as_inputs, parts))
         arguments = (self.zero.params.held.params, None, cut, np.uint32(0), np.float32(1.0))
         with self._parts_of(batch, len(parts)):
+            self._require_scalable(as_inputs(parts[0]))
             self._loss_function.check(self._program.differentiate, arguments)
         return cut
+
+    def _over_devices(self, *parts: Any) -> Any:
+        cut = self._mesh.over_devices([_led(part) for part in parts])
+        return WeakNumbers(cut) if is_weak(parts[0]) else cut
 
     def _meet(self, what: str) -> None:
         """Wait for the other processes, with a timeout that names who is missing: within a program of JAX a rank would
@@ -217,4 +219,6 @@ class NativeEngine(JaxEngine):
 
 def _led(part: Any) -> Any:
     """A device's part of an array, behind an axis over devices."""
-    return part[None] if isinstance(part, jax.Array) else np.asarray(part)[None]
+    if isinstance(part, jax.Array):
+        return part[None]
+    return np.asarray(part, jnp.result_type(part) if is_weak(part) else None)[None]

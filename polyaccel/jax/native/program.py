@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from polyaccel.jax.native.mesh import AXIS, CUT, WHOLE, DeviceMesh
 from polyaccel.jax.native.optimizers import SliceUpdate
 from polyaccel.jax.native.rows import RoundingKeys, Rows, rounded, rounding_keys
+from polyaccel.jax.program.batches import WeakNumbers, as_weak
 from polyaccel.jax.program.function import LossFunction
 from polyaccel.ops.jax.updates import precise_sum
 from polyaccel.types import DType, ParamSpec, ReduceOp
@@ -298,7 +299,11 @@ def _dtype(dtype: DType) -> Any:
 
 def _own(batch: Any) -> Any:
     """A device's part of a batch, without the axis over devices."""
-    return jax.tree.map(lambda part: part[0], batch)
+
+    def own(part: Any) -> Any:
+        return as_weak(part.value[0]) if isinstance(part, WeakNumbers) else part[0]
+
+    return jax.tree.map(own, batch, is_leaf=lambda part: isinstance(part, WeakNumbers))
 
 
 def _stacked(aux: Any) -> Any:

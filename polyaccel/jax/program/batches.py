@@ -90,6 +90,43 @@ def split_batch(batch: Any, count: int, *, over: str, length_cure: str) -> list[
     ]
 
 
+def cast_floats(batch: Any, dtype: Any) -> Any:
+    """`batch` with its floating arrays as `dtype`. Numbers of Python stay: they take the type of what they meet."""
+
+    def cast(value: Any) -> Any:
+        is_array = jnp.issubdtype(jnp.result_type(value), jnp.floating) and not is_weak(value)
+        return value.astype(dtype) if is_array else value
+
+    return jax.tree.map(cast, batch)
+
+
+def is_weak(value: Any) -> bool:
+    """Whether `value` is a number of Python, or follows from such numbers alone: it takes the type of what it meets."""
+    return bool(getattr(jax.typeof(value), "weak_type", False))
+
+
+def as_weak(value: Any) -> Any:
+    """An array of JAX that takes the type of what it meets (`is_weak`)."""
+    zero: Any = value.dtype.type(0).item()
+    return jax.vmap(lambda one: jax.lax.full_like(zero, one))(value.reshape(-1)).reshape(value.shape)
+
+
+@jax.tree_util.register_pytree_node_class
+class WeakNumbers:
+    """Numbers of Python in one array. An array over several devices cannot be weak; `as_weak` makes it so where it is
+    traced."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> WeakNumbers:
+        return cls(*children)
+
+
 def samples_of(batch: Any) -> dict[int, str]:
     """The arrays of `batch` that `split_batch` cuts: their places among the leaves of the inputs, with their names."""
     marked = jax.tree_util.tree_map_with_path(

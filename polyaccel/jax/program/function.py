@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from polyaccel.errors import ConfigError, PolyaccelError, Problem, ShardingError
+from polyaccel.jax.program.batches import cast_floats
 from polyaccel.jax.program.units import UnitRecomputation, recomputed_by
 from polyaccel.jax.views import ParamViews, address_of
 
@@ -101,7 +102,7 @@ class LossFunction:
     def call(self, leaves: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         """(loss as at least float32, auxiliary output), to be traced by JAX."""
         if self._cast_inputs is not None:
-            batch = jax.tree.map(self._cast, batch)
+            batch = cast_floats(batch, self._cast_inputs)
         recomputation = None if rng is None else self._recomputation  # an evaluation keeps nothing
         with recomputed_by(recomputation):
             found = _run(self._fn, jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
@@ -110,9 +111,6 @@ class LossFunction:
             cure = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
             raise ConfigError([Problem(key, True, expected, cure)])
         return loss_and_aux(found)
-
-    def _cast(self, value: Any) -> Any:
-        return value.astype(self._cast_inputs) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
     def check(self, compiled: Any, arguments: Any) -> None:
         """`refuse_closed_over` and `refuse_meshes` for a program that is new."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.memory.torch import dtype_of, wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.ops.base import CAST, SCALE
+from polyaccel.ops.base import SCALE
 from polyaccel.torch.api.optimizer_proof import NUMBER_STATES
 from polyaccel.torch.packing import packed, unpacked
 from polyaccel.types import ReduceOp
@@ -199,9 +199,7 @@ class ClientOptimizer(SliceOptimizer):
             for piece in shard.slices:
                 self._places[(shard.bucket.index, piece.fqn)][1].grad = None
             for run in shard.runs:
-                master, _, out, _ = shard.cut(run)
-                if out is not None:
-                    shard.kernels[CAST](master, out, run.rounding)
+                shard.write_params(run)
             yield shard
 
     def _adopt_states(self, shard: Shard) -> None:

@@ -19,7 +19,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.offload.tier import Tier
-from polyaccel.ops.base import SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
+from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import Bucket, Slice
@@ -114,6 +114,12 @@ class Shard:
             None if self.out is None else self.out.view(*window),
             {name: state.view(*window) for name, state in self.states.items()},
         )
+
+    def write_params(self, run: Run) -> None:
+        """Write the parameters of a run from its updated master weights, unless these are the parameters."""
+        master, _, out, _ = self.cut(run)
+        if out is not None:
+            self.kernels[CAST](master, out, run.rounding)
 
     def run_of(self, piece: Slice) -> Run | None:
         """The run that updates one of `slices` in this step, as a whole; None if none does."""

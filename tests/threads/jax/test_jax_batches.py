@@ -13,7 +13,7 @@ import torch
 
 import polyaccel
 from polyaccel.errors import PolyaccelError
-from polyaccel.jax import replicated
+from polyaccel.jax import replicated, unit
 from polyaccel.testkit.ranks.threads import run_threads
 
 ROWS = 8
@@ -289,3 +289,82 @@ def test_two_engines_have_each_others_parameters_in_their_batches(stage):
         one = jax.tree.map(lambda value, by: value - 0.1 * by, one, gradient)
         wanted.append(float(loss))
     assert run_threads(1, go)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def types_of(fn, batch, *, start, config):
+    """The types of the auxiliary output in training and in evaluation."""
+
+    def go(ranks):
+        engine = polyaccel.initialize(
+            model=fn, params=start, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+        )
+        engine.train_batch(batch)
+        found = [jax.tree.map(lambda value: value.dtype, engine.aux)]
+        engine.eval_batch(batch)
+        return [*found, jax.tree.map(lambda value: value.dtype, engine.aux)]
+
+    return run_threads(1, go)[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"jax": {"execution": "native"}}, {"zero_optimization": {"stage": 3}}])
+def test_numbers_of_python_take_the_type_of_what_they_meet(changes):
+    def block(p, x, factor):
+        return x @ p["w"] * factor
+
+    def fn(p, batch, rng):
+        found = unit(block)(p, batch["x"], batch["factor"])
+        few = jnp.int8(1) + batch["count"], jnp.bfloat16(1) * batch["root"]
+        return jnp.mean(found.astype(jnp.float32)), (found, found * batch["weights"], few, batch["strong"] * found)
+
+    start = {"w": np.ones((5, 4)).astype(jnp.bfloat16)}
+    batch = {
+        "x": X.astype(jnp.bfloat16),
+        "factor": 0.1,
+        "count": 3,
+        "root": 1.0 + 2.0j,
+        "weights": jnp.full((ROWS, 1), 0.5),  # weak in plain JAX, too
+        "strong": np.float32(2.0),
+    }
+    wanted = jax.tree.map(lambda value: value.dtype, jax.eval_shape(fn, start, batch, None)[1])
+    assert wanted[0] == jnp.bfloat16
+    config = {"train_batch_size": ROWS, "bf16": {"enabled": True}, **changes}
+    assert types_of(fn, batch, start=start, config=config) == [wanted, wanted]
+
+
+def test_numbers_of_python_are_not_rounded_to_fp16():
+    """As by plain JAX, where the function computes in float32."""
+
+    def fn(p, batch, rng):
+        return jnp.sum(p["w"].astype(jnp.float32)) * batch["factor"] * 1e-6
+
+    def go(ranks):
+        config = {"train_batch_size": ROWS, "fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1}}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = polyaccel.initialize(model=fn, params=params(), config=config)
+        return float(engine.train_batch({"x": X, "factor": 1e6}))  # beyond fp16
+
+    wanted = float(np.sum(params()["w"].astype(np.float16).astype(np.float64)))
+    assert run_threads(1, go)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_numbers_of_python_stay_so_over_stages():
+    def first(p, value, rng):
+        return {"hidden": value["x"] @ p["w"], "factor": value["factor"]}
+
+    def last(p, value, rng):
+        found = value[0]["hidden"] * value[0]["factor"] * p
+        return jnp.mean(jnp.square(found).astype(jnp.float32)), found
+
+    def go(ranks):
+        config = {
+            "train_batch_size": ROWS,
+            "bf16": {"enabled": True},
+            "pipeline": {"stages": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        start = [{"w": np.ones((5, 4)).astype(jnp.bfloat16)}, np.ones(4).astype(jnp.bfloat16)]
+        engine = polyaccel.initialize(model=[first, last], params=start, config=config)
+        engine.train_batch(({"x": X.astype(jnp.bfloat16), "factor": 0.1}, np.zeros(ROWS, np.float32)))
+        return None if engine.aux is None else engine.aux.dtype
+
+    assert run_threads(2, go)[1] == jnp.bfloat16
