@@ -5,6 +5,7 @@ Others are taken, and the trial that decides it changes nothing.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 
@@ -367,9 +368,12 @@ def test_a_trained_element_follows_its_own_gradient_alone():
     def inputs(step, rank):
         return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
+    torch.manual_seed(0)
+    plain = Net()
+    models = [copy.deepcopy(plain) for _ in range(3)]  # here, for ranks that are threads have one generator
+
     def go(ranks):
-        torch.manual_seed(0)
-        model = Net()
+        model = models[ranks.rank]
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "zero_allow_untested_optimizer": True,
@@ -383,8 +387,6 @@ def test_a_trained_element_follows_its_own_gradient_alone():
         engine.destroy()
         return found
 
-    torch.manual_seed(0)
-    plain = Net()
     optimizer = CountedMomentum(grouped(plain))
     for step in range(3):
         optimizer.zero_grad()
