@@ -61,8 +61,22 @@ def batch(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[rows], ((tokens * 3 + 1) % 16)[rows]
 
 
-def engine_of(communicator: Communicator, name: str, stage: int, *, seed: int = 9, one_group: bool = False) -> Any:
-    """An engine with the config of a variant, for other weights than its own, which `seed` 0 makes."""
+def decaying(optimizer: Any) -> torch.optim.lr_scheduler.LambdaLR:
+    """A client's schedule."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def engine_of(
+    communicator: Communicator,
+    name: str,
+    stage: int,
+    *,
+    seed: int = 9,
+    one_group: bool = False,
+    decays: bool = False,
+) -> Any:
+    """An engine with the config of a variant, for other weights than its own, which `seed` 0 makes. With `decays` its
+    schedule is a client's."""
     with drawn_from(seed):
         model = Net()
     if seed == 0:
@@ -75,7 +89,11 @@ def engine_of(communicator: Communicator, name: str, stage: int, *, seed: int = 
     config["train_micro_batch_size_per_gpu"] = SAMPLES // communicator.world_size
     params = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     config["optimizer"] = {"type": "AdamW", "params": params}
-    return polyaccel.initialize(model=model, model_parameters=params_of, config=config)[0]
+    schedule = None
+    if decays:
+        del config["scheduler"]
+        schedule = decaying
+    return polyaccel.initialize(model=model, model_parameters=params_of, lr_scheduler=schedule, config=config)[0]
 
 
 def steps(communicator: Communicator, engine: Any, numbers: range) -> list[float]:
@@ -106,13 +124,15 @@ def taken_over(name: str, folder: Path) -> Path:
     return folder
 
 
-def exported(name: str, folder: Path, *kinds: str, one_group: bool = False) -> tuple[Path, int]:
-    """A checkpoint that our own engine saved after it went on from DeepSpeed's (with `one_group` for all parameters:
-    after it ran from the start), as a universal one of these `kinds` of tensors; and the steps that were skipped."""
+def exported(name: str, folder: Path, *kinds: str, one_group: bool = False, decays: bool = False) -> tuple[Path, int]:
+    """A checkpoint that our own engine saved after it went on from DeepSpeed's (with `one_group` for all parameters, or
+    a client's schedule: after it ran from the start), as a universal one of these `kinds` of tensors; and the steps
+    that were skipped."""
+    starts = one_group or decays
 
     def save(communicator: Communicator) -> int:
-        engine = engine_of(communicator, name, 2, seed=0 if one_group else 9, one_group=one_group)
-        if one_group:
+        engine = engine_of(communicator, name, 2, seed=0 if starts else 9, one_group=one_group, decays=decays)
+        if starts:
             steps(communicator, engine, range(4))
         else:
             engine.load_checkpoint(str(folder / "imported"))
@@ -130,11 +150,13 @@ def exported(name: str, folder: Path, *kinds: str, one_group: bool = False) -> t
     return folder / "out", skipped
 
 
-def next_losses(name: str, folder: Path, ranks: int, *, one_group: bool = False) -> tuple[list[float], float]:
+def next_losses(
+    name: str, folder: Path, ranks: int, *, one_group: bool = False, decays: bool = False
+) -> tuple[list[float], float]:
     """Our own losses from the same checkpoint on, and its loss scale."""
 
     def work(communicator: Communicator) -> tuple[list[float], float]:
-        engine = engine_of(communicator, name, 2, one_group=one_group)
+        engine = engine_of(communicator, name, 2, one_group=one_group, decays=decays)
         engine.load_checkpoint(str(folder / "ours"))
         scale: float = engine.loss_scaler.loss_scale
         return steps(communicator, engine, range(4, 8)), scale

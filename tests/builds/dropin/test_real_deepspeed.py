@@ -77,6 +77,18 @@ def test_deepspeed_takes_weights_alone(tmp_path: Path) -> None:
     assert found["losses"][0] == pytest.approx(losses[0], rel=2e-6)
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 3)])
+def test_a_clients_schedule_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
+    one_group = stage == 3
+    place, _ = exported("zero1", tmp_path, one_group=one_group, decays=True)
+    told = {"variant": "zero1", "stage": stage, "steps": [4, 8], "states": True, "one_group": one_group, "decays": True}
+    found = deepspeed_goes_on(tmp_path, place, ranks, **told)
+    losses, _ = next_losses("zero1", tmp_path, ranks, one_group=one_group, decays=True)
+    assert found["losses"] == pytest.approx(losses, rel=2e-6)
+    assert found["lr"] == pytest.approx([found["lr"][0]] * (1 if one_group else 2))
+    assert 0 < found["lr"][0] == pytest.approx(TOLD["zero1"]["config"]["optimizer"]["params"]["lr"] / 5)
+
+
 @pytest.mark.timeout(600)
 def test_mixtures_train_as_ours_do(tmp_path: Path) -> None:
     """Two ranks, every gate, with experts shared and not: tokens an expert alike, those that are drawn too."""

@@ -1,7 +1,7 @@
 """A real DeepSpeed that goes on from a universal checkpoint: `go_on.py PLACE CONFIG OUT`, on every rank.
 
-CONFIG is a file with `variant` (see `make_checkpoints.py`), `stage`, `steps` (from, to), whether states are wanted, and
-whether all parameters are in one group;
+CONFIG is a file with `variant` (see `make_checkpoints.py`), `stage`, `steps` (from, to), whether states are wanted,
+whether all parameters are in one group, and whether the schedule is a client's (`decays`);
 OUT gets what it had after loading, and the mean losses of those steps.
 """
 
@@ -30,7 +30,11 @@ def main():
     groups = groups_of(model)
     if told["one_group"]:
         groups = [{"params": [param for group in groups for param in group["params"]], "weight_decay": 0.1}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    schedule = None
+    if told.get("decays"):
+        del config["scheduler"]
+        schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))  # noqa: E731
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, lr_scheduler=schedule, config=config)
     _, client_state = engine.load_checkpoint(place, load_optimizer_states=told["states"])
     found = {
         "global_steps": engine.global_steps,
