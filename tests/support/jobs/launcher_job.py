@@ -49,8 +49,8 @@ class Job:
         path = directory / "script.py"
         path.write_text(_PREAMBLE + script)
 
-        def reset() -> None:  # whatever started pytest may ignore SIGINT
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        def reset() -> None:  # a shell that starts pytest in the background ignores SIGINT and SIGQUIT
+            for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
 
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
