@@ -14,6 +14,9 @@ TARGETS = ("test", "test-builds")
 SLOW = [
     line for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")
 ]
+CONTRACTS = sorted((ROOT / "polyaccel" / "testkit").rglob("contract*.py"))
+INHERITED = "".join(file.read_text(encoding="utf-8") for file in CONTRACTS)
+"""What the classes of a file may have their tests from."""
 FILES = {file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")}
 
 
@@ -63,6 +66,8 @@ def test_slow_tests_are_there() -> None:
         assert not every or int(every) > 1, line
         file, _, test = named.partition("::")
         assert Path(file) in FILES, line
-        name = test.partition("[")[0].split("::")[-1]
+        *classes, name = test.partition("[")[0].split("::")
         text = (ROOT / file).read_text(encoding="utf-8")
-        assert not name or f"def {name}(" in text or f"class {name}(" in text, line
+        defined = text + INHERITED if classes else text
+        assert not name or f"def {name}(" in defined or f"class {name}(" in text, line
+        assert all(f"class {each}(" in text for each in classes), line
