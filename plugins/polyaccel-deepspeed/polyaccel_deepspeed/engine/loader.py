@@ -3,7 +3,7 @@
 [Note: DeepSpeed's order]
 DeepSpeed deals samples by torch's DistributedSampler with seed 0 and never sets its epoch: every epoch has the same
 order, unless the script calls `loader.data_sampler.set_epoch`. The sampler fills its order up to equally many samples a
-rank, and `dataloader_drop_last` drops what is then less than a micro-batch.
+rank, and `dataloader_drop_last` drops what is then less than a micro-batch. The pipeline engine does not shuffle.
 
 [Note: DeepSpeed's draws]
 DeepSpeed's loader is torch's: each `iter` draws one number on the process's generator, the seed of its workers. A

@@ -17,7 +17,7 @@ from polyaccel.torch import pipeline_engine as core
 from polyaccel.torch.pipeline.batches import pair_of
 from polyaccel.types import ReduceOp
 from polyaccel_deepspeed.engine.engine import DeepSpeedEngine
-from polyaccel_deepspeed.engine.loader import RepeatingLoader
+from polyaccel_deepspeed.engine.loader import DealtSampler, RepeatingLoader
 from polyaccel_deepspeed.pipeline.grid import PipelineParallelGrid
 from polyaccel_deepspeed.pipeline.module import PipelineModule
 from polyaccel_deepspeed.pipeline.topology import PipeModelDataParallelTopology
@@ -75,9 +75,13 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
     # Data.
 
     def adopt(self, raw_config: Mapping[str, Any], client: Any, collate_fn: Any) -> None:
-        """As `DeepSpeedEngine`'s, and begin the first epoch. See [Note: DeepSpeed's draws] of `loader`."""
+        """As `DeepSpeedEngine`'s, and begin the first epoch, in the order of the dataset: DeepSpeed's pipelines deal
+        `training_data` unshuffled. See [Note: DeepSpeed's draws] of `loader`."""
         super().adopt(raw_config, client, collate_fn)
         if self.training_dataloader is not None:
+            sampler = getattr(self.training_dataloader, "data_sampler", None)
+            if isinstance(sampler, DealtSampler):
+                sampler.shuffle = False
             self._own_data = RepeatingLoader(self.training_dataloader)
 
     @property
