@@ -177,7 +177,7 @@ class PipelineModule(nn.Module):
         self._complete(specs, topology)
 
     def _complete(self, specs: Sequence[Any], topology: Any) -> None:
-        """Add what a subclass has beside its layers, once these are built."""
+        """Add the other attributes of a subclass, once the layers are built."""
 
     def stage_of(self, layer: int) -> int:
         """The stage that has layer `layer` of the whole model."""

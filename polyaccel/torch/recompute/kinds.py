@@ -53,7 +53,7 @@ LENGTH = len(ORDER)
 
 
 def may_have_state(attributes: dict[str, Any]) -> bool:
-    """Whether a module has attributes beside those of each module, and not only numbers and the like."""
+    """Whether a module has attributes of its class that may hold state."""
     if tuple(islice(attributes, LENGTH)) != ORDER:
         return True
     return not STATELESS.issuperset(map(type, islice(attributes.values(), LENGTH, None)))

@@ -34,14 +34,14 @@ CASES = [
 so that there all parameters are in one."""
 
 
-def deepspeed_goes_on(folder: Path, place: Path, ranks: int, **told: Any) -> dict[str, Any]:
+def deepspeed_goes_on(folder: Path, place: Path, ranks: int, **settings: Any) -> dict[str, Any]:
     """What a real DeepSpeed on so many ranks found at `place`, and its next losses."""
-    (folder / "told.json").write_text(json.dumps(told))
+    (folder / "settings.json").write_text(json.dumps(settings))
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     for name in ("PYTHONPATH", "MASTER_PORT"):
         environ.pop(name, None)
     launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = [str(GOLDEN / "go_on.py"), str(place), str(folder / "told.json"), str(folder / "found.json")]
+    script = [str(GOLDEN / "go_on.py"), str(place), str(folder / "settings.json"), str(folder / "found.json")]
     done = subprocess.run([*launch, *script], capture_output=True, text=True, timeout=300, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
@@ -52,8 +52,8 @@ def deepspeed_goes_on(folder: Path, place: Path, ranks: int, **told: Any) -> dic
 def test_deepspeed_goes_on_with_our_losses(variant: str, stage: int, ranks: int, tmp_path: Path) -> None:
     one_group = stage == 3
     place, skipped = exported(variant, tmp_path, one_group=one_group)
-    told = {"variant": variant, "stage": stage, "steps": [4, 8], "states": True, "one_group": one_group}
-    found = deepspeed_goes_on(tmp_path, place, ranks, **told)
+    settings = {"variant": variant, "stage": stage, "steps": [4, 8], "states": True, "one_group": one_group}
+    found = deepspeed_goes_on(tmp_path, place, ranks, **settings)
     losses, scale = next_losses(variant, tmp_path, ranks, one_group=one_group)
     assert found.pop("losses") == pytest.approx(losses, rel=RELATIVE.get(variant.partition("-")[0], 2e-6))
     assert found == {
@@ -71,8 +71,8 @@ def test_deepspeed_goes_on_with_our_losses(variant: str, stage: int, ranks: int,
 
 def test_deepspeed_takes_weights_alone(tmp_path: Path) -> None:
     place, _ = exported("zero1", tmp_path, "param", "buffer")
-    told = {"variant": "zero1", "stage": 2, "steps": [4, 5], "states": False, "one_group": False}
-    found = deepspeed_goes_on(tmp_path, place, 2, **told)
+    settings = {"variant": "zero1", "stage": 2, "steps": [4, 5], "states": False, "one_group": False}
+    found = deepspeed_goes_on(tmp_path, place, 2, **settings)
     losses, _ = next_losses("zero1", tmp_path, 2)
     assert found["losses"][0] == pytest.approx(losses[0], rel=2e-6)
 
@@ -81,8 +81,15 @@ def test_deepspeed_takes_weights_alone(tmp_path: Path) -> None:
 def test_a_clients_schedule_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
     one_group = stage == 3
     place, _ = exported("zero1", tmp_path, one_group=one_group, decays=True)
-    told = {"variant": "zero1", "stage": stage, "steps": [4, 8], "states": True, "one_group": one_group, "decays": True}
-    found = deepspeed_goes_on(tmp_path, place, ranks, **told)
+    settings = {
+        "variant": "zero1",
+        "stage": stage,
+        "steps": [4, 8],
+        "states": True,
+        "one_group": one_group,
+        "decays": True,
+    }
+    found = deepspeed_goes_on(tmp_path, place, ranks, **settings)
     losses, _ = next_losses("zero1", tmp_path, ranks, one_group=one_group, decays=True)
     assert found["losses"] == pytest.approx(losses, rel=2e-6)
     assert found["lr"] == pytest.approx([found["lr"][0]] * (1 if one_group else 2))

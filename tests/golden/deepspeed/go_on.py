@@ -15,11 +15,11 @@ from make_checkpoints import SAMPLES, VARIANTS, Net, config_of, groups_of
 
 
 def main():
-    place, told = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    _, _, beside, of_zero = VARIANTS[told["variant"]]
+    place, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    _, _, beside, of_zero = VARIANTS[settings["variant"]]
     deepspeed.init_distributed("gloo")
     ranks = torch.distributed.get_world_size()
-    config = config_of(ranks, told["stage"], beside, of_zero)
+    config = config_of(ranks, settings["stage"], beside, of_zero)
     config["checkpoint"] = {"load_universal": True}
     torch.manual_seed(0)  # DeepSpeed takes frozen parameters and buffers of no universal checkpoint: these are the same
     model = Net()
@@ -28,14 +28,14 @@ def main():
             if parameter.requires_grad:
                 parameter.fill_(3.0)
     groups = groups_of(model)
-    if told["one_group"]:
+    if settings["one_group"]:
         groups = [{"params": [param for group in groups for param in group["params"]], "weight_decay": 0.1}]
     schedule = None
-    if told.get("decays"):
+    if settings.get("decays"):
         del config["scheduler"]
         schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))  # noqa: E731
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, lr_scheduler=schedule, config=config)
-    _, client_state = engine.load_checkpoint(place, load_optimizer_states=told["states"])
+    _, client_state = engine.load_checkpoint(place, load_optimizer_states=settings["states"])
     found = {
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
@@ -48,7 +48,7 @@ def main():
     width = SAMPLES // ranks
     rows = slice(width * engine.global_rank, width * (engine.global_rank + 1))
     losses = []
-    for step in range(*told["steps"]):
+    for step in range(*settings["steps"]):
         tokens = torch.randint(0, 16, (SAMPLES, 8), generator=torch.Generator().manual_seed(100 + step))
         loss = engine(tokens[rows], ((tokens * 3 + 1) % 16)[rows])
         engine.backward(loss)
