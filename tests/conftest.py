@@ -16,6 +16,9 @@ import pytest
 
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm import destroy_process_group, is_initialized
+from polyaccel.comm.discovery import GLOO_INTERFACE
+from polyaccel.comm.launchers.request import VARIABLES
+from polyaccel.comm.torch_group import initialized_world
 from polyaccel.engine.console import ConsoleHandler
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.testkit.ranks.procs import RankPool
@@ -96,13 +99,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """A process group that a test makes in its own thread is no other test's."""
-    had_one = is_initialized()
+@contextmanager
+def _ranks_as_found() -> Iterator[None]:
+    """Process groups that are made meanwhile in this thread end: polyaccel's, and torch's default one. Launchers'
+    variables are what they were: libraries make torch's group where they find some."""
+    had_one, had_torchs = is_initialized(), initialized_world() is not None
+    variables = {name: os.environ.get(name) for name in (*VARIABLES, GLOO_INTERFACE)}
     yield
     if is_initialized() and not had_one:
         destroy_process_group()
+    if initialized_world() is not None and not had_torchs:
+        import torch.distributed
+
+        torch.distributed.destroy_process_group()
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_ranks_of_other_files() -> Iterator[None]:
+    with _ranks_as_found():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks_of_other_tests(_no_ranks_of_other_files: None) -> Iterator[None]:
+    with _ranks_as_found():
+        yield
 
 
 @pytest.fixture(scope="session")

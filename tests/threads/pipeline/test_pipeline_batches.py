@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -180,15 +181,16 @@ LOSSES = {
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_loss_is_of_outputs_and_labels_of_any_structure(kind, stages):
+    with torch.random.fork_rng():
+        layer = Named()
+
     def model(stages):
-        with torch.random.fork_rng():
-            return PipelineModule([nn.Identity(), Named()], stages, loss_fn=LOSSES[kind], partition_method="uniform")
+        layers = [nn.Identity(), copy.deepcopy(layer)]  # ranks that are threads have one generator
+        return PipelineModule(layers, stages, loss_fn=LOSSES[kind], partition_method="uniform")
 
     def run(engine):
         return float(engine.eval_batch(iter(labelled()))), float(engine.train_batch(iter(labelled())))
 
-    with torch.random.fork_rng():
-        layer = Named()
     expected = torch.stack([loss_of_names(layer(x), labels) for x, labels in labelled()]).mean().item()
     assert on_stages(stages, run, model=model) == [(pytest.approx(expected), pytest.approx(expected))] * stages
 
