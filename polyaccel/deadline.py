@@ -44,7 +44,7 @@ class Deadline:
         """
         try:
             return run_within(self.remaining_s(), action)
-        except Overdue:
+        except DeadlineExceeded:
             raise CommTimeout(
                 f"nothing came of waiting for {waits_for} within {self.timeout_s:g} s",
                 cure="look for the first error among the ranks, and for what listens at that place",
@@ -52,7 +52,7 @@ class Deadline:
             ) from None
 
 
-class Overdue(Exception):
+class DeadlineExceeded(Exception):
     """An action had not ended at its limit, and goes on in a thread that was left behind. `stack` is where it was."""
 
     def __init__(self, stack: traceback.StackSummary) -> None:
@@ -67,7 +67,7 @@ def run_within(limit_s: float, action: Callable[[], T]) -> T:
     attempt.join(limit_s)
     if attempt.is_alive():
         frame = sys._current_frames().get(attempt.ident or 0)
-        raise Overdue(traceback.extract_stack(frame) if frame is not None else traceback.StackSummary())
+        raise DeadlineExceeded(traceback.extract_stack(frame) if frame is not None else traceback.StackSummary())
     return attempt.result()
 
 

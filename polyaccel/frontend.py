@@ -128,7 +128,7 @@ def initialize(
     }
     of_jax = {"params": params, "seed": seed, "stacked": stacked or None}
     _refuse_foreign("a torch module" if home == "torch" else "JAX", of_jax if home == "torch" else of_torch)
-    frontend = _frontend_of(home)
+    frontend = _load_frontend(home)
     if model is None:
         swapped = args is not None and callable(args)
         cure = "pass it as model=; the first argument is args" if swapped else "pass model=, a torch.nn.Module"
@@ -177,7 +177,7 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(present.values()))
 
 
-def _frontend_of(home: Literal["torch", "jax"]) -> Any:
+def _load_frontend(home: Literal["torch", "jax"]) -> Any:
     """The module whose `initialize` makes engines for a framework."""
     try:
         return import_module(f"polyaccel.{home}.initialize")

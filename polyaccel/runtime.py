@@ -44,7 +44,7 @@ from polyaccel.policies.modules import param_dtype_of
 from polyaccel.policies.steps import place_of, plan_for, state_tier_options, step_plan_for, step_policy_of
 from polyaccel.policies.watching import alarms_of, monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
-from polyaccel.trial import ToldModel, tell_model
+from polyaccel.trial_env import TrialModel, write_trial_model
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
 from polyaccel.watch.traces.recorder import RunTrace
@@ -63,7 +63,7 @@ _TIERS: dict[OffloadDevice, str] = {"none": "device", "cpu": "host"}
 
 
 @dataclass(frozen=True)
-class Runtime:
+class EngineBuilder:
     """The parts that a frontend builds an engine from."""
 
     config: ResolvedConfig
@@ -79,7 +79,7 @@ class Runtime:
     """What records the steps that are traced."""
     training_data: str = ""
     """How much data the engine's own loader has, in words. All ranks must have as much."""
-    before_leaving: list[Callable[[], object]] = field(default_factory=list)
+    cleanup_callbacks: list[Callable[[], object]] = field(default_factory=list)
     """Called before the groups along axes of the mesh are left, for what works over them."""
     beyond: Communicator | None = None
     """The ranks that hold the other parameters of the same model, one for each part; None where nobody does."""
@@ -145,24 +145,24 @@ class Runtime:
         layout = self.plan(
             specs,
             adapter.unit_names,
-            rooms=self._rooms(specs),
+            rooms=self._max_local_numels(specs),
             parts=adapter.part_names(),
             updates=adapter.update_names(),
         )
         names = () if optimizer is None else optimizer.state_names
         is_remote = host_accelerator(self.accelerator) is not self.accelerator
         if self.communicator.rank == 0:
-            tell_model(os.environ, lambda: self._told(specs, adapter.unit_names(), is_remote=is_remote))
+            write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
         tiers = self.open_tiers(plan.offload, resident=resident)
         parts = StepParts(self.accelerator, self.communicators(layout, plan.traffic), tiers)
         return ZeroStep(plan, parts, adapter, optimizer, groups, timer)
 
-    def _told(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> ToldModel:
+    def _trial_model(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> TrialModel:
         """What a tuner is told of the model, before there are buffers."""
         memory = self.accelerator.memory_stats()
         others = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "data"}
-        return ToldModel(specs, units, memory.allocated_nbytes, is_remote, memory.total_nbytes, others)
+        return TrialModel(specs, units, memory.allocated_nbytes, is_remote, memory.total_nbytes, others)
 
     def plan(
         self,
@@ -176,13 +176,13 @@ class Runtime:
         """Lay out `specs` as the config says over the mesh; see `plan_for`."""
         return plan_for(self.config, specs, units, self.mesh, rooms, parts, updates)
 
-    def _rooms(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
+    def _max_local_numels(self, specs: tuple[ParamSpec, ...]) -> dict[str, int]:
         """The most elements that any rank holds of each parameter that is cut. Collective where there is one."""
         cut = [spec for spec in specs if spec.cut]
         told = self.communicator.all_gather_object([spec.numel for spec in cut]) if cut else []
         return {spec.fqn: max(numels) for spec, numels in zip(cut, zip(*told, strict=True), strict=True)}
 
-    def along(self, axes: Collection[str]) -> Communicator:
+    def process_group_for(self, axes: Collection[str]) -> Communicator:
         """The communicator of the ranks that share this rank's place along every axis of the mesh but `axes`.
 
         Collective: every rank asks for the same axes in the same order. It belongs to the runtime (`leave_groups`).
@@ -199,29 +199,29 @@ class Runtime:
             self._groups[names].barrier()  # every rank has joined before any may leave
         return self._groups[names]
 
-    def of_stage(self) -> Runtime:
+    def of_stage(self) -> EngineBuilder:
         """The runtime of the ranks that have the same layers: itself where there is no pipeline. Collective there."""
         if self.mesh.size_of(("pipe",)) == 1:
             return self
         settings = common_settings_of(self.config)
         require_same_training(self.communicator, training_facts((), None, (), settings, self.about))
         mesh = Mesh(tuple(axis for axis in self.mesh.axes if axis.name != "pipe"))
-        ranks, beyond = self.along(self.mesh.others(("pipe",))), self.along(("pipe",))
-        return replace(self, communicator=ranks, mesh=mesh, beyond=beyond, before_leaving=[], _groups={})
+        ranks, beyond = self.process_group_for(self.mesh.others(("pipe",))), self.process_group_for(("pipe",))
+        return replace(self, communicator=ranks, mesh=mesh, beyond=beyond, cleanup_callbacks=[], _groups={})
 
     def enter_groups(self) -> None:
         """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
         others = [axis.name for axis in self.mesh.axes if axis.name != "data"]
         if others:
             for axes in (("data",), *((name,) for name in others), ("data", "sequence")):
-                self.along(axes)
-            set_mesh(self.communicator, self.mesh, self.along)
+                self.process_group_for(axes)
+            set_mesh(self.communicator, self.mesh, self.process_group_for)
 
     def leave_groups(self) -> None:
         """Leave the groups along axes of the mesh."""
-        while self.before_leaving:
-            self.before_leaving.pop()()
-        forget_mesh(self.communicator, self.along)
+        while self.cleanup_callbacks:
+            self.cleanup_callbacks.pop()()
+        forget_mesh(self.communicator, self.process_group_for)
         for group in self._groups.values():
             group.close()
         self._groups.clear()
@@ -230,7 +230,7 @@ class Runtime:
         """The communicators that carry parameters and gradients of `layout` as `traffic` says. Collective where some
         parameters are cut, and where near ranks keep second copies."""
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
-        groups = {cut: _as_they_travel(self.along(self.mesh.others(cut)), traffic) for cut in cuts}
+        groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
         return Communicators(self.communicator, groups, self.beyond)
 
     def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
@@ -304,7 +304,7 @@ class Runtime:
         return slice_optimizer(section.type), defaults
 
 
-def _as_they_travel(communicator: Communicator, traffic: TrafficPolicy) -> GroupCommunicators:
+def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> GroupCommunicators:
     """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
     copies."""
     near = None
@@ -330,7 +330,7 @@ def _as_they_travel(communicator: Communicator, traffic: TrafficPolicy) -> Group
     )
 
 
-def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> Runtime:
+def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size: int | None = None) -> EngineBuilder:
     """The runtime for a config over the default communicator.
 
     `world_size` counts what trains where that is not its processes. `hints` resolve values that are `"auto"`. Raises
@@ -350,7 +350,7 @@ def compose(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_siz
     if logger.enabled:
         ops = () if logger.prof_all else logger.prof_ops
         start_log(communicator, ops, verbose=logger.verbose, callers=logger.debug)
-    return Runtime(
+    return EngineBuilder(
         config=config,
         accelerator=accelerator,
         communicator=communicator,

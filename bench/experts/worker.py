@@ -121,7 +121,7 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
     from polyaccel.torch.experts.routing import route
     from polyaccel.torch.parallel.ranks import even_parts
 
-    communicator = engine.runtime.along(("expert",))
+    communicator = engine.runtime.process_group_for(("expert",))
     experts = sizes["experts"]
     found: list[dict[str, Any]] = []
     for longer, wider in ((1, 1), (8, 2)):

@@ -23,9 +23,9 @@ from bench.steps.cases import SHAPES, VARIANTS, Case, Job
 from bench.steps.launch import figures_of
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
+from polyaccel.job_auth import job_secret_from_env
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
 from polyaccel.launch.keeper.start import KeeperProcess
-from polyaccel.seal import secret_in
 
 _LIMIT_S = 900.0
 _MIB = 1 << 20
@@ -82,7 +82,7 @@ def _measure(job: Job, result: Path, *, apart: bool) -> dict[str, Any]:
 def train(job: Job, result: Path, *, apart: bool) -> None:
     """What every rank does."""
     if apart:
-        keeper = KeeperProcess(secret_in(os.environ) or b"")
+        keeper = KeeperProcess(job_secret_from_env(os.environ) or b"")
         os.environ[KEEPER_VARIABLE] = keeper.name
     import torch
     import torch.distributed as dist

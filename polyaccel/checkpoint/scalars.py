@@ -1,18 +1,19 @@
-"""The plain values of a checkpoint (`polyaccel.plain`): counters, hyperparameters, and the user's client state."""
+"""The plain values of a checkpoint (`polyaccel.tagged_json`): counters, hyperparameters, and the user's client
+state."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.errors import CheckpointError
 
 
 def encode_plain(value: Any, where: str) -> Any:
     """`plain.to_tree`. Raises CheckpointError, naming the dotted key and the type, for anything but plain values."""
     try:
-        return plain.to_tree(value, where)
-    except plain.PlainError as error:
+        return tagged_json.encode(value, where)
+    except tagged_json.SerializationError as error:
         raise CheckpointError(
             f"a checkpoint cannot hold this: {error.message}", cure=error.cure, value=error.value
         ) from error
@@ -21,8 +22,8 @@ def encode_plain(value: Any, where: str) -> Any:
 def decode_plain(tree: Any) -> Any:
     """The inverse of `encode_plain`. Raises CheckpointError for a tree that it does not make."""
     try:
-        return plain.from_tree(tree)
-    except plain.PlainError as error:
+        return tagged_json.decode(tree)
+    except tagged_json.SerializationError as error:
         raise CheckpointError(
             f"the manifest holds {error.message}", cure=error.cure or "load another tag", value=error.value
         ) from error

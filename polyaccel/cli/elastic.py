@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from polyaccel.errors import ConfigError, LaunchError
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.base import ElasticHosts, Job
-from polyaccel.seal import SECRET_VARIABLE
 
 _RESTARTS = 3
 """How often torch's elastic agents start ranks again that have failed, unless the options say."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.launch.environment_file import read_environment
 from polyaccel.launch.hosts import (
@@ -24,7 +25,6 @@ from polyaccel.launch.hosts import (
     read_hostfile,
 )
 from polyaccel.launch.program import check_debugger, python_command
-from polyaccel.seal import SECRET_VARIABLE
 
 ENVIRONMENT_FILE = ".polyaccel_env"
 """In the home folder and in this one: variables that ranks on other hosts get."""

@@ -18,13 +18,13 @@ from polyaccel.cli.job import is_far, job_of
 from polyaccel.cli.options import add_options
 from polyaccel.cli.streams import flush_output
 from polyaccel.errors import LaunchError
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.affinity import find_cores, node_count, usable_cpus
 from polyaccel.launch.base import Job, Launcher, LaunchPlan
 from polyaccel.launch.program import check_not_nested, how_to_attach
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.redaction import redact_variables, redact_words, secrets_in
 from polyaccel.registry import PATIENCE_S, PluginGroup, find_plugin, list_plugins, load_plugin, probe_plugin
-from polyaccel.seal import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]

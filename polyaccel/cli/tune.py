@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyaccel.errors import LaunchError, PolyaccelError
-from polyaccel.trial import TRIAL_VARIABLE
+from polyaccel.trial_env import TRIAL_VARIABLE
 
 if TYPE_CHECKING:
     from polyaccel.comm.speeds.table import SpeedTable

@@ -2,8 +2,8 @@
 
 [Note: No pickle of a peer]
 Whoever can reach a rank's port can send it bytes. A pickle is a program that its reader runs, so no backend reads one:
-values travel as `polyaccel.plain` writes them, and whatever arrives becomes a plain value or a CommError. Users' own
-object collectives carry other values only where ranks share a secret (`comm.api.objects`).
+values travel as `polyaccel.tagged_json` writes them, and whatever arrives becomes a plain value or a CommError. Users'
+own object collectives carry other values only where ranks share a secret (`comm.api.objects`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.comm.composed import ComposedCollectives
 from polyaccel.errors import CommError
 
@@ -57,7 +57,8 @@ class ObjectCollectives(ComposedCollectives):
         """Every rank's `value`, in rank order: None, bool, int, float, str, bytes, and lists, tuples and dicts with str
         keys of these.
 
-        Values travel as `polyaccel.plain` writes them. Raises CommError on this rank for a value that is not plain.
+        Values travel as `polyaccel.tagged_json` writes them. Raises CommError on this rank for a value that is not
+        plain.
         """
         return [self._received(data, rank) for rank, data in enumerate(self._bytes_of_all(value))]
 
@@ -80,8 +81,8 @@ class ObjectCollectives(ComposedCollectives):
 
     def _bytes_of_all(self, value: Any) -> list[bytes]:
         try:
-            data = plain.to_bytes(value, "the object")
-        except plain.PlainError as error:
+            data = tagged_json.to_bytes(value, "the object")
+        except tagged_json.SerializationError as error:
             raise CommError(
                 f"ranks exchange plain values only: {error.message}", cure=error.cure, value=error.value
             ) from error
@@ -89,8 +90,8 @@ class ObjectCollectives(ComposedCollectives):
 
     def _received(self, data: bytes, rank: int) -> Any:
         try:
-            return plain.from_bytes(data)
-        except plain.PlainError as error:
+            return tagged_json.from_bytes(data)
+        except tagged_json.SerializationError as error:
             raise CommError(
                 f"what rank {self.ranks[rank]} sent cannot be read: it holds {error.message}",
                 cure="run the same version of polyaccel on every rank; a stranger may have sent this",

@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from polyaccel import seal
+from polyaccel import job_auth
 from polyaccel.comm.base import Communicator
-from polyaccel.private import own_folder, runtime_folder, write_own
+from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
 _agreed: bytes | None = None
-_alone = secrets.token_bytes(seal.SEAL_NBYTES)
+_alone = secrets.token_bytes(job_auth.MAC_NBYTES)
 
 
 def job_secret(communicator: Communicator) -> bytes | None:
@@ -29,7 +29,7 @@ def job_secret(communicator: Communicator) -> bytes | None:
     that is alone in `communicator` has one of its own. Raises CommError for a secret that can be guessed."""
     if communicator.world_size == 1:
         return _alone
-    return seal.secret_in(os.environ) or _agreed
+    return job_auth.job_secret_from_env(os.environ) or _agreed
 
 
 def agree_on_secret(communicator: Communicator) -> None:
@@ -37,7 +37,9 @@ def agree_on_secret(communicator: Communicator) -> None:
     sees the same files. Collective. See [Note: A secret among one user's ranks]."""
     global _agreed
     _agreed = None
-    if communicator.world_size == 1 or any(communicator.all_gather_object(bool(seal.secret_in(os.environ)))):
+    if communicator.world_size == 1 or any(
+        communicator.all_gather_object(bool(job_auth.job_secret_from_env(os.environ)))
+    ):
         return
     _agreed = shared_secret(communicator.rank, communicator.all_gather_object)
 
@@ -60,7 +62,7 @@ def _leave() -> str | None:
     """Write a new secret where only this user's processes can read it. Returns its name; None if that cannot be."""
     name = f"secret-{secrets.token_hex(16)}"
     try:
-        write_own(_file(name), secrets.token_bytes(seal.SEAL_NBYTES))
+        atomic_write_private(_file(name), secrets.token_bytes(job_auth.MAC_NBYTES))
     except OSError:
         return None
     return name
@@ -71,12 +73,12 @@ def _read(name: str) -> bytes | None:
     try:
         file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(file, "rb") as opened:
-            secret = opened.read(seal.SEAL_NBYTES + 1)
+            secret = opened.read(job_auth.MAC_NBYTES + 1)
     except OSError:
         return None
-    return secret if len(secret) == seal.SEAL_NBYTES else None
+    return secret if len(secret) == job_auth.MAC_NBYTES else None
 
 
 def _file(name: str) -> Path:
     """Raises PermissionError for a folder that is not this user's alone."""
-    return own_folder(runtime_folder(os.environ)) / Path(name).name
+    return ensure_private_dir(runtime_folder(os.environ)) / Path(name).name

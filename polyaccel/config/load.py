@@ -19,7 +19,7 @@ from polyaccel.config.problems import take_absent, validate_tree
 from polyaccel.config.root import Config
 from polyaccel.config.text import parse_json
 from polyaccel.errors import ConfigError, InvariantError, Problem
-from polyaccel.trial import change_tree, trial_changes
+from polyaccel.trial_env import deep_merge, trial_changes
 
 Source = str | Path | Mapping[str, Any] | Config
 MAX_DEPTH = 64
@@ -59,7 +59,7 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
     problems += modernise(tree)
-    change_tree(tree, trial_changes(os.environ))
+    deep_merge(tree, trial_changes(os.environ))
     absent, without_effect = take_absent(Config, tree)
     problems += absent
     auto_keys = take_auto(tree)

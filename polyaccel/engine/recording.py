@@ -9,7 +9,6 @@ from logging import getLogger
 from typing import Any, Protocol
 
 from polyaccel.accelerators.base import Accelerator, MemoryStats
-from polyaccel.arrival import STEP, tell_launcher
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.measures.calls import CallCounter
@@ -19,6 +18,7 @@ from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
 from polyaccel.engine.state import TrainedMemory, TrainedParams
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
+from polyaccel.readiness import STEP, report_to_launcher
 from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
@@ -149,7 +149,7 @@ class StepRecorder:
         experts: Mapping[str, ExpertFigures],
     ) -> StepMetrics:
         """The figures of the step that has just ended; time and traffic count from the last call."""
-        tell_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
+        report_to_launcher(os.environ, self._communicator.ranks[self._communicator.rank], STEP)
         sent = self._communicator.sent_numel
         if self.work.needs_peak():
             with self.timer(OUTSIDE):

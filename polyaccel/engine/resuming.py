@@ -34,7 +34,7 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.state import TrainedState, over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.mesh.block import Block
-from polyaccel.plain import bytes_in
+from polyaccel.tagged_json import bytes_in
 from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Slot
 

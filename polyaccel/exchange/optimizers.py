@@ -9,7 +9,7 @@ from typing import Any
 from polyaccel.engine.imported import position_name
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
-from polyaccel.plain import is_plain
+from polyaccel.tagged_json import is_serializable
 
 STEP = "step"
 _COMPUTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -103,7 +103,7 @@ class PeerOptimizer:
             if key == "params" or key in _COMPUTATION:
                 continue
             plain = plain_value(value)
-            if is_plain(plain):
+            if is_serializable(plain):
                 kept[key] = plain
             else:
                 kind = type(value).__name__

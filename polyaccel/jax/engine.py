@@ -43,7 +43,7 @@ from polyaccel.jax.step_profiler import JaxStepProfiler
 from polyaccel.jax.views import CopyCount, fence
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 
 log = getLogger(__name__)
 
@@ -67,7 +67,12 @@ class JaxEngine(Engine):
     """The ranks that hold the other parameters of the same model; None where nobody does."""
 
     def __init__(
-        self, fn: LossFn, params: Any, runtime: Runtime, hyperparameters: Mapping[str, Any], stacked: Sequence[str] = ()
+        self,
+        fn: LossFn,
+        params: Any,
+        runtime: EngineBuilder,
+        hyperparameters: Mapping[str, Any],
+        stacked: Sequence[str] = (),
     ) -> None:
         self.runtime = runtime
         self._compose(runtime.engine_parts())

@@ -28,7 +28,7 @@ from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.pipeline.choice import chosen_table
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
-from polyaccel.runtime import Runtime, compose
+from polyaccel.runtime import EngineBuilder, build
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -55,7 +55,7 @@ def initialize(
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     mesh = native_mesh() if parsed.jax.execution == "native" else None
-    runtime = compose(parsed, world_size=None if mesh is None else mesh.world_size)
+    runtime = build(parsed, world_size=None if mesh is None else mesh.world_size)
     runtime.apply_to_process()
     layers = LayerList.of(model, params) if isinstance(model, (list, tuple)) else None
     _check_config(runtime, is_native=mesh is not None, is_list=layers is not None)
@@ -85,7 +85,7 @@ def initialize(
     return engine
 
 
-def _check_config(runtime: Runtime, *, is_native: bool, is_list: bool) -> None:
+def _check_config(runtime: EngineBuilder, *, is_native: bool, is_list: bool) -> None:
     """Raise ConfigError for what has no meaning for a JAX function, or does not exist yet."""
     config: ResolvedConfig = runtime.config
     problems = _native_problems(runtime) if is_native else []
@@ -124,7 +124,7 @@ def _check_config(runtime: Runtime, *, is_native: bool, is_list: bool) -> None:
         raise ConfigError(problems, source="initialize")
 
 
-def _pipeline_problems(runtime: Runtime, key: str, stages: int, *, is_list: bool) -> Iterator[Problem]:
+def _pipeline_problems(runtime: EngineBuilder, key: str, stages: int, *, is_list: bool) -> Iterator[Problem]:
     """Settings of the config that stages of JAX do not have."""
     section = runtime.config.pipeline
     if not is_list:
@@ -144,7 +144,7 @@ def _pipeline_problems(runtime: Runtime, key: str, stages: int, *, is_list: bool
         yield Problem(key, True, expected, "use jax.checkpoint in the layers")
 
 
-def _native_problems(runtime: Runtime) -> list[Problem]:
+def _native_problems(runtime: EngineBuilder) -> list[Problem]:
     """Settings of the config that native mode does not have."""
     config, zero = runtime.config, runtime.config.zero_optimization
     problems = []
@@ -163,7 +163,7 @@ def _native_problems(runtime: Runtime) -> list[Problem]:
 
 
 def _make_optimizer(
-    runtime: Runtime, client: Any, params: Any, *, may_be_whole: bool
+    runtime: EngineBuilder, client: Any, params: Any, *, may_be_whole: bool
 ) -> tuple[SliceOptimizer | None, dict[str, Any]]:
     """The optimizer on slices and its hyperparameters: the caller's, else the config's, else none."""
     if client is not None:

@@ -27,7 +27,7 @@ from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 from polyaccel.types import DType
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
@@ -57,7 +57,7 @@ class JaxPipelineEngine(ViewsEngine):
         self,
         layers: LayerList,
         params: Sequence[Any],
-        runtime: Runtime,
+        runtime: EngineBuilder,
         slice_optimizer: SliceOptimizer | None,
         hyperparameters: Mapping[str, Any],
         seed: int,
@@ -88,7 +88,7 @@ class JaxPipelineEngine(ViewsEngine):
         require_same_training(runtime.communicator, [told, *parts])
         self._shapes_of_params = shapes_of_params(list(params), runtime.param_dtype)
         super().__init__(layers, mine, runtime, slice_optimizer, hyperparameters, seed)
-        self._line = runtime.along(("pipe",))
+        self._line = runtime.process_group_for(("pipe",))
         self._exchange = ArrayExchange(self._line, self.accelerator)
         self._table_for = table_for
         self._follow(table)

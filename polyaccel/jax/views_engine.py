@@ -16,7 +16,7 @@ from polyaccel.jax.program.function import LossFn, LossFunction
 from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -31,7 +31,7 @@ class ViewsEngine(JaxEngine):
         self,
         fn: LossFn,
         params: Any,
-        runtime: Runtime,
+        runtime: EngineBuilder,
         slice_optimizer: SliceOptimizer | None,
         hyperparameters: Mapping[str, Any],
         seed: int,

@@ -12,9 +12,9 @@ from enum import Enum
 from time import monotonic, sleep
 from typing import IO
 
-from polyaccel.arrival import ARRIVAL_VARIABLE, ArrivalPipe
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import RankSpec
+from polyaccel.readiness import READY_FD_VARIABLE, ReadinessPipe
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WAIT_POLL_S = 0.005
@@ -116,7 +116,7 @@ class RankProcess:
 
 def start_rank(
     spec: RankSpec,
-    arrivals: ArrivalPipe,
+    arrivals: ReadinessPipe,
     *,
     owns_stdout: bool,
     owns_stderr: bool,
@@ -133,7 +133,7 @@ def start_rank(
             stdout=None if owns_stdout else subprocess.PIPE,
             stderr=None if owns_stderr else subprocess.PIPE,
             bufsize=0,
-            env={**spec.environment, ARRIVAL_VARIABLE: arrivals.name},
+            env={**spec.environment, READY_FD_VARIABLE: arrivals.name},
             pass_fds=(arrivals.write_fd,),
             start_new_session=True,
             preexec_fn=_child_setup(spec),

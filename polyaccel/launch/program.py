@@ -12,9 +12,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from polyaccel.errors import LaunchError
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.base import JOB_ID, Job
 from polyaccel.launch.hosts import is_here
-from polyaccel.seal import SECRET_VARIABLE
 
 _DEBUGGER = "debugpy"
 _LOOPBACK = "127.0.0.1"

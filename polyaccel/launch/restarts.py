@@ -14,11 +14,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from polyaccel.job_auth import SECRET_VARIABLE, job_secret_from_env
 from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
 from polyaccel.launch.hosts import first_slots, is_here
 from polyaccel.launch.keeper.keepers import Keepers, say
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.seal import SECRET_VARIABLE, secret_in
 
 RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 """The variable with how often the job was started before."""
@@ -55,7 +55,7 @@ def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> Jo
     Raises LaunchError when it cannot be started, CommError for a secret that can be guessed.
     """
     is_one_of_many = (job.node is not None and len(job.hosts) > 1) or job.elastic.most > 1
-    found = secret_in({SECRET_VARIABLE: job.secret})
+    found = job_secret_from_env({SECRET_VARIABLE: job.secret})
     secret = found or (b"" if is_one_of_many else secrets.token_hex().encode())  # the other hosts would draw others
     is_here_alone = len(job.hosts) == 1 and is_here(next(iter(job.hosts)))
     keepers = Keepers.of(launcher, job, secret) if secret else None

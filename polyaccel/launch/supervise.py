@@ -20,7 +20,6 @@ from math import inf
 from time import monotonic
 from typing import ClassVar, Protocol
 
-from polyaccel.arrival import HAS_MET, SHOW_STACK, STEP, WAITS, ArrivalPipe
 from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
 from polyaccel.launch.guard import Guard
 from polyaccel.launch.output import JobOutput
@@ -37,6 +36,7 @@ from polyaccel.launch.process import (
 )
 from polyaccel.launch.signals import ENDING, NOTICES, PASSED_ON, SILENT, SignalInbox
 from polyaccel.launch.tree import JobTree
+from polyaccel.readiness import JOINED, SHOW_STACK, STEP, WAITS, ReadinessPipe
 
 _LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
 _POLL_S = 0.05  # only while waiting for processes that are not our children
@@ -104,7 +104,7 @@ class Supervisor:
         self._kill_at_s = inf
         self._kill_rounds = 0
         self._guard: Guard | None = None
-        self._arrivals = ArrivalPipe()
+        self._arrivals = ReadinessPipe()
         self._words: dict[int, str] = {}
         self._steps: dict[int, int] = {}
         self._moved_s = monotonic()
@@ -241,7 +241,7 @@ class Supervisor:
                 self._fail(JobFailure(code, describe_end(rank), rank, killed))
 
     def _hear_ranks(self) -> None:
-        for rank, word in self._arrivals.words():
+        for rank, word in self._arrivals.poll():
             self._moved_s, self._hang = monotonic(), None
             if word == STEP:
                 self._steps[rank] = self._steps.get(rank, 0) + 1
@@ -272,7 +272,7 @@ class Supervisor:
             for rank in self._ranks
             if rank.state is not ProcessState.ENDED and self._words.get(rank.spec.rank) == WAITS
         ]
-        gone = [rank for rank in self._ranks if rank.returncode == 0 and self._words.get(rank.spec.rank) != HAS_MET]
+        gone = [rank for rank in self._ranks if rank.returncode == 0 and self._words.get(rank.spec.rank) != JOINED]
         if waiting and gone and not self._is_ending:
             self._fail(JobFailure(1, describe_absence(gone[0], waiting), gone[0]))
 

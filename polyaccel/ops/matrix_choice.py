@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.ops.base import MATRIX_OPS
-from polyaccel.private import cache_folder
+from polyaccel.user_dirs import cache_folder
 
 MatrixChoice = Literal["auto", "on", "off"]
 VARIABLE = "POLYACCEL_MATRIX_KERNELS"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polyaccel import deadline
-from polyaccel.deadline import Overdue, run_within
+from polyaccel.deadline import DeadlineExceeded, run_within
 from polyaccel.errors import PluginContractError, PolyaccelError
 from polyaccel.registry.installed import Listed, PluginGroup, PluginInfo, listed, only, summary
 from polyaccel.registry.loading import load, stated_api
@@ -81,7 +81,7 @@ def probe_plugin(info: PluginInfo, plugin: type[Any], *, limit_s: float = PROBE_
 def _in_time(info: PluginInfo, doing: str, action: Callable[[], T], limit_s: float) -> T:
     try:
         return run_within(limit_s, action)
-    except Overdue as late:
+    except DeadlineExceeded as late:
         frames = [each for each in late.stack if not _is_machinery(each.filename)]
         where = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         raise PluginContractError(
@@ -113,7 +113,7 @@ def _broken(
 def _own_traceback(cause: BaseException) -> str:
     """The traceback of `cause` from the first frame that is neither the import system's, stevedore's nor ours; where a
     plugin is that has not ended."""
-    if isinstance(cause, Overdue):
+    if isinstance(cause, DeadlineExceeded):
         return "".join(traceback.format_list([each for each in cause.stack if not _is_machinery(each.filename)]))
     frames = cause.__traceback__
     while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):

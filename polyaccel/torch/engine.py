@@ -19,7 +19,7 @@ from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
@@ -56,7 +56,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     def __init__(
         self,
         module: nn.Module,
-        runtime: Runtime,
+        runtime: EngineBuilder,
         slice_optimizer: SliceOptimizer | None,
         groups: ParamGroups,
         settings: ModuleSettings,
@@ -81,7 +81,9 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
         trace, notes = self._recorder.trace, lambda: self.adapter.enter_notes()  # of an adapter that may be made anew
-        self._recomputation = Recomputation(module, settings.recompute, self.accelerator, runtime.along, notes, trace)
+        self._recomputation = Recomputation(
+            module, settings.recompute, self.accelerator, runtime.process_group_for, notes, trace
+        )
         whole = self.adapter.param_specs(), frozenset(self.adapter.unit_names().values())
         self._work = ForwardWork(module, settings, self._recorder, self.counters, *whole)
         self._recorder.begin()
@@ -96,7 +98,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
             self.accelerator,
             self.runtime.param_dtype,
             self._passes,
-            along=self._stage_runtime.along,
+            along=self._stage_runtime.process_group_for,
             checks_contents=self._module_settings.checks_contents,
             trained=trained,
         )

@@ -23,7 +23,7 @@ from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of
-from polyaccel.runtime import Runtime, compose
+from polyaccel.runtime import EngineBuilder, build
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
@@ -86,7 +86,7 @@ def initialize(
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
-    runtime = replace(compose(parsed), training_data=_described(training_data))
+    runtime = replace(build(parsed), training_data=_described(training_data))
     take_over(model)
     runtime.enter_groups()
     require_groups(mpu, runtime.mesh, runtime.communicator.rank)
@@ -121,7 +121,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _staged(runtime: Runtime, model: nn.Module, client: Any) -> tuple[nn.Module, bool]:
+def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.Module, bool]:
     """This rank's stage of `model`, and whether it is one; as it is where there are no stages. `client` is the
     optimizer that a script gives. Raises PolyaccelError for a model that cannot be cut."""
     section, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
@@ -185,24 +185,24 @@ def _staged(runtime: Runtime, model: nn.Module, client: Any) -> tuple[nn.Module,
     return model, True
 
 
-def _cut_sequences(runtime: Runtime, model: nn.Module, *, is_own: bool) -> None:
+def _cut_sequences(runtime: EngineBuilder, model: nn.Module, *, is_own: bool) -> None:
     """Cut the sequences of `model` over the ranks along the axis `sequence`, unless it does that itself."""
     size, section = runtime.mesh.size_of(("sequence",)), runtime.config.sequence_parallel
     if size == 1 or section.method == "own" or is_own:
         return
     settings = SequenceSettings(section.method, section.core_attention)
-    runtime.before_leaving.append(use(model, runtime.along(("sequence",)), settings).remove)
+    runtime.cleanup_callbacks.append(use(model, runtime.process_group_for(("sequence",)), settings).remove)
 
 
-def _tile(runtime: Runtime, model: nn.Module) -> None:
+def _tile(runtime: EngineBuilder, model: nn.Module) -> None:
     """Let `model` compute in tiles, where the config says so."""
     section = runtime.config.tiled_compute
     if section.enabled:
         settings = TileSettings(**section.model_dump(exclude={"enabled"}))
-        runtime.before_leaving.append(TiledModel(model, settings).release)
+        runtime.cleanup_callbacks.append(TiledModel(model, settings).release)
 
 
-def _cut(runtime: Runtime, model: nn.Module) -> None:
+def _cut(runtime: EngineBuilder, model: nn.Module) -> None:
     """Cut `model` over the ranks along `tensor`, where there are some and nobody has cut it. Collective there.
 
     Raises ShardingError for a model that cannot be cut, ConfigError for one that has cut itself and is to share tokens.
@@ -215,29 +215,33 @@ def _cut(runtime: Runtime, model: nn.Module) -> None:
             expected, cure = "is nothing that can be done to a model that cuts itself", "leave it out"
             raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, cure)])
         return
-    ranks = runtime.along(("tensor",))
+    ranks = runtime.process_group_for(("tensor",))
     cut_model(model, ranks, plan_by(model, ranks.world_size, rules))
 
 
-def _spread(runtime: Runtime, model: nn.Module) -> None:
+def _spread(runtime: EngineBuilder, model: nn.Module) -> None:
     """Spread the experts of `model` over the ranks along `expert`, where the config asks. A stage may have no experts,
     where another has. Collective. Raises ShardingError as `spread_experts`."""
     if not runtime.config.expert_parallel.enabled and runtime.mesh.size_of(("expert",)) == 1:
         return
     has = has_experts(model)
-    if runtime.mesh.has_several("pipe") and any(runtime.along(("pipe",)).all_gather_object(has)) and not has:
+    if (
+        runtime.mesh.has_several("pipe")
+        and any(runtime.process_group_for(("pipe",)).all_gather_object(has))
+        and not has
+    ):
         return
-    spread_experts(model, runtime.along(("expert",)))
+    spread_experts(model, runtime.process_group_for(("expert",)))
 
 
-def _attend_experts(runtime: Runtime, model: nn.Module, engine: TorchEngine) -> None:
+def _attend_experts(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine) -> None:
     """Let biases follow loads, and figures be taken where the config asks."""
-    if (follow := following_loads(model, lambda: runtime.along(("data", "sequence")))) is not None:
+    if (follow := following_loads(model, lambda: runtime.process_group_for(("data", "sequence")))) is not None:
         engine.after_update.append(follow)
     if runtime.config.expert_parallel.watch:
-        watched = WatchedExperts(model, runtime.along(("data", "sequence")))
+        watched = WatchedExperts(model, runtime.process_group_for(("data", "sequence")))
         engine.expert_figures = watched.take
-        runtime.before_leaving.append(watched.release)
+        runtime.cleanup_callbacks.append(watched.release)
 
 
 def _described(training_data: Any) -> str:
@@ -276,7 +280,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _make_optimizer(
-    runtime: Runtime,
+    runtime: EngineBuilder,
     model: nn.Module,
     client: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
@@ -328,7 +332,7 @@ def _check_closure(optimizer: torch.optim.Optimizer, config: ResolvedConfig) -> 
         raise ConfigError(problems)
 
 
-def _make_schedule(runtime: Runtime, engine: TorchEngine, client: Any) -> Any:
+def _make_schedule(runtime: EngineBuilder, engine: TorchEngine, client: Any) -> Any:
     """The learning-rate schedule: the caller's, else the config's, else None."""
     if client is not None:
         is_instance = hasattr(client, "step") and hasattr(client, "state_dict")

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.errors import CheckpointError
 
 _MARK = "__packed__"
@@ -41,8 +41,8 @@ def packed(state: Any, what: str) -> bytes:
     tensors: dict[str, Tensor] = {}
     tree = _encoded(state, what, tensors)
     try:
-        return save(tensors, {_TREE: plain.to_bytes(tree, what).decode("ascii")})
-    except (plain.PlainError, SafetensorError, KeyError, ValueError, NotImplementedError) as error:
+        return save(tensors, {_TREE: tagged_json.to_bytes(tree, what).decode("ascii")})
+    except (tagged_json.SerializationError, SafetensorError, KeyError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"a checkpoint cannot hold {what}: {error}", cure=_CURE) from error
 
 
@@ -55,7 +55,7 @@ def unpacked(data: bytes, what: str) -> Any:
         return _decoded(_tree_of(data), load(data))
     except (
         *(RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError),
-        *(UnpicklingError, BadZipFile, SafetensorError, plain.PlainError),
+        *(UnpicklingError, BadZipFile, SafetensorError, tagged_json.SerializationError),
     ) as error:
         raise CheckpointError(f"{what} cannot be read: {error}", cure="load another tag") from error
 
@@ -151,7 +151,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 def _tree_of(data: bytes) -> Any:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return plain.from_bytes(header["__metadata__"][_TREE].encode("ascii"))
+    return tagged_json.from_bytes(header["__metadata__"][_TREE].encode("ascii"))
 
 
 def _here(tensor: Tensor, device: str) -> Tensor:

@@ -70,7 +70,7 @@ class PipelineEngine(StagedStates):
         told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
         require_same_training(self.communicator, [told, *parts])
         training = self._programs.training(table.micro_batches)
-        self._line = line = self.runtime.along(("pipe",))
+        self._line = line = self.runtime.process_group_for(("pipe",))
         self._exchange = StageExchange(line, self.accelerator, self.device)
         self._ties = TiedWeights(module, line, self.device)
         self._ties.agree_on_types()

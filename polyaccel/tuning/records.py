@@ -10,7 +10,7 @@ from typing import Any
 
 from polyaccel.engine.metrics import cut_unfinished_line
 from polyaccel.errors import PolyaccelError
-from polyaccel.trial import ToldModel
+from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate
 
 TRIALS_FILE, MODEL_FILE = "trials.jsonl", "model.json"
@@ -86,25 +86,25 @@ class TrialLog:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(record.to_line() + "\n")
 
-    def keep_model(self, told: ToldModel) -> None:
+    def keep_model(self, told: TrialModel) -> None:
         """Keep what a trial's model is made of."""
         if self.model() is None:
             (self.folder / MODEL_FILE).write_text(told.to_json() + "\n", encoding="utf-8")
 
-    def model(self) -> ToldModel | None:
+    def model(self) -> TrialModel | None:
         """The model, once a trial has told it."""
         try:
-            return ToldModel.from_json((self.folder / MODEL_FILE).read_text(encoding="utf-8"))
+            return TrialModel.from_json((self.folder / MODEL_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, LookupError):
             return None
 
 
-def read_trials(folder: Path) -> tuple[list[TrialRecord], ToldModel]:
+def read_trials(folder: Path) -> tuple[list[TrialRecord], TrialModel]:
     """The trials and the model that a tuner has left in its folder of results. Raises PolyaccelError where there are
     none."""
     try:
         lines = (folder / TRIALS_FILE).read_text(encoding="utf-8").splitlines()[1:]
-        told = ToldModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
+        told = TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
         return [TrialRecord.from_tree(json.loads(line)) for line in lines], told
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise PolyaccelError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyaccel.trial import change_tree
+from polyaccel.trial_env import deep_merge
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.pictures import front_picture, pareto_front
 from polyaccel.tuning.records import TrialRecord
@@ -36,7 +36,7 @@ def best_config(
 ) -> dict[str, Any]:
     """The config as it was written, with the settings in it in which the best differs from its `own`."""
     tree: dict[str, Any] = json.loads(json.dumps(config_tree))
-    change_tree(tree, _without(best.candidate.changes(train_batch_size), own.changes(train_batch_size)))
+    deep_merge(tree, _without(best.candidate.changes(train_batch_size), own.changes(train_batch_size)))
     return tree
 
 

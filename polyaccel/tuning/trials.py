@@ -26,7 +26,7 @@ from typing import Any
 
 from polyaccel.engine.metrics import JsonlMonitor
 from polyaccel.launch.tree import JobTree
-from polyaccel.trial import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, ToldModel, change_tree
+from polyaccel.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge
 from polyaccel.tuning.candidates import Candidate, quiet_changes
 from polyaccel.tuning.records import TrialRecord
 
@@ -54,7 +54,7 @@ class TrialPlan:
     mapped: Mapping[str, str]
 
 
-def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[TrialRecord, ToldModel | None]:
+def run_trial(plan: TrialPlan, candidate: Candidate, folder: Path) -> tuple[TrialRecord, TrialModel | None]:
     """Try `candidate` in `folder`, which is emptied first; what the trial found, and what its model is made of."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -97,7 +97,7 @@ def _keep_files_inside(changes: dict[str, Any], candidate: Candidate, folder: Pa
 
 def _changed(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     copy: dict[str, Any] = json.loads(json.dumps(tree))
-    change_tree(copy, changes)
+    deep_merge(copy, changes)
     return copy
 
 
@@ -228,9 +228,9 @@ def _last_step(folder: Path) -> int:
     return max((step["step"] for step in _steps(_figures(folder)[0])), default=0)
 
 
-def _told(folder: Path) -> ToldModel | None:
+def _told(folder: Path) -> TrialModel | None:
     with suppress(OSError, ValueError, LookupError):
-        return ToldModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
+        return TrialModel.from_json((folder / MODEL_FILE).read_text(encoding="utf-8"))
     return None
 
 

@@ -14,7 +14,7 @@ from polyaccel.comm.speeds.table import SpeedTable
 from polyaccel.config import ResolvedConfig
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
-from polyaccel.trial import ToldModel
+from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
 from polyaccel.tuning.foretelling import Foreteller, Foretold
 from polyaccel.tuning.rates import USUAL, Rates
@@ -107,7 +107,7 @@ class _Search:
             why=why,
         )
 
-    def _probe(self) -> ToldModel:
+    def _probe(self) -> TrialModel:
         """The first trial: the config as it is, or, where that fails, what needs least."""
         own = own_candidate(self._question.config)
         tried = {record.candidate for record in self._log.records}
@@ -134,7 +134,7 @@ class _Search:
         )
         return replace(least, stage=max(section.stages), recomputes=True in section.checkpointing)
 
-    def _know(self, told: ToldModel) -> None:
+    def _know(self, told: TrialModel) -> None:
         """Make everything that follows from the model."""
         question = self._question
         if self._limit_nbytes is None and told.is_remote and told.total_nbytes:

@@ -10,7 +10,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.metrics import JsonlMonitor, Monitor
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
@@ -122,7 +122,7 @@ def _as_plain(problem: Problem) -> tuple[str, object, str, str]:
     """The problem as rank 0 tells it to the others; the text of a value that is not plain."""
     value = problem.value
     try:
-        plain.to_tree(value, problem.key)
-    except plain.PlainError:
+        tagged_json.encode(value, problem.key)
+    except tagged_json.SerializationError:
         value = repr(value)
     return problem.key, value, problem.expected, problem.cure

@@ -12,7 +12,7 @@ import pytest
 from fault_table import TABLE, Ends, sample
 from forging import COUNT, forged, garbled, random_of
 
-from polyaccel import comm, plain
+from polyaccel import comm, tagged_json
 from polyaccel.comm.backends.local.meeting import DictBoard
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.members.host_notes import _take
@@ -20,7 +20,7 @@ from polyaccel.comm.watch.divergence import as_text, compare
 from polyaccel.comm.watch.dump import read_dump
 from polyaccel.comm.watch.watchdog import WatchedProcess, have_ended, read_notes, where_ranks_are
 from polyaccel.errors import CommError
-from polyaccel.seal import SECRET_VARIABLE, sealed
+from polyaccel.job_auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
 
 NOTE: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_no_note_of_a_start_is_a_traceback() -> None:
     note = {"rank": 1, "world_size": 3, "text": "note"}
     with TABLE.case("forged notes of a start", Ends("says what is wrong", "the note of a rank of this world, or none")):
         for number in range(COUNT):
-            data = plain.to_bytes(note, "note") if number % 2 else json.dumps(forged(note, random)).encode()
+            data = tagged_json.to_bytes(note, "note") if number % 2 else json.dumps(forged(note, random)).encode()
             notes = {0: "own"}
             problem = _take(notes, garbled(data, random) if number % 3 else data, 3)
             assert bool(problem) == (len(notes) == 1)
@@ -95,7 +95,7 @@ def test_no_note_of_a_start_is_a_traceback() -> None:
 def forged_messages() -> list[bytes]:
     """What a stranger could send in the place of rank 1's object."""
     random = random_of(4)
-    right = b"s" + sealed(b"another secret of a stranger", "object of rank 1 of (0, 1) after #-1", b"v1")
+    right = b"s" + sign(b"another secret of a stranger", "object of rank 1 of (0, 1) after #-1", b"v1")
     trap = pickle.dumps(Trap())
     made = [b"", b"u", b"s", b"p" + trap, b"up" + trap, b"uv1", b"s" + bytes(32) + b"p" + trap, trap, right]
     return made + [garbled(random.choice((right, made[4], made[6])), random) for _ in range(191)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.checkpoint.pieces import FileLayout, FileSegment, PieceSpec
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
 from polyaccel.launch.keeper.protocol import exactly
@@ -53,13 +53,13 @@ class SaveJob:
     def to_bytes(self) -> bytes:
         """The job as JSON."""
         tree = asdict(self)
-        return json.dumps(tree | {key: plain.to_tree(tree[key], key) for key in _PLAIN}).encode("ascii")
+        return json.dumps(tree | {key: tagged_json.encode(tree[key], key) for key in _PLAIN}).encode("ascii")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SaveJob:
         """The inverse of `to_bytes`."""
         tree = json.loads(data)
-        plain_values = {key: plain.from_tree(tree[key]) for key in _PLAIN}
+        plain_values = {key: tagged_json.decode(tree[key]) for key in _PLAIN}
         return cls(**tree | plain_values | {"retention": Retention.from_tree(tree["retention"])})
 
 

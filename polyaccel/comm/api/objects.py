@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from polyaccel import plain, seal
+from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.secret import job_secret
 from polyaccel.errors import CommError
@@ -20,7 +20,7 @@ from polyaccel.errors import CommError
 _UNSEALED, _SEALED = b"u", b"s"
 _PLAIN, _PICKLE = b"v", b"p"
 _CURE = (
-    f"start the ranks by `polyaccel run`, or set {seal.SECRET_VARIABLE} to one random text on every rank, "
+    f"start the ranks by `polyaccel run`, or set {job_auth.SECRET_VARIABLE} to one random text on every rank, "
     "or send plain values: None, bool, int, float, str, bytes, and lists, tuples and dicts of these"
 )
 
@@ -52,7 +52,7 @@ class _Exchange:
         if self._secret is None:
             return self._communicator.all_gather_bytes(_UNSEALED + data)
         return self._communicator.all_gather_bytes(
-            _SEALED + seal.sealed(self._secret, self._context(self._communicator.rank), data)
+            _SEALED + job_auth.sign(self._secret, self._context(self._communicator.rank), data)
         )
 
     def opened(self, rank: int, message: bytes) -> Any:
@@ -63,11 +63,11 @@ class _Exchange:
             if how != _UNSEALED:
                 raise CommError(f"{who} is sealed, and this rank has no secret", cure=_CURE, value=rank)
         else:
-            inside = seal.unsealed(self._secret, self._context(rank), data) if how == _SEALED else None
+            inside = job_auth.verify(self._secret, self._context(rank), data) if how == _SEALED else None
             if inside is None:
                 raise CommError(
                     f"{who} does not have the seal of this job",
-                    cure=f"set {seal.SECRET_VARIABLE} to the same text on every rank; where it is, "
+                    cure=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank; where it is, "
                     "a stranger wrote to the ranks' connection",
                     value=rank,
                 )
@@ -77,15 +77,15 @@ class _Exchange:
             return pickle.loads(data)
         try:
             if kind != _PLAIN:
-                raise plain.PlainError("a value that is not plain")
-            return plain.from_bytes(data)
-        except plain.PlainError as error:
+                raise tagged_json.SerializationError("a value that is not plain")
+            return tagged_json.from_bytes(data)
+        except tagged_json.SerializationError as error:
             raise CommError(f"{who} cannot be read: it holds {error.message}", cure=_CURE, value=rank) from error
 
     def _written(self, value: Any) -> bytes:
         try:
-            return _PLAIN + plain.to_bytes(value, "the object")
-        except plain.PlainError as error:
+            return _PLAIN + tagged_json.to_bytes(value, "the object")
+        except tagged_json.SerializationError as error:
             if self._secret is None:
                 raise CommError(
                     f"objects that are not plain need a secret of the job: {error.message}",

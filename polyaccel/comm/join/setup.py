@@ -10,7 +10,6 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.detect import choose_accelerator, get_accelerator, set_accelerator
-from polyaccel.arrival import HAS_MET, WAITS, show_stack_when_asked, tell_launcher
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Communicator, Rendezvous
 from polyaccel.comm.default import (
     default_communicator,
@@ -28,6 +27,7 @@ from polyaccel.comm.torch_group import initialized_world
 from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, RanksApart
+from polyaccel.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
 from polyaccel.registry import PROBE_LIMIT_S
 
 _log = logging.getLogger(__name__)
@@ -94,11 +94,11 @@ def init_distributed(
         accelerator.set_device(rendezvous.local_rank)
     is_launched = comes_of_launcher(rendezvous)
     if is_launched:
-        show_stack_when_asked()
-        tell_launcher(os.environ, rendezvous.rank, WAITS)
+        enable_stack_dump_signal()
+        report_to_launcher(os.environ, rendezvous.rank, WAITS)
     communicator = connect(rendezvous, accelerator, backend=name, timeout_s=timeout_s, debug=debug)
     if is_launched:
-        tell_launcher(os.environ, rendezvous.rank, HAS_MET)
+        report_to_launcher(os.environ, rendezvous.rank, JOINED)
     if communicator.world_size > 1:
         folder = _value(section, "dump_dir") or os.environ.get(FOLDER_VARIABLE)
         dumper = Dumper(

@@ -17,7 +17,7 @@ from selectors import EVENT_READ, DefaultSelector
 from time import sleep
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -114,7 +114,7 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
             )
         caller.settimeout(deadline.remaining_s() + _GRACE_S)
         try:
-            caller.send(plain.to_bytes(dict(note), "the note"))
+            caller.send(tagged_json.to_bytes(dict(note), "the note"))
             answer = _heard(caller)
         except TimeoutError as error:
             raise _timeout([0], where, deadline.timeout_s) from error
@@ -139,8 +139,8 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
 def _understood(message: bytes) -> Any:
     """The plain value in the message; None if there is none."""
     try:
-        return plain.from_bytes(message)
-    except plain.PlainError:
+        return tagged_json.from_bytes(message)
+    except tagged_json.SerializationError:
         return None
 
 
@@ -148,7 +148,7 @@ def _answer(callers: list[socket.socket], answer: Mapping[str, object]) -> None:
     """Tell all of them. Who has ended meanwhile is missed by whatever the ranks do next."""
     for caller in callers:
         try:
-            caller.send(plain.to_bytes(dict(answer), "the answer"))
+            caller.send(tagged_json.to_bytes(dict(answer), "the answer"))
         except OSError:
             continue
 

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from polyaccel import plain, seal
+from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK
 from polyaccel.comm.members.host_notes import exchange_on_host
@@ -54,7 +54,7 @@ class JobMembers:
 
         Raises CommTimeout naming the ranks that did not come, CommError for what is no value of a rank.
         """
-        text = plain.to_bytes(value, "the note").decode()
+        text = tagged_json.to_bytes(value, "the note").decode()
         if self.world_size == 1:
             texts = [text]
         elif has_torch():
@@ -70,15 +70,15 @@ class JobMembers:
         A stranger cannot know them where the ranks share a secret: POLYACCEL_JOB_SECRET, or a file of this user's on
         one host (see [Note: A secret among one user's ranks]). Elsewhere who reads the store can.
         """
-        own = seal.secret_in(os.environ)
-        said = self.exchange([own is not None, secrets.token_hex(seal.SEAL_NBYTES) if self.rank == 0 else ""])
+        own = job_auth.job_secret_from_env(os.environ)
+        said = self.exchange([own is not None, secrets.token_hex(job_auth.MAC_NBYTES) if self.rank == 0 else ""])
         common = own if any(has for has, _ in said) else shared_secret(self.rank, self.exchange)
         return hmac.digest(common or b"none", f"token {said[0][1]}".encode(), "sha256")
 
     def _read(self, text: str, rank: int) -> Any:
         try:
-            return plain.from_bytes(text.encode())
-        except plain.PlainError as error:
+            return tagged_json.from_bytes(text.encode())
+        except tagged_json.SerializationError as error:
             raise CommError(
                 f"what stands in the place of rank {rank}'s note at {self._where} is none: {error.message}",
                 cure="give each job a MASTER_PORT of its own; a stranger may have written this",

@@ -12,12 +12,12 @@ from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK, MEETING_VARIABLES, LaunchedRank, Request, meeting_port
 from polyaccel.errors import CommError, CommTimeout, PolyaccelError
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 
 _TAG = 29500
 _LOOK_EVERY_S = 0.001
@@ -126,7 +126,7 @@ def _address(notes: Sequence[Note]) -> str:
 
 def _send(mpi: Any, message: Note | Answer, rank: int) -> None:
     """Send the fields of `message` as plain values. mpi4py's own objects are pickles, which the receiver would run."""
-    mpi.COMM_WORLD.Send([plain.to_bytes(astuple(message), "the note"), mpi.BYTE], dest=rank, tag=_TAG)
+    mpi.COMM_WORLD.Send([tagged_json.to_bytes(astuple(message), "the note"), mpi.BYTE], dest=rank, tag=_TAG)
 
 
 def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> dict[int, Any]:
@@ -138,7 +138,7 @@ def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> 
         if message is not None:
             data = bytearray(status.Get_count(mpi.BYTE))
             message.Recv([data, mpi.BYTE])
-            received[status.Get_source()] = plain.from_bytes(bytes(data))
+            received[status.Get_source()] = tagged_json.from_bytes(bytes(data))
         elif time.monotonic() > deadline:
             raise CommTimeout(
                 f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",

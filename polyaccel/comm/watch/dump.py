@@ -35,7 +35,7 @@ from polyaccel.comm.host_address import start_of
 from polyaccel.comm.watch.record import Entry, Recorder
 from polyaccel.comm.watch.watchdog import uncaught
 from polyaccel.errors import CommError
-from polyaccel.private import own_folder, runtime_folder, write_own
+from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def dump_of(entries: Iterable[Entry], rank: int, world_size: int, reason: str) -
 def write_dump(dump: Dump, folder: Path) -> Path:
     """Write `rank-N.json` into `folder`, which exists, whole or not at all, over an older one. Raises OSError."""
     path = folder / _file_name(dump.rank)
-    write_own(path, json.dumps({"format": FORMAT, **_as_json(dump)}).encode())
+    atomic_write_private(path, json.dumps({"format": FORMAT, **_as_json(dump)}).encode())
     return path
 
 
@@ -204,7 +204,7 @@ class Dumper:
             if self._is_chosen:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             else:
-                own_folder(own_folder(self._folder.parent) / self._folder.name)
+                ensure_private_dir(ensure_private_dir(self._folder.parent) / self._folder.name)
             dump = dump_of(list(self._recorder.entries), self._rank, self._world_size, reason)
             path = write_dump(dump, self._folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: another thread made a call meanwhile

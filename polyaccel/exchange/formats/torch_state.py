@@ -12,7 +12,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.exchange.formats.torch_files import in_tensor
 from polyaccel.exchange.importing import Incoming, LeftOut
 from polyaccel.exchange.optimizers import PeerOptimizer, by_position, plain_value
-from polyaccel.plain import is_plain
+from polyaccel.tagged_json import is_serializable
 from polyaccel.torch.packing import packed
 
 CLIENT_SCHEDULE = "client_schedule"
@@ -70,7 +70,7 @@ def with_schedule(incoming: Incoming, state: Any, origin: str) -> Incoming:
     """`incoming` with the state of a learning-rate schedule; left out, as needed, where it cannot be kept."""
     if isinstance(state, Mapping) and state:
         plain = {str(key): plain_value(value) for key, value in state.items()}
-        if is_plain(plain):
+        if is_serializable(plain):
             return replace(incoming, lr_scheduler=plain)
         try:
             return replace(incoming, blobs={CLIENT_SCHEDULE: packed(dict(state), origin)})

@@ -25,7 +25,7 @@ from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.program.function import LossFn
 from polyaccel.jax.pytree import dtype_of, named_leaves
 from polyaccel.jax.views import CopyCount
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -41,7 +41,7 @@ class NativeEngine(JaxEngine):
         self,
         fn: LossFn,
         params: Any,
-        runtime: Runtime,
+        runtime: EngineBuilder,
         slice_optimizer: SliceOptimizer | None,
         hyperparameters: Mapping[str, Any],
         seed: int,

@@ -16,7 +16,7 @@ from polyaccel.launch.hosts import is_here, without_user
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import RankProcess, exit_code, start_rank
 from polyaccel.launch.supervise import JobFailure, Supervisor
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 from polyaccel.types import Probe
 
 _FIRST_PORT, _PORTS = 20000, 9000

@@ -10,8 +10,8 @@ from threading import Lock
 from typing import Any
 
 from polyaccel.errors import CheckpointError
+from polyaccel.job_auth import job_secret_from_env
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE, Refused, address_of, greet_as_rank, receive, send
-from polyaccel.seal import secret_in
 
 _LIMIT_S = 60.0
 
@@ -49,7 +49,7 @@ class KeeperClient:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> KeeperClient | None:
         """A connection to the keeper that the launcher has named; None where there is none, or no secret."""
-        name, secret = environ.get(KEEPER_VARIABLE, ""), secret_in(environ)
+        name, secret = environ.get(KEEPER_VARIABLE, ""), job_secret_from_env(environ)
         return cls(name, secret) if name and secret else None
 
     def put(self, key: str, note: bytes = b"", memory: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyaccel.control_group import memory_limit_nbytes
+from polyaccel.cgroup import memory_limit_nbytes
 
 _SHARE_OF_MEMORY = 0.75
 

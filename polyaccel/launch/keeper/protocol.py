@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from polyaccel.seal import SEAL_NBYTES, sealed
+from polyaccel.job_auth import MAC_NBYTES, sign
 
 KEEPER_VARIABLE = "POLYACCEL_KEEPER"
 """The variable with the name of the keeper's socket."""
@@ -56,7 +56,7 @@ def greet_as_rank(connection: socket.socket, secret: bytes) -> None:
         raise Refused("another user's process has the keeper's name")
     ours = secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours)
-    answer = exactly(connection, _NONCE_NBYTES + SEAL_NBYTES)
+    answer = exactly(connection, _NONCE_NBYTES + MAC_NBYTES)
     theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
     if not hmac.compare_digest(proof, _proof(secret, _OF_KEEPER, ours + theirs)):
         raise Refused("what answers under the keeper's name does not know the job's secret")
@@ -67,7 +67,7 @@ def greet_as_keeper(connection: socket.socket, secret: bytes) -> None:
     """The keeper's side of `greet_as_rank`. Raises Refused."""
     theirs, ours = exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours + _proof(secret, _OF_KEEPER, theirs + ours))
-    if not hmac.compare_digest(exactly(connection, SEAL_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
+    if not hmac.compare_digest(exactly(connection, MAC_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
         raise Refused("a peer does not know the job's secret")
 
 
@@ -129,4 +129,4 @@ def exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _proof(secret: bytes, context: str, numbers: bytes) -> bytes:
-    return sealed(secret, context, numbers)[:SEAL_NBYTES]
+    return sign(secret, context, numbers)[:MAC_NBYTES]

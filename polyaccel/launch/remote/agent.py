@@ -27,7 +27,7 @@ from polyaccel.launch.plan import plan_host
 from polyaccel.launch.remote.callers import KEY_NBYTES, LOST, Records, call_back
 from polyaccel.launch.remote.words import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 
 _OUTPUT = 1
 _CHUNK_NBYTES = 1 << 16

@@ -22,7 +22,7 @@ from contextlib import suppress
 from math import inf
 from time import monotonic
 
-from polyaccel.seal import SEAL_NBYTES, sealed, unsealed
+from polyaccel.job_auth import MAC_NBYTES, sign, verify
 
 KEY_NBYTES = 32
 LOST = 255
@@ -33,15 +33,15 @@ _ENDED_S = 1.0
 """An agent's last word on its output may be later than the end of its connection by so much."""
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<i")
-_END_NBYTES = SEAL_NBYTES + _CODE.size
-_PROOF_NBYTES = _NUMBER.size + SEAL_NBYTES
+_END_NBYTES = MAC_NBYTES + _CODE.size
+_PROOF_NBYTES = _NUMBER.size + MAC_NBYTES
 _MOST_NBYTES = 1 << 28
 _MOST_STRANGERS = 256
 _CHUNK_NBYTES = 1 << 16
 
 
 class Records:
-    """One direction of a connection: `sealed` by one side in order, `opened` by the other in the same."""
+    """One direction of a connection: `sign` by one side in order, `opened` by the other in the same."""
 
     def __init__(self, key: bytes, nonce: bytes) -> None:
         self._key = key
@@ -51,7 +51,7 @@ class Records:
 
     def sealed(self, data: bytes) -> bytes:
         """The next record."""
-        record = sealed(self._key, self._place(), self._crypt(data))
+        record = sign(self._key, self._place(), self._crypt(data))
         self._count += 1
         return _NUMBER.pack(len(record)) + record
 
@@ -65,7 +65,7 @@ class Records:
                 raise ValueError(f"a record of {nbytes} bytes")
             if len(self._held) < _NUMBER.size + nbytes:
                 break
-            found = unsealed(self._key, self._place(), self._held[_NUMBER.size : _NUMBER.size + nbytes])
+            found = verify(self._key, self._place(), self._held[_NUMBER.size : _NUMBER.size + nbytes])
             if found is None:
                 raise ValueError("a record that the launcher did not seal")
             said += self._crypt(found)
@@ -75,12 +75,12 @@ class Records:
 
     def last_word(self, code: int) -> bytes:
         """What the agent sends when its part of the job has ended with this code."""
-        return b"e" + sealed(self._key, f"polyaccel end {self._nonce.hex()}", _CODE.pack(code))
+        return b"e" + sign(self._key, f"polyaccel end {self._nonce.hex()}", _CODE.pack(code))
 
     def code_in(self, said: bytes) -> int | None:
         """The code of an agent that has said all this; None where the last word is not its last word."""
         _, mark, word = said.partition(b"e")
-        found = unsealed(self._key, f"polyaccel end {self._nonce.hex()}", word) if mark else None
+        found = verify(self._key, f"polyaccel end {self._nonce.hex()}", word) if mark else None
         return None if found is None or len(found) != _CODE.size else int(_CODE.unpack(found)[0])
 
     def _place(self) -> str:
@@ -289,4 +289,4 @@ class Callers:
 
 
 def _proof(key: bytes, number: int, nonce: bytes) -> bytes:
-    return _NUMBER.pack(number) + sealed(key, f"polyaccel agent {number}", nonce)[:SEAL_NBYTES]
+    return _NUMBER.pack(number) + sign(key, f"polyaccel agent {number}", nonce)[:MAC_NBYTES]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.errors import PolyaccelError
 
@@ -53,8 +53,8 @@ def take_apart(value: Any, device: torch.device) -> StageValue:
     taker = _Taker(device)
     try:
         tree = taker.node(value)
-        return StageValue(plain.to_bytes(tree, "value"), taker.tensors)
-    except (RecursionError, plain.PlainError) as error:
+        return StageValue(tagged_json.to_bytes(tree, "value"), taker.tensors)
+    except (RecursionError, tagged_json.SerializationError) as error:
         raise UnsendableValue(
             f"a {_name(type(value))} that is nested too deep, or contains itself", value=type(value)
         ) from error
@@ -264,7 +264,7 @@ def _found(module: str, name: str) -> type | None:
 
 @lru_cache(maxsize=256)
 def _tree(structure: bytes) -> Node:
-    tree: Node = plain.from_bytes(structure)
+    tree: Node = tagged_json.from_bytes(structure)
     return tree
 
 
@@ -298,4 +298,4 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-_ONE_TENSOR = plain.to_bytes(["tensor", 0], "value")
+_ONE_TENSOR = tagged_json.to_bytes(["tensor", 0], "value")

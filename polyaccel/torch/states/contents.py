@@ -16,7 +16,7 @@ from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resuming import TrainingRun
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
-from polyaccel.plain import is_plain
+from polyaccel.tagged_json import is_serializable
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import ShardedDataLoader
@@ -64,9 +64,11 @@ def contents_of(
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
         scalars["frozen_base"] = base_checksums(run.zero, run.communicator, frozen)
-    if not is_plain(scalars["client_state"]):
+    if not is_serializable(scalars["client_state"]):
         blobs[CLIENT_STATE] = packed(scalars.pop("client_state"), "client_state")
-        scalars["client_state"] = {name: value for name, value in client_state.items() if is_plain({name: value})}
+        scalars["client_state"] = {
+            name: value for name, value in client_state.items() if is_serializable({name: value})
+        }
     if isinstance(optimizer, ClientOptimizer):
         kinds = optimizer.states_by_kind()
         for numbers, others in run.communicator.all_gather_object((kinds.numbers, kinds.others)):

@@ -19,7 +19,7 @@ from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, CommTimeout, LaunchError
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 from polyaccel.testkit.comm.values import get, put
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.types import DType, ReduceOp

@@ -19,7 +19,7 @@ from polyaccel.comm.join import hosts
 from polyaccel.comm.join.hosts import share_hosts
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator
 from polyaccel.errors import CommError
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.ranks.procs import RankPool
 

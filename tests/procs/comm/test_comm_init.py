@@ -21,7 +21,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.launchers.request import VARIABLES
 from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, PluginNotFound
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 from polyaccel.testkit.ranks.procs import RankPool
 
 

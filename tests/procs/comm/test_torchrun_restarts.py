@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 
 SCRIPT = """
 import os, torch, polyaccel.comm as comm

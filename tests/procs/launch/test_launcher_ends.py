@@ -319,13 +319,13 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
 def test_a_rank_that_quits_with_0_before_it_has_met_the_others_is_named(late: int, tmp_path: Path) -> None:
     """And at once, whichever of the two acts later: the others wait for ever here."""
     script = f"""
-from polyaccel.arrival import WAITS, tell_launcher
+from polyaccel.readiness import WAITS, report_to_launcher
 ready()
 if rank == {late}:
     wait()
 if rank == 1:
     sys.exit(0)
-tell_launcher(os.environ, 0, WAITS)
+report_to_launcher(os.environ, 0, WAITS)
 while True:
     signal.pause()
 """
@@ -342,12 +342,12 @@ while True:
 
 def test_a_rank_that_has_met_the_others_may_quit_before_them(tmp_path: Path) -> None:
     script = """
-from polyaccel.arrival import HAS_MET, WAITS, tell_launcher
+from polyaccel.readiness import JOINED, WAITS, report_to_launcher
 if rank == 1:
-    tell_launcher(os.environ, 1, HAS_MET)
+    report_to_launcher(os.environ, 1, JOINED)
 ready()
 if rank == 0:
-    tell_launcher(os.environ, 0, WAITS)
+    report_to_launcher(os.environ, 0, WAITS)
     wait()
 """
     with Job(tmp_path, script) as job:
@@ -360,16 +360,16 @@ if rank == 0:
 
 def test_a_rank_that_makes_no_step_is_named_with_its_stack(tmp_path: Path) -> None:
     script = """
-from polyaccel.arrival import HAS_MET, STEP, show_stack_when_asked, tell_launcher
+from polyaccel.readiness import JOINED, STEP, enable_stack_dump_signal, report_to_launcher
 def hang_here():
     while True:
         signal.pause()
-show_stack_when_asked()
+enable_stack_dump_signal()
 ready()
 wait()
-tell_launcher(os.environ, rank, HAS_MET)
+report_to_launcher(os.environ, rank, JOINED)
 for step in range(3 - rank):
-    tell_launcher(os.environ, rank, STEP)
+    report_to_launcher(os.environ, rank, STEP)
 hang_here()
 """
     with Job(tmp_path, script, "--hang-timeout", "3") as job:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.launch.tree import JobTree
-from polyaccel.trial import TRIAL_VARIABLE
+from polyaccel.trial_env import TRIAL_VARIABLE
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.trials import TrialPlan, run_trial
 

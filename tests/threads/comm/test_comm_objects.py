@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from polyaccel import comm, plain
+from polyaccel import comm, tagged_json
 from polyaccel.comm import secret as comm_secret
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.objects import MOST_OBJECT_NBYTES
 from polyaccel.errors import CommError, PolyaccelError
-from polyaccel.seal import SECRET_VARIABLE, sealed
+from polyaccel.job_auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
 
 SECRET = "of this job, and of no other"
@@ -124,9 +124,9 @@ def test_any_object_travels_under_the_secret() -> None:
     "forge",
     [
         lambda earlier: b"up" + pickle.dumps(Trap()),
-        lambda earlier: b"uv" + plain.to_bytes(1, "value"),
+        lambda earlier: b"uv" + tagged_json.to_bytes(1, "value"),
         lambda earlier: b"s" + bytes(32) + b"p" + pickle.dumps(Trap()),
-        lambda earlier: b"s" + sealed(b"of another job entirely", "object of rank 1 of (0, 1) after #0", b"v1"),
+        lambda earlier: b"s" + sign(b"of another job entirely", "object of rank 1 of (0, 1) after #0", b"v1"),
         lambda earlier: earlier,
         lambda earlier: earlier[:-1],
         lambda earlier: b"",
@@ -138,7 +138,7 @@ def test_what_a_stranger_sends_is_refused_before_it_is_read(forge: Any) -> None:
     def body(communicator: Communicator) -> None:
         if communicator.rank == 1:
             earlier = communicator.all_gather_bytes(
-                b"s" + sealed(SECRET.encode(), "object of rank 1 of (0, 1) after #-1", b"v1")
+                b"s" + sign(SECRET.encode(), "object of rank 1 of (0, 1) after #-1", b"v1")
             )[1]
             communicator.all_gather_bytes(forge(earlier))
             return

@@ -15,7 +15,7 @@ from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.comm.watch.summary import start_log
 from polyaccel.config import load_config
 from polyaccel.errors import CommError, ConfigError
-from polyaccel.runtime import compose
+from polyaccel.runtime import build
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
@@ -98,7 +98,7 @@ def test_the_config_starts_the_log() -> None:
     def body(inner: LocalCommunicator) -> Any:
         communicator = recording(inner, log=False)
         section = {"enabled": True, "prof_all": False, "prof_ops": ["barrier"], "debug": True}
-        compose(load_config({"train_batch_size": 1, "comms_logger": section}))
+        build(load_config({"train_batch_size": 1, "comms_logger": section}))
         communicator.barrier()
         communicator.all_reduce(communicator.allocate(4, DType.FLOAT32))
         return comm.log_summary(return_dict=True)

@@ -19,9 +19,9 @@ import polyaccel
 from polyaccel.checkpoint.replica import replicas
 from polyaccel.errors import CheckpointError
 from polyaccel.jax import scan_units
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
 from polyaccel.launch.keeper.start import can_keep
-from polyaccel.seal import SECRET_VARIABLE
 from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS, STOP = 6, 3

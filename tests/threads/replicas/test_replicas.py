@@ -22,9 +22,9 @@ from polyaccel.checkpoint.replica import replicas, writer
 from polyaccel.checkpoint.replica.parts import PartKey
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
 from polyaccel.launch.keeper.start import KeeperProcess, can_keep
-from polyaccel.seal import SECRET_VARIABLE
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
 BF16 = {"bf16": {"enabled": True}}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.planning.recomputation import Level
-from polyaccel.runtime import Runtime
+from polyaccel.runtime import EngineBuilder
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.recompute.blocks import RecomputedBlocks
 from polyaccel.torch.recompute.inputs import KeptInputs
@@ -166,11 +166,13 @@ def test_ranks_along_the_tensor_axis_keep_a_part_of_each_input(monkeypatch):
         numels.append((kept.memory.numel(), tensor.numel()))
         return kept
 
-    along = Runtime.along
+    along = EngineBuilder.process_group_for
     monkeypatch.setattr(KeptInputs, "_keep", noted)
     # No part of this model is cut, so the ranks stand for such ones.
     monkeypatch.setattr(
-        Runtime, "along", lambda self, axes: self.communicator if "tensor" in axes else along(self, axes)
+        EngineBuilder,
+        "process_group_for",
+        lambda self, axes: self.communicator if "tensor" in axes else along(self, axes),
     )
     way = {"enabled": True, "partition_activations": True}
     config = make_config(2, zero=SMALL, activation_checkpointing=way)

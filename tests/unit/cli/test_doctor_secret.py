@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.cli.doctor import libraries
+from polyaccel.job_auth import SECRET_VARIABLE
 from polyaccel.redaction import HIDDEN
-from polyaccel.seal import SECRET_VARIABLE
 
 
 def test_the_jobs_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

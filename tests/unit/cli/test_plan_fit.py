@@ -12,7 +12,7 @@ import transformers
 from polyaccel.cli.main import main
 from polyaccel.cli.plan import fit
 from polyaccel.comm.speeds.table import SpeedRow, speed_table
-from polyaccel.trial import ToldModel
+from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.rates import USUAL
 from polyaccel.tuning.records import TrialLog, TrialRecord
@@ -103,7 +103,7 @@ def test_activations_decide_the_micro_batch(tmp_path: Path, capsys: pytest.Captu
 def test_the_trials_of_a_tuner_and_speeds_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     specs = tuple(ParamSpec(f"layer{number}.weight", (512, 512), DType.BFLOAT16) for number in range(8))
     log = TrialLog(tmp_path / "results", "key", overwrite=True)
-    log.keep_model(ToldModel(specs, {}, 100 << 20, False, 0, {}))
+    log.keep_model(TrialModel(specs, {}, 100 << 20, False, 0, {}))
     one = Candidate(stage=1, micro_batch=4, accumulation=2, bucket_numel=500_000_000)
     phases = {"forward": 0.2, "backward": 0.5, "update": 0.01}
     log.add(TrialRecord(candidate=one, step_s=0.75, phase_s=phases, peak_nbytes=300 << 20))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.comm.discovery import discover
 from polyaccel.comm.mpi import meeting as mpi_meeting
 from polyaccel.comm.mpi.meeting import Answer, Note
@@ -52,13 +52,13 @@ class World:
         return "An MPI v1"
 
     def Send(self, message: list[Any], dest: int, tag: int) -> None:  # noqa: N802 - MPI's name
-        self.sent[dest] = (Note if dest == 0 else Answer)(*plain.from_bytes(message[0]))
+        self.sent[dest] = (Note if dest == 0 else Answer)(*tagged_json.from_bytes(message[0]))
 
     def Improbe(self, source: int, tag: int, status: Status) -> Message | None:  # noqa: N802 - MPI's name
         if not self.inbox:
             return None
         status.source, message = self.inbox.popitem()
-        data = plain.to_bytes(astuple(message), "the message")
+        data = tagged_json.to_bytes(astuple(message), "the message")
         status.nbytes = len(data)
         return Message(data)
 

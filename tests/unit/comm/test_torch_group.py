@@ -21,8 +21,8 @@ from polyaccel.comm.join.setup import init_distributed
 from polyaccel.comm.torch_group import join_default_group, own_part
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
-from polyaccel.port import free_port
-from polyaccel.seal import SECRET_VARIABLE, sealed
+from polyaccel.job_auth import SECRET_VARIABLE, sign
+from polyaccel.ports import free_port
 
 SHORT_S = 0.3
 
@@ -158,10 +158,10 @@ def test_a_store_that_ends_is_an_error_of_ours() -> None:
 def test_notes_have_the_seal_of_the_job_where_there_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "a secret of this job"
     monkeypatch.setenv(SECRET_VARIABLE, secret)
-    good = sealed(secret.encode(), "polyaccel/t/0", b"zero")
+    good = sign(secret.encode(), "polyaccel/t/0", b"zero")
     store = DictStore({"polyaccel/t/0": good})
     assert torch_group._exchange(store, "t", 1, 2, "one", patient()) == ["zero", "one"]
-    for strange in (b"zero", good[:-1] + b"x", sealed(secret.encode(), "polyaccel/t/1", b"zero")):
+    for strange in (b"zero", good[:-1] + b"x", sign(secret.encode(), "polyaccel/t/1", b"zero")):
         with pytest.raises(CommError, match=r"the notes of ranks \[0\] do not have the seal of this job"):
             torch_group._exchange(DictStore({"polyaccel/t/0": strange}), "t", 1, 2, "one", patient())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel import control_group
+from polyaccel import cgroup
 from polyaccel.accelerators.memory import host
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def group(folder: Path, *, is_first: bool, limit: str, used: int = 0, files: int
 
 def use(monkeypatch: pytest.MonkeyPatch, place: Path, own: str) -> None:
     (place / "own").write_text(own)
-    monkeypatch.setattr(control_group, "_groups", lambda: control_group._limited(place / "own", place))
+    monkeypatch.setattr(cgroup, "_groups", lambda: cgroup._limited(place / "own", place))
 
 
 def test_the_tightest_of_the_groups_above_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,15 +34,15 @@ def test_the_tightest_of_the_groups_above_counts(monkeypatch: pytest.MonkeyPatch
     group(tmp_path / "a", is_first=False, limit=str(1000 * MIB), used=900 * MIB, files=10 * MIB)
     group(tmp_path, is_first=False, limit="max")
     use(monkeypatch, tmp_path, "0::/a/b\n")
-    assert control_group.memory_limit_nbytes() == 800 * MIB
-    assert control_group.memory_free_nbytes() == 110 * MIB  # of the group above: others use that too
+    assert cgroup.memory_limit_nbytes() == 800 * MIB
+    assert cgroup.memory_free_nbytes() == 110 * MIB  # of the group above: others use that too
 
 
 def test_a_container_sees_its_group_as_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     group(tmp_path, is_first=False, limit=str(64 * MIB), used=80 * MIB, files=4 * MIB)
     use(monkeypatch, tmp_path, "0::/../../outside\n")
-    assert control_group.memory_limit_nbytes() == 64 * MIB
-    assert control_group.memory_free_nbytes() == 0
+    assert cgroup.memory_limit_nbytes() == 64 * MIB
+    assert cgroup.memory_free_nbytes() == 0
     assert host.memory_stats().free_nbytes == 0
 
 
@@ -50,13 +50,13 @@ def test_the_first_version_is_read_too(monkeypatch: pytest.MonkeyPatch, tmp_path
     group(tmp_path / "memory" / "job", is_first=True, limit=str(100 * MIB), used=60 * MIB, files=20 * MIB)
     group(tmp_path / "memory", is_first=True, limit=str(9223372036854771712))
     use(monkeypatch, tmp_path, "3:cpu,cpuacct:/\n2:memory:/job\n0::/\n")
-    assert control_group.memory_limit_nbytes() == 100 * MIB
-    assert control_group.memory_free_nbytes() == 60 * MIB
+    assert cgroup.memory_limit_nbytes() == 100 * MIB
+    assert cgroup.memory_free_nbytes() == 60 * MIB
 
 
 @pytest.mark.parametrize("own", ["", "0::/\n", "0::/gone\n"], ids=["none", "no limit", "gone"])
 def test_without_a_limit_the_machine_counts(own: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(monkeypatch, tmp_path, own)
-    assert control_group.memory_limit_nbytes() is None
-    assert control_group.memory_free_nbytes() is None
+    assert cgroup.memory_limit_nbytes() is None
+    assert cgroup.memory_free_nbytes() is None
     assert host.memory_stats().free_nbytes > 0

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel import plain
+from polyaccel import tagged_json
 from polyaccel.checkpoint.scalars import decode_plain, encode_plain
 from polyaccel.errors import CheckpointError
-from polyaccel.plain import MAX_DEPTH, PlainError
+from polyaccel.tagged_json import MAX_DEPTH, SerializationError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 keys = st.text() | st.sampled_from(["$tuple", "$dict", "$", "$bytes"])
@@ -28,7 +28,7 @@ values = st.recursive(
 
 
 def round_trip(value: Any) -> Any:
-    return plain.from_bytes(plain.to_bytes(value, "client_state"))
+    return tagged_json.from_bytes(tagged_json.to_bytes(value, "client_state"))
 
 
 def identical(left: Any, right: Any) -> bool:
@@ -74,16 +74,16 @@ class Colour(IntEnum):
     ],
 )
 def test_anything_else_is_refused_with_its_dotted_key(value: object, message: str) -> None:
-    with pytest.raises(PlainError, match=message) as caught:
-        plain.to_bytes({"best": (0, value)}, "client_state")
+    with pytest.raises(SerializationError, match=message) as caught:
+        tagged_json.to_bytes({"best": (0, value)}, "client_state")
     assert caught.value.cure
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(PlainError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
-        plain.to_bytes({"loop": endless}, "client_state")
+    with pytest.raises(SerializationError, match=f"deeper than {MAX_DEPTH} levels, or contains itself"):
+        tagged_json.to_bytes({"loop": endless}, "client_state")
 
 
 def test_the_deepest_value_allowed_comes_back() -> None:
@@ -115,8 +115,8 @@ def test_the_deepest_value_allowed_comes_back() -> None:
     ],
 )
 def test_bytes_that_nobody_wrote_are_refused(data: bytes, message: str) -> None:
-    with pytest.raises(PlainError, match=message):
-        plain.from_bytes(data)
+    with pytest.raises(SerializationError, match=message):
+        tagged_json.from_bytes(data)
 
 
 @given(
@@ -131,8 +131,8 @@ def test_bytes_that_nobody_wrote_are_refused(data: bytes, message: str) -> None:
 )
 def test_any_bytes_give_a_plain_value_or_a_plain_error(data: bytes) -> None:
     try:
-        value = plain.from_bytes(data)
-    except PlainError:
+        value = tagged_json.from_bytes(data)
+    except SerializationError:
         return
     assert identical(round_trip(value), value)
 

@@ -8,32 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel import private
-from polyaccel.private import own_folder, runtime_folder, write_own
+from polyaccel import user_dirs
+from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
 STRANGER = 12345
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")
 
 
 def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
-    folder = own_folder(tmp_path / "mine")
+    folder = ensure_private_dir(tmp_path / "mine")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)  # as older versions made it
-    assert stat.S_IMODE(own_folder(folder).stat().st_mode) == 0o700
+    assert stat.S_IMODE(ensure_private_dir(folder).stat().st_mode) == 0o700
 
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="is a link: remove it"):
-        own_folder(tmp_path / "mine")
+        ensure_private_dir(tmp_path / "mine")
 
 
 def test_a_folder_that_others_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine").chmod(0o777)
     with pytest.raises(PermissionError, match="has mode 777"):
-        own_folder(tmp_path / "mine")
+        ensure_private_dir(tmp_path / "mine")
 
 
 @only_root
@@ -41,14 +41,14 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     os.chown(tmp_path / "mine", STRANGER, STRANGER)
     with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
-        own_folder(tmp_path / "mine")
+        ensure_private_dir(tmp_path / "mine")
 
 
 def test_a_file_takes_the_place_of_a_planted_link_and_leaves_its_target_alone(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "file").symlink_to(victim)
-    write_own(tmp_path / "file", b"new")
+    atomic_write_private(tmp_path / "file", b"new")
     assert victim.read_text() == "precious"
     assert (tmp_path / "file").read_bytes() == b"new"
     assert not (tmp_path / "file").is_symlink()
@@ -59,24 +59,24 @@ def test_a_file_takes_the_place_of_a_planted_link_and_leaves_its_target_alone(tm
 def test_a_name_that_is_guessed_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(private.secrets, "token_hex", lambda nbytes: "guessed")
+    monkeypatch.setattr(user_dirs.secrets, "token_hex", lambda nbytes: "guessed")
     (tmp_path / ".file.guessed.part").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        write_own(tmp_path / "file", b"new")
+        atomic_write_private(tmp_path / "file", b"new")
     assert victim.read_text() == "precious"
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     with pytest.raises(IsADirectoryError):
-        write_own(tmp_path / "file", b"new")
+        atomic_write_private(tmp_path / "file", b"new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_runtime_folder_is_the_systems_if_that_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private.tempfile, "gettempdir", lambda: "/shared")
+    monkeypatch.setattr(user_dirs.tempfile, "gettempdir", lambda: "/shared")
     shared = Path("/shared", f"polyaccel-{os.geteuid()}")
     given = tmp_path / "runtime"
     environ = {"XDG_RUNTIME_DIR": str(given)}

@@ -10,9 +10,9 @@ from time import monotonic
 
 import pytest
 
+from polyaccel.job_auth import MAC_NBYTES
 from polyaccel.launch.remote import callers as module
 from polyaccel.launch.remote.callers import KEY_NBYTES, Callers, Records, call_back
-from polyaccel.seal import SEAL_NBYTES
 
 LIMIT_S = 20.0
 
@@ -103,7 +103,7 @@ def test_a_record_that_was_changed_repeated_or_left_out_is_refused() -> None:
         reader.opened(first)
     with pytest.raises(ValueError, match="record"):
         Records(key, secrets.token_bytes(32)).opened(first)
-    assert len(first) == 4 + SEAL_NBYTES + len(b"first line")
+    assert len(first) == 4 + MAC_NBYTES + len(b"first line")
 
 
 def test_who_hangs_up_without_a_last_word_is_lost(callers: Callers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from polyaccel import port
+from polyaccel import ports
 from polyaccel.errors import LaunchError
+from polyaccel.job_auth import LEAST_SECRET_LENGTH, SECRET_VARIABLE
 from polyaccel.launch import plan as planning
 from polyaccel.launch.affinity import Core
 from polyaccel.launch.base import Job, LaunchPlan
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.program import python_command
-from polyaccel.port import free_port, is_free
-from polyaccel.seal import LEAST_SECRET_LENGTH, SECRET_VARIABLE
+from polyaccel.ports import free_port, is_free
 
 
 def plan_local(command: list[str], *, nproc: int, environment: dict[str, str], **job: Any) -> LaunchPlan:
@@ -108,7 +108,7 @@ def test_a_taken_port_is_refused(address: str) -> None:
 def test_a_free_port_is_one_that_the_kernel_does_not_hand_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_range = tmp_path / "range"
     kernel_range.write_text("15300 65535\n")
-    monkeypatch.setattr(port, "_KERNEL_RANGE_FILE", kernel_range)
+    monkeypatch.setattr(ports, "_KERNEL_RANGE_FILE", kernel_range)
     found = free_port()
     assert 15000 <= found < 15300
     with socket.create_server(("127.0.0.1", found)):

@@ -10,7 +10,7 @@ import pytest
 
 from polyaccel.config import load_config
 from polyaccel.errors import PolyaccelError
-from polyaccel.trial import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, ToldModel, change_tree, tell_model
+from polyaccel.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge, write_trial_model
 from polyaccel.types import DType, ParamSpec
 
 TREE = {"train_batch_size": 8, "zero_optimization": {"cpu_offload": True, "stage": 1}, "monitors": {"jsonl": {}}}
@@ -40,17 +40,17 @@ def test_a_variable_that_is_left_over_is_told(tmp_path: Path, monkeypatch: pytes
 
 def test_changes_make_tables_and_take_keys_out() -> None:
     tree = {"a": 1, "b": {"c": 2, "d": 3}, "e": 4}
-    change_tree(tree, {"a": {"x": 5}, "b": {"c": None, "d": 6}, "e": None, "absent": None})
+    deep_merge(tree, {"a": {"x": 5}, "b": {"c": None, "d": 6}, "e": None, "absent": None})
     assert tree == {"a": {"x": 5}, "b": {"d": 6}}
 
 
 def test_a_model_is_told_once_and_read_again(tmp_path: Path) -> None:
     specs = (ParamSpec("b.weight", (3, 4), DType.BFLOAT16), ParamSpec("a", (), DType.FLOAT32, 0, False))
-    told = ToldModel(specs, {"b.weight": "b"}, 1000, True, 5000, {"tensor": 2})
+    told = TrialModel(specs, {"b.weight": "b"}, 1000, True, 5000, {"tensor": 2})
     environment = {**os.environ, TRIAL_VARIABLE: str(tmp_path)}
-    tell_model(environment, lambda: told)
-    found = ToldModel.from_json((tmp_path / MODEL_FILE).read_text())
+    write_trial_model(environment, lambda: told)
+    found = TrialModel.from_json((tmp_path / MODEL_FILE).read_text())
     assert found == told
     assert found.nbytes == 24 + 4
-    tell_model(environment, lambda: pytest.fail("it has been told"))
-    tell_model({}, lambda: pytest.fail("nobody asks"))
+    write_trial_model(environment, lambda: pytest.fail("it has been told"))
+    write_trial_model({}, lambda: pytest.fail("nobody asks"))

@@ -14,7 +14,7 @@ import pytest
 from polyaccel.config import load_config
 from polyaccel.config.resolve import resolve_config
 from polyaccel.errors import PolyaccelError
-from polyaccel.trial import ToldModel
+from polyaccel.trial_env import TrialModel
 from polyaccel.tuning import tuner
 from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
 from polyaccel.tuning.pictures import front_picture, pareto_front
@@ -32,8 +32,8 @@ TREE: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
 }
 SPECS = tuple(ParamSpec(f"blocks.{number}.weight", (1024, 1024), DType.FLOAT32) for number in range(8))
-TOLD = ToldModel(SPECS, {spec.fqn: spec.fqn[:8] for spec in SPECS}, 132 * MIB, False, 0, {})
-Found = tuple[TrialRecord, ToldModel | None]
+TOLD = TrialModel(SPECS, {spec.fqn: spec.fqn[:8] for spec in SPECS}, 132 * MIB, False, 0, {})
+Found = tuple[TrialRecord, TrialModel | None]
 
 
 def measured(candidate: Candidate) -> TrialRecord:

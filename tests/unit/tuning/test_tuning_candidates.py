@@ -10,7 +10,7 @@ import pytest
 from polyaccel.config import ResolvedConfig, load_config
 from polyaccel.config.resolve import resolve_config
 from polyaccel.errors import ConfigError
-from polyaccel.trial import change_tree
+from polyaccel.trial_env import deep_merge
 from polyaccel.tuning.candidates import candidates, own_candidate, quiet_changes
 
 TREE: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_a_trial_s_config_is_the_candidate_s() -> None:
     resolved = config(offload=["cpu"])
     for each in candidates(resolved, 2, is_remote=False)[1::5]:
         tree = {**TREE, "monitors": {"jsonl": {}}, "trace": {"steps": [1, 2]}}
-        change_tree(tree, {**each.changes(16), **quiet_changes(Path("there"))})
+        deep_merge(tree, {**each.changes(16), **quiet_changes(Path("there"))})
         again = resolve_config(load_config(tree), world_size=2)
         assert own_candidate(again) == each
         assert (again.train_batch_size, again.run_folder, again.monitors, again.trace) == (16, "there", {}, None)

@@ -21,7 +21,7 @@ from polyaccel.exchange.exporting import BUFFER
 from polyaccel.exchange.formats.torch_files import in_tensor
 from polyaccel.exchange.formats.torch_state import optimizer_from, with_schedule
 from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
-from polyaccel.plain import is_plain
+from polyaccel.tagged_json import is_serializable
 from polyaccel_deepspeed.exchange.experts import FILE, Stacks, stack_of
 from polyaccel_deepspeed.exchange.states import (
     PARAM,
@@ -125,7 +125,7 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
     left_out = [
         LeftOut(f"{key!r} of the client state", f"a {type(value).__name__}, no plain value")
         for key, value in of_client.items()
-        if not is_plain(value)
+        if not is_serializable(value)
     ]
     return replace(
         incoming,
@@ -137,7 +137,7 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
             "gradient_accumulation_steps": accumulation,
         },
         loss_scaler=_loss_scale(scaler),
-        client_state={key: value for key, value in of_client.items() if is_plain(value)},
+        client_state={key: value for key, value in of_client.items() if is_serializable(value)},
         left_out=[*incoming.left_out, *left_out],
     )
 

@@ -169,7 +169,7 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
 
     def _mean_over_data(self, value: Any) -> Any:
         """The mean of `value` over the ranks of this stage with other batches."""
-        ranks = self.runtime.along(("data",))
+        ranks = self.runtime.process_group_for(("data",))
         if ranks.world_size == 1 or value is None:
             return value
         if isinstance(value, Tensor):

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from polyaccel.errors import CommError
-from polyaccel.private import cache_folder
+from polyaccel.user_dirs import cache_folder
 
 _HEADER = Path("include", "oneapi", "ccl.hpp")
 _VERSION_HEADER = Path("include", "oneapi", "ccl", "config.h")

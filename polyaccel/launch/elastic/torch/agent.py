@@ -31,7 +31,7 @@ from polyaccel.launch.elastic.torch.beats import Beats
 from polyaccel.launch.elastic.torch.meeting import StorePlace, say
 from polyaccel.launch.remote.words import BEAT_S, END
 from polyaccel.launch.restarts import RESTART_VARIABLE
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 
 _MONITOR_S = 0.2
 _HAS_ENDED = "polyaccel/ended"

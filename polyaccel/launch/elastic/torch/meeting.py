@@ -13,7 +13,7 @@ import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 from polyaccel.launch.base import ElasticHosts, Job
-from polyaccel.port import free_port
+from polyaccel.ports import free_port
 
 _RUN_ID = "polyaccel"
 _LOOPBACK = "127.0.0.1"

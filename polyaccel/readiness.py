@@ -16,14 +16,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-ARRIVAL_VARIABLE = "POLYACCEL_ARRIVALS"
-WAITS, HAS_MET, STEP = "waits", "met", "step"
+READY_FD_VARIABLE = "POLYACCEL_ARRIVALS"
+WAITS, JOINED, STEP = "waits", "met", "step"
 SHOW_STACK = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """The signal at which a rank that has said anything shows what its main thread does."""
 _MOST_NBYTES = 1 << 16
 
 
-class ArrivalPipe:
+class ReadinessPipe:
     """The launcher's end. Ranks inherit `write_fd`, and find `name` in the variable."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ArrivalPipe:
         os.set_blocking(self.read_fd, False)
         self.name = f"{self.write_fd}:{os.fstat(self.write_fd).st_ino}"
 
-    def words(self) -> list[tuple[int, str]]:
+    def poll(self) -> list[tuple[int, str]]:
         """What ranks have said since the last call, in order: (rank, word). Never blocks."""
         try:
             lines = os.read(self.read_fd, _MOST_NBYTES).decode(errors="replace").splitlines()
@@ -45,16 +45,16 @@ class ArrivalPipe:
         os.close(self.write_fd)
 
 
-def tell_launcher(environ: Mapping[str, str], rank: int, word: str) -> None:
+def report_to_launcher(environ: Mapping[str, str], rank: int, word: str) -> None:
     """Say `word` of this rank, if a launcher of ours listens."""
-    number, _, identity = environ.get(ARRIVAL_VARIABLE, "").partition(":")
+    number, _, identity = environ.get(READY_FD_VARIABLE, "").partition(":")
     if number.isdecimal() and identity.isdecimal():
         with suppress(OSError):  # this process has no such pipe, or nobody reads it any more
             if os.fstat(int(number)).st_ino == int(identity):
                 os.write(int(number), f"{rank} {word}\n".encode())
 
 
-def show_stack_when_asked() -> None:
+def enable_stack_dump_signal() -> None:
     """From now on write this process's Python stack to standard error at SHOW_STACK, also while it hangs inside a
     library. A handler that the script has for that signal stays."""
     with suppress(ValueError, OSError, AttributeError):  # standard error is no file, or this system has no such signal

@@ -21,7 +21,7 @@ CHANGES_FILE, MODEL_FILE = "trial.json", "model.json"
 
 
 @dataclass(frozen=True, slots=True)
-class ToldModel:
+class TrialModel:
     """A model as a rank holds it: its parameters in the order of their gradients, and the unit of each.
 
     `nbytes_before` is the memory in use when the rank had the model and no buffers yet. `is_remote`: the device's
@@ -50,7 +50,7 @@ class ToldModel:
         return json.dumps({**told, "others": dict(self.others), "parameters": rows})
 
     @classmethod
-    def from_json(cls, text: str) -> ToldModel:
+    def from_json(cls, text: str) -> TrialModel:
         """The inverse of `to_json`; blocks of a tensor are taken for whole tensors."""
         tree = json.loads(text)
         rows = tree["parameters"]
@@ -82,7 +82,7 @@ def trial_changes(environment: Mapping[str, str]) -> Mapping[str, Any]:
     return changes if isinstance(changes, dict) else {}
 
 
-def change_tree(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def deep_merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Write `changes` into `tree`, table by table; None takes a key out."""
     for key, value in changes.items():
         if value is None:
@@ -91,12 +91,12 @@ def change_tree(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
             below = tree.get(key)
             if not isinstance(below, dict):
                 below = tree[key] = {}
-            change_tree(below, value)
+            deep_merge(below, value)
         else:
             tree[key] = value
 
 
-def tell_model(environment: Mapping[str, str], describe: Callable[[], ToldModel]) -> None:
+def write_trial_model(environment: Mapping[str, str], describe: Callable[[], TrialModel]) -> None:
     """Write down a model in the trial's folder; nothing outside of a trial, nor where it has been written."""
     folder = trial_folder(environment)
     if folder is not None and not (folder / MODEL_FILE).exists():

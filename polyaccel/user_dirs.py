@@ -24,7 +24,7 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
     """The folder for what lives as long as jobs do: `polyaccel` in `XDG_RUNTIME_DIR` if that is this user's alone, else
-    `polyaccel-<user>` beside temporary files. The caller makes it with `own_folder`."""
+    `polyaccel-<user>` beside temporary files. The caller makes it with `ensure_private_dir`."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if given and _is_own(Path(given), _OF_OTHERS):
         return Path(given, "polyaccel")
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "polyaccel"
 
 
-def own_folder(path: Path) -> Path:
+def ensure_private_dir(path: Path) -> Path:
     """`path`, made where it is missing, for this user alone. Its parent exists. Raises PermissionError for a link, and
     for a folder that belongs to somebody else or that others may write to."""
     with suppress(FileExistsError):
@@ -52,7 +52,7 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def write_own(path: Path, data: bytes) -> None:
+def atomic_write_private(path: Path, data: bytes) -> None:
     """Write the file, for this user alone, whole or not at all, in the place of an older one. Follows no link. Raises
     OSError."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")

@@ -14,10 +14,10 @@ from polyaccel.errors import CommError
 SECRET_VARIABLE = "POLYACCEL_JOB_SECRET"
 LEAST_SECRET_LENGTH = 16
 _DIGEST = "sha256"
-SEAL_NBYTES = 32
+MAC_NBYTES = 32
 
 
-def secret_in(environ: Mapping[str, str]) -> bytes | None:
+def job_secret_from_env(environ: Mapping[str, str]) -> bytes | None:
     """The secret in POLYACCEL_JOB_SECRET; None where it is not set. Raises CommError for one that can be guessed."""
     text = environ.get(SECRET_VARIABLE, "")
     if not text:
@@ -31,14 +31,14 @@ def secret_in(environ: Mapping[str, str]) -> bytes | None:
     return text.encode()
 
 
-def sealed(secret: bytes, context: str, data: bytes) -> bytes:
+def sign(secret: bytes, context: str, data: bytes) -> bytes:
     """`data` behind its seal."""
     return _seal(secret, context, data) + data
 
 
-def unsealed(secret: bytes, context: str, message: bytes) -> bytes | None:
-    """The data of a message that `sealed` made with this secret for this context; None for any other message."""
-    seal, data = message[:SEAL_NBYTES], message[SEAL_NBYTES:]
+def verify(secret: bytes, context: str, message: bytes) -> bytes | None:
+    """The data of a message that `sign` made with this secret for this context; None for any other message."""
+    seal, data = message[:MAC_NBYTES], message[MAC_NBYTES:]
     return data if hmac.compare_digest(seal, _seal(secret, context, data)) else None
 
 

@@ -23,25 +23,25 @@ _MARK = "$"
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
-class PlainError(PolyaccelError, ValueError):
+class SerializationError(PolyaccelError, ValueError):
     """A value that is not plain, or bytes that are no plain value."""
 
 
-def to_tree(value: Any, where: str) -> Any:
-    """`value` as a tree that `json` writes and `from_tree` takes back.
+def encode(value: Any, where: str) -> Any:
+    """`value` as a tree that `json` writes and `decode` takes back.
 
-    `where` is the dotted name of `value` in messages. Raises PlainError, naming the dotted key and the type, for
-    anything but plain values. Subclasses (numpy's floats, enums, named tuples) are refused, because they would come
+    `where` is the dotted name of `value` in messages. Raises SerializationError, naming the dotted key and the type,
+    for anything but plain values. Subclasses (numpy's floats, enums, named tuples) are refused, because they would come
     back as another type.
     """
     return _encode(value, where, 0)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether `to_tree` takes `value`."""
+def is_serializable(value: Any) -> bool:
+    """Whether `encode` takes `value`."""
     try:
-        to_tree(value, "")
-    except PlainError:
+        encode(value, "")
+    except SerializationError:
         return False
     return True
 
@@ -61,30 +61,30 @@ def bytes_in(value: Any, where: str) -> str:
         return ""
 
 
-def from_tree(tree: Any) -> Any:
-    """The inverse of `to_tree`. Raises PlainError for a tree that `to_tree` does not make."""
+def decode(tree: Any) -> Any:
+    """The inverse of `encode`. Raises SerializationError for a tree that `encode` does not make."""
     return _decode(tree, 0)
 
 
 def to_bytes(value: Any, where: str) -> bytes:
-    """`value` as one line of ASCII. Raises PlainError as `to_tree` does."""
-    return json.dumps(to_tree(value, where), separators=(",", ":"), allow_nan=False).encode("ascii")
+    """`value` as one line of ASCII. Raises SerializationError as `encode` does."""
+    return json.dumps(encode(value, where), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def from_bytes(data: bytes) -> Any:
-    """The inverse of `to_bytes`. Raises PlainError for any other bytes."""
+    """The inverse of `to_bytes`. Raises SerializationError for any other bytes."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise PlainError(
+        raise SerializationError(
             f"{len(data)} bytes that are no plain value: {str(error)[:200]}", value=bytes(data[:32])
         ) from error
-    return from_tree(tree)
+    return decode(tree)
 
 
 def _encode(value: Any, where: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise PlainError(
+        raise SerializationError(
             f"{where[:60]}... is nested deeper than {MAX_DEPTH} levels, or contains itself", cure="give a flatter value"
         )
     kind = type(value)
@@ -104,7 +104,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     if kind is dict:
         return _encode_dict(value, where, depth)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    raise PlainError(
+    raise SerializationError(
         f"{where} is a {name}, which is no plain value",
         cure="convert it to None, bool, int, float, str, bytes, list, tuple or dict first "
         "(a one-element tensor or numpy value: .item(), a larger one: .tolist())",
@@ -115,7 +115,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
 def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
     for key in value:
         if type(key) is not str:
-            raise PlainError(
+            raise SerializationError(
                 f"{where} has the key {key!r} of type {type(key).__qualname__}",
                 cure="keys must be str: use str(key)",
                 value=key,
@@ -126,11 +126,11 @@ def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
 
 def _decode(tree: Any, depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise PlainError(f"a value nested deeper than {MAX_DEPTH} levels")
+        raise SerializationError(f"a value nested deeper than {MAX_DEPTH} levels")
     if isinstance(tree, list):
         return [_decode(item, depth + 1) for item in tree]
     if isinstance(tree, float) and not math.isfinite(tree):
-        raise PlainError(f"a value {tree} where only finite numbers stand", value=tree)
+        raise SerializationError(f"a value {tree} where only finite numbers stand", value=tree)
     if not isinstance(tree, dict):
         return tree
     marks = [key for key in tree if _is_mark(key)]
@@ -139,17 +139,17 @@ def _decode(tree: Any, depth: int) -> Any:
     mark, content = marks[0], tree[marks[0]]
     decode = _MARKED.get(mark)
     if decode is None or len(tree) != 1:
-        raise PlainError(
+        raise SerializationError(
             f"a value marked {mark!r:.60}, which this version does not know",
             cure="read it with the version of polyaccel that wrote it, or a later one",
             value=mark,
         )
     try:
         return decode(content, depth + 1)
-    except PlainError:
+    except SerializationError:
         raise
     except (ValueError, TypeError) as error:
-        raise PlainError(
+        raise SerializationError(
             f"a value marked {mark!r} that cannot be understood: {str(error)[:200]}", value=mark
         ) from error
 

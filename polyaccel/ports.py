@@ -30,7 +30,7 @@ def free_port(candidates: Sequence[int] | None = None) -> int:
 
     `candidates` are tried in a random order. Raises LaunchError when none of (at most 200 of) them is free.
     """
-    ports = _quiet_ports() if candidates is None else candidates
+    ports = _non_ephemeral_ports() if candidates is None else candidates
     # A generator of its own: a seeded script that starts jobs must not give all of them the same port.
     tried = random.SystemRandom().sample(ports, min(_ATTEMPTS, len(ports)))
     for port in tried:
@@ -74,7 +74,7 @@ def _is_taken(error: OSError) -> bool:
     return error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
-def _quiet_ports() -> Sequence[int]:
+def _non_ephemeral_ports() -> Sequence[int]:
     """The ports that the kernel does not hand out by itself, or all when that leaves too few to choose from."""
     try:
         low, high = (int(word) for word in _KERNEL_RANGE_FILE.read_text().split())
