@@ -49,11 +49,11 @@ from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.opening import open_stream
 from polyaccel.watch.traces.recorder import RunTrace
 from polyaccel.watch.traces.tiers import TracedTier
-from polyaccel.zero.parts import Communicators, GroupCommunicators, StepParts, Tiers
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.placement import Offload
 from polyaccel.zero.plan.policy import BLOCK_NUMEL, Bits, StepPolicy, TrafficPolicy, ZeroPolicy
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.resources import Communicators, ShardGroups, StepResources, Tiers
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer, slice_optimizer
 
 log = getLogger(__name__)
@@ -81,7 +81,7 @@ class EngineBuilder:
     """How much data the engine's own loader has, in words. All ranks must have as much."""
     cleanup_callbacks: list[Callable[[], object]] = field(default_factory=list)
     """Called before the groups along axes of the mesh are left, for what works over them."""
-    beyond: Communicator | None = None
+    model_parallel_group: Communicator | None = None
     """The ranks that hold the other parameters of the same model, one for each part; None where nobody does."""
     _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class EngineBuilder:
         timer: PhaseTimer,
         *,
         resident: bool = False,
-    ) -> ZeroStep:
+    ) -> ZeroEngine:
         """The ZeRO step of `adapter`'s model. Collective; `resident` as in `open_tiers`, whose errors it raises.
 
         Raises ShardingError on all ranks where their models, optimizers, settings or amounts of data differ.
@@ -155,8 +155,8 @@ class EngineBuilder:
             write_trial_model(os.environ, lambda: self._trial_model(specs, adapter.unit_names(), is_remote=is_remote))
         plan = step_plan_for(self.config, layout, names, is_remote=is_remote)
         tiers = self.open_tiers(plan.offload, resident=resident)
-        parts = StepParts(self.accelerator, self.communicators(layout, plan.traffic), tiers)
-        return ZeroStep(plan, parts, adapter, optimizer, groups, timer)
+        parts = StepResources(self.accelerator, self.communicators(layout, plan.traffic), tiers)
+        return ZeroEngine(plan, parts, adapter, optimizer, groups, timer)
 
     def _trial_model(self, specs: tuple[ParamSpec, ...], units: Mapping[str, str], *, is_remote: bool) -> TrialModel:
         """What a tuner is told of the model, before there are buffers."""
@@ -207,7 +207,9 @@ class EngineBuilder:
         require_same_training(self.communicator, training_facts((), None, (), settings, self.about))
         mesh = Mesh(tuple(axis for axis in self.mesh.axes if axis.name != "pipe"))
         ranks, beyond = self.process_group_for(self.mesh.others(("pipe",))), self.process_group_for(("pipe",))
-        return replace(self, communicator=ranks, mesh=mesh, beyond=beyond, cleanup_callbacks=[], _groups={})
+        return replace(
+            self, communicator=ranks, mesh=mesh, model_parallel_group=beyond, cleanup_callbacks=[], _groups={}
+        )
 
     def enter_groups(self) -> None:
         """Make the groups along the axes of a mesh that has several, and let `comm.groups` know them. Collective."""
@@ -231,7 +233,7 @@ class EngineBuilder:
         parameters are cut, and where near ranks keep second copies."""
         cuts = dict.fromkeys(((), *sorted({bucket.kind.cut for bucket in layout.buckets})))
         groups = {cut: _make_shard_groups(self.process_group_for(self.mesh.others(cut)), traffic) for cut in cuts}
-        return Communicators(self.communicator, groups, self.beyond)
+        return Communicators(self.communicator, groups, self.model_parallel_group)
 
     def open_tiers(self, offload: Offload, *, resident: bool) -> Tiers:
         """Open the tiers of `zero_optimization.offload_optimizer`, and those of `offload_param` where buckets rest.
@@ -304,7 +306,7 @@ class EngineBuilder:
         return slice_optimizer(section.type), defaults
 
 
-def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> GroupCommunicators:
+def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> ShardGroups:
     """The communicators of one group of ranks for parameters and gradients. Collective where near ranks keep second
     copies."""
     near = None
@@ -321,12 +323,12 @@ def _make_shard_groups(communicator: Communicator, traffic: TrafficPolicy) -> Gr
             communicator, gather_bits=gather_bits, reduce_bits=reduce_bits, block_numel=BLOCK_NUMEL
         )
 
-    return GroupCommunicators(
+    return ShardGroups(
         exact=communicator,
         trained=quantised(traffic.trained_bits, None),
         frozen=quantised(traffic.frozen_bits, None),
         gradients=quantised(None, traffic.gradient_bits),
-        near=near,
+        hpz_group=near,
     )
 
 

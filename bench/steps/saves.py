@@ -239,7 +239,7 @@ class _Orbax:
 
         self._tree = {
             f"{slot.param.fqn}:{kind}:{start}": jax.numpy.asarray(np.frombuffer(buffer.to_bytes(), np.float32))
-            for slot, kind, start, buffer in self._zero.owned_pieces()
+            for slot, kind, start, buffer in self._zero.local_shards()
         }
 
     def save(self, number: int) -> Callable[[], Any]:
@@ -255,7 +255,7 @@ class _Raw:
     """As many bytes as a rank of polyaccel writes, in one file."""
 
     def __init__(self, trainer: Any, folder: Path, rank: int) -> None:
-        pieces = [buffer.nbytes for _, _, _, buffer in trainer._engine.zero.owned_pieces()]
+        pieces = [buffer.nbytes for _, _, _, buffer in trainer._engine.zero.local_shards()]
         self._data = os.urandom(sum(pieces))
         self._path = folder / f"rank{rank}"
 

@@ -31,7 +31,7 @@ from polyaccel.bridge.handover_torch_jax import Handover, narrow
 from polyaccel.bridge.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.views import CopyCount
-from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.gathering.sharded import require_unsharded
 
 _SEEDING = Lock()  # torch's generator is one for all threads
 
@@ -56,7 +56,7 @@ class TorchFunction:
     """The function that `as_jax` gives."""
 
     def __init__(self, module: nn.Module) -> None:
-        require_whole(module)
+        require_unsharded(module)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.device.type != "cpu":
                 raise PolyaccelError(

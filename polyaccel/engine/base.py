@@ -25,8 +25,8 @@ from polyaccel.engine.same_training import warn_of_uneven_batches
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh
+from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
-from polyaccel.zero.update.walk import StepResult
 
 log = getLogger(__name__)
 
@@ -160,7 +160,11 @@ class Engine(RunProgress, ABC):
     def _replicate(self) -> None:
         """Copy the state after a step to where it survives this process, if the config says so. Collective."""
         if self._replicas is not None:
-            culprit = "" if self._result is None or not self._has_applied_not_finite else self._result.culprit or "?"
+            culprit = (
+                ""
+                if self._result is None or not self._has_applied_not_finite
+                else self._result.first_nonfinite_param or "?"
+            )
             self._replicas.replicate(
                 self.global_steps,
                 lambda: self._contents(self.client_state),
@@ -220,7 +224,7 @@ class Engine(RunProgress, ABC):
             cure = 'pass one to initialize, or add "optimizer" to the config'
             raise PolyaccelError("this engine has no optimizer", cure=cure)
 
-    def _require_whole_step(self) -> None:
+    def _require_whole_optimizer_step(self) -> None:
         if self.zero.holds_gradients:
             raise CheckpointError(
                 "gradients of an unfinished optimizer step would be lost",
@@ -245,8 +249,8 @@ class Engine(RunProgress, ABC):
     def _take_result(self, result: StepResult) -> None:
         """Keep what an update did; the loss scale follows."""
         self._result = result
-        self.loss_scaler.update(not result.applied, result.culprit)
-        if result.culprit is not None and self.communicator.rank == 0:
+        self.loss_scaler.update(not result.applied, result.first_nonfinite_param)
+        if result.first_nonfinite_param is not None and self.communicator.rank == 0:
             self._tell_not_finite(result)
         for follow in self.after_update:
             follow(result.applied)
@@ -254,7 +258,7 @@ class Engine(RunProgress, ABC):
     def _tell_not_finite(self, result: StepResult) -> None:
         """Say which gradient was not finite: once in a while under a loss scale that is still being found, that is
         usual."""
-        step, culprit = self.global_steps + 1, result.culprit
+        step, culprit = self.global_steps + 1, result.first_nonfinite_param
         if not result.applied:
             is_news = self.loss_scaler.skips_in_a_row == 1 and not self.loss_scaler.dynamic
             log.log(WARNING if is_news else INFO, "step %d skipped: the gradient of %s is not finite", step, culprit)

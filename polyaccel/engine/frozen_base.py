@@ -24,7 +24,7 @@ _Matrix = tuple[int, ...]
 def base_checksums(zero: TrainedState, communicator: Communicator, names: Collection[str]) -> dict[str, str]:
     """The type and checksum of each of these parameters, by name; of none of which ranks hold blocks. Collective."""
     mine = []
-    for slot, kind, start, buffer in zero.owned_pieces():
+    for slot, kind, start, buffer in zero.local_shards():
         if kind == PARAM and slot.param.fqn in names and slot.param.block is None:
             mine.append(
                 (slot.param.fqn, buffer.dtype.value, start * buffer.dtype.itemsize, buffer.nbytes, _crc(buffer))

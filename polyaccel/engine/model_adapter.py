@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from polyaccel.buffer import Buffer
 from polyaccel.types import ParamSpec
-from polyaccel.zero.buckets.params import ParamOwner
+from polyaccel.zero.buckets.params import ParamListener
 
 
-class ModelAdapter(ParamOwner):
+class ModelAdapter(ParamListener):
     """A model as the ZeRO step sees it: named flat parameters, nothing else."""
 
     @abstractmethod

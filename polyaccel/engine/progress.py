@@ -11,7 +11,7 @@ from polyaccel.engine.metrics import StepMetrics
 from polyaccel.engine.recording import Reporting, StepRecorder
 from polyaccel.engine.state import TrainedState
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.zero.update.walk import StepResult
+from polyaccel.zero.update.optimizer_step import StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

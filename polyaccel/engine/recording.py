@@ -19,7 +19,7 @@ from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
 from polyaccel.engine.state import TrainedMemory, TrainedParams
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.readiness import STEP, report_to_launcher
-from polyaccel.zero.update.walk import StepResult
+from polyaccel.zero.update.optimizer_step import StepResult
 
 log = getLogger(__name__)
 
@@ -197,7 +197,7 @@ class StepRecorder:
         known = self.memory() if self._monitor.enabled or self._reporting.memory else None
         if known is None:
             return {}
-        return {name: nbytes for name, nbytes in known.held() if nbytes} | {"in use": memory.allocated_nbytes}
+        return {name: nbytes for name, nbytes in known.measured() if nbytes} | {"in use": memory.allocated_nbytes}
 
     def _plan_if_new(self) -> dict[str, int]:
         """What was foretold, where that is looked at and was not told before."""
@@ -205,7 +205,7 @@ class StepRecorder:
         if known is None or known is self._foretold:
             return {}
         self._foretold = known
-        return {name: nbytes for name, nbytes in known.planned() if nbytes}
+        return {name: nbytes for name, nbytes in known.estimated() if nbytes}
 
     def close(self) -> None:
         """Let the monitors write what is left, and close them."""
@@ -231,9 +231,9 @@ class StepRecorder:
         if self._reporting.memory:
             log.info("  memory: %s", memory_in_use(self._accelerator))
             known = self.memory()
-            if known is not None and (purposes := by_purpose(known.planned())):
+            if known is not None and (purposes := by_purpose(known.estimated())):
                 log.info("  of that, by the plan: %s", purposes)
-                log.info("  of that, by the buffers: %s", by_purpose(known.held()))
+                log.info("  of that, by the buffers: %s", by_purpose(known.measured()))
 
 
 def _shares(seconds: Mapping[str, float]) -> str:

@@ -54,7 +54,7 @@ class TrainingRun:
     """Equal for optimizers that understand each other's states; None without an optimizer."""
     schedule: Any
     """The learning-rate schedule; None without one."""
-    beyond: Communicator | None = None
+    model_parallel_group: Communicator | None = None
     """The ranks that hold the other parameters of the same model; None where nobody does."""
     loading_nbytes: int | None = None
     """The memory that this rank may use for what a load keeps between verifying and taking over; None: its share of
@@ -105,7 +105,9 @@ class TrainingRun:
         """Every parameter of the model, with the index of its optimizer group; None for a frozen one. Collective where
         there are stages."""
         params = self.zero.layout.params
-        return over_stages(self.beyond, {param.fqn: param.group if param.trainable else None for param in params})
+        return over_stages(
+            self.model_parallel_group, {param.fqn: param.group if param.trainable else None for param in params}
+        )
 
     def match_groups(
         self, reader: StateReader, saved: SavedValues, members: Mapping[str, int | None], *, wanted: bool
@@ -164,11 +166,11 @@ class TrainingRun:
                 reading.take_over(f"taking over {tag!r}", takeover.read)
                 self.zero.discard_gradients()
                 if takeover.is_whole:
-                    self.zero.mend()
+                    self.zero.mark_consistent()
                 self.zero.steps.update(takeover.steps)  # before master weights are rounded, which depends on it
-                self.zero.params.publish_masters()
+                self.zero.params.all_gather_masters()
             except BaseException:
-                self.zero.mark_half(f"loading {tag!r}")
+                self.zero.mark_inconsistent(f"loading {tag!r}")
                 raise
 
     def _refusal(self, saved: CheckpointReader, error: CheckpointError) -> CheckpointError:
@@ -371,7 +373,7 @@ def wanted_state(
     """
     pieces, kept, missing = list[WantedPiece](), dict[str, None](), list[str]()
     fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
-    for slot, kind, start, buffer in zero.needed_pieces():
+    for slot, kind, start, buffer in zero.shards_to_load():
         fqn = slot.param.fqn
         if kind != PARAM and not optimizer_states:
             continue

@@ -9,8 +9,8 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.zero.buckets.replicas import Replica
 from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
-from polyaccel.zero.update.walk import StepResult
 
 T = TypeVar("T")
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 class TrainedParams(Protocol):
     """The parameters of a `TrainedState`."""
 
-    def fence(self) -> None:
+    def wait_all_gathers(self) -> None:
         """Wait until every parameter is up to date."""
 
-    def publish_masters(self) -> None:
+    def all_gather_masters(self) -> None:
         """Make the parameters anew from master weights that were written, on every rank. Collective."""
 
     def replicas(self, most_numel: int) -> tuple[Replica, ...]:
@@ -34,15 +34,15 @@ class TrainedParams(Protocol):
 class TrainedMemory(Protocol):
     """The memory of a `TrainedState` on this rank: bytes by purpose, the same words for both."""
 
-    def planned(self) -> Iterable[tuple[str, int]]:
+    def estimated(self) -> Iterable[tuple[str, int]]:
         """What was foretold, as far as a plan of buffers knows it."""
 
-    def held(self) -> Iterable[tuple[str, int]]:
+    def measured(self) -> Iterable[tuple[str, int]]:
         """What is there now, and of what is there only inside a step the most that there was."""
 
 
 class TrainedState(Protocol):
-    """The part of a step that engines and checkpoints use. `ZeroStep` has it, for the engine's own buffers."""
+    """The part of a step that engines and checkpoints use. `ZeroEngine` has it, for the engine's own buffers."""
 
     @property
     def layout(self) -> ShardLayout: ...
@@ -70,19 +70,19 @@ class TrainedState(Protocol):
     def discard_gradients(self) -> None:
         """Forget all gradients."""
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise PolyaccelError after an update or a load that failed in the middle."""
 
-    def mark_half(self, what: str) -> None:
+    def mark_inconsistent(self, what: str) -> None:
         """`what`, such as a load, failed in the middle: parameters and states belong to two steps."""
 
-    def mend(self) -> None:
+    def mark_consistent(self) -> None:
         """Allow training again, after all parameters and states of one step were loaded."""
 
-    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer)."""
 
-    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank must read to go on, as buffers to overwrite."""
 
     def close(self) -> None:

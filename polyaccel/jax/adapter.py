@@ -17,7 +17,7 @@ from polyaccel.jax.program.stacking import Stacking, repeated_blocks
 from polyaccel.jax.pytree import as_array, dtype_of, named_leaves
 from polyaccel.jax.views import ParamViews, array_over
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.params import ParamStore
+from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
@@ -104,7 +104,7 @@ class JaxAdapter(ModelAdapter):
     def release(self) -> None:
         """Does nothing: no hooks are attached to a function, and the arrays keep the engine's memory alive."""
 
-    def tree(self, params: ParamStore) -> Any:
+    def tree(self, params: ParamBuckets) -> Any:
         """The parameters as the caller's kind of tree, over the engine's memory; copies of those that are sharded.
 
         Collective where some are.
@@ -118,7 +118,7 @@ class JaxAdapter(ModelAdapter):
         for place in params:
             wanted = [slot for slot in place.bucket.slots if slot.param.fqn not in arrays]
             if wanted:
-                with params.peek(place.bucket.index) as full:
+                with params.unsharded_view(place.bucket.index) as full:
                     for slot in wanted:
                         fqn, _, start = self.stacking.in_whole(slot.param.fqn, slot.param.shape, 0)
                         part = copies[fqn].view(start, slot.param.numel)

@@ -30,11 +30,11 @@ def contents_of(
     """What this rank saves of the whole state of `run`, as it is now, whose layers are cut as `stacking` says;
     `client_state` may have bytes if it `allows_bytes`. Collective where there are stages. Raises PolyaccelError after
     half an update."""
-    run.zero.require_whole()
-    run.zero.params.fence()
+    run.zero.require_consistent()
+    run.zero.params.wait_all_gathers()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
     steps = {stacking.in_whole(name, (), 0)[0]: count for name, count in run.zero.steps.items()}
-    scalars["param_steps"] = over_stages(run.beyond, steps)
+    scalars["param_steps"] = over_stages(run.model_parallel_group, steps)
     optimizer = run.zero.optimizer
     if isinstance(optimizer, OptaxOptimizer):
         scalars["client_optimizer"] = {_OPTAX: dict(optimizer.numbers)}
@@ -43,7 +43,7 @@ def contents_of(
     return SaveContents(
         pieces=lambda: (
             TensorPiece(fqn, kind, shape, buffer.dtype, at, buffer)
-            for slot, kind, start, buffer in run.zero.owned_pieces()
+            for slot, kind, start, buffer in run.zero.local_shards()
             for fqn, shape, at in [stacking.in_whole(slot.param.fqn, slot.param.shape, start)]
         ),
         scalars=scalars,
@@ -66,7 +66,7 @@ def load_run(
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
-    run.zero.params.fence()
+    run.zero.params.wait_all_gathers()
     members = run.members()
 
     def check() -> Takeover:

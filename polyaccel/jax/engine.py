@@ -276,7 +276,7 @@ class JaxEngine(Engine):
         Raises CheckpointError, and PolyaccelError after half an update.
         """
         self._require_own_process()
-        self._require_whole_step()
+        self._require_whole_optimizer_step()
         state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
             contents = self._contents(state)
@@ -336,7 +336,7 @@ class JaxEngine(Engine):
             groups=None if kind is None else self.optimizer.param_groups,
             optimizer_kind=kind,
             schedule=self.lr_scheduler,
-            beyond=self._beyond,
+            model_parallel_group=self._beyond,
             loading_nbytes=self._saver.policy.staging_nbytes,
         )
 

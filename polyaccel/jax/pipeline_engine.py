@@ -287,15 +287,15 @@ class JaxPipelineEngine(ViewsEngine):
         self._left -= 1
         reduces = self.zero.policy.reduces_pass(is_last=not self._left)
         concerned = None if len(self._chunks) == 1 else frozenset(names)
-        self.zero.begin_pass(reduce=reduces, names=concerned)
+        self.zero.begin_backward(reduce=reduces, names=concerned)
         try:
             with self.timer("reduce"):
                 for fqn, gradient in zip(reversed(names), reversed(gradients), strict=True):
                     self.zero.add_gradient(fqn, self.accelerator.import_array(gradient))
-                self.zero.end_pass()
+                self.zero.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abandon_pass()
+            self.zero.abort_backward()
             raise
 
     def _from_last_stage(self, losses: Sequence[Any]) -> jax.Array:

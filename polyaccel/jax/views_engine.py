@@ -17,15 +17,15 @@ from polyaccel.jax.program.params import ShardedParams
 from polyaccel.jax.program.sharded import ShardedFunction
 from polyaccel.jax.views import CopyCount
 from polyaccel.runtime import EngineBuilder
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.policy import Placement
-from polyaccel.zero.step import ZeroStep
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 
 class ViewsEngine(JaxEngine):
     """A JAX function in training on parameters that it sees in the engine's buffers, or gathers itself at stage 3."""
 
-    zero: ZeroStep
+    zero: ZeroEngine
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ViewsEngine(JaxEngine):
         are_sharded = runtime.policy.params is Placement.SHARDED
         super().__init__(fn, params, runtime, hyperparameters, stacked if are_sharded else ())
         self._stage_runtime = runtime.of_stage()
-        self._beyond = self._stage_runtime.beyond
+        self._beyond = self._stage_runtime.model_parallel_group
         self._key = jax.random.fold_in(jax.random.key(seed), self._stage_runtime.communicator.rank)
         groups = self.optimizer.param_groups
         self.adapter.separate(slice_optimizer)
@@ -78,7 +78,7 @@ class ViewsEngine(JaxEngine):
         self._require_scalable(batch)
         rng = jax.random.fold_in(self._key, self.counters.micro_steps)
         self._work.count(batch, self.global_steps + 1)
-        self.zero.begin_pass(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
+        self.zero.begin_backward(reduce=self.zero.policy.reduces_pass(is_last=self.counters.is_boundary))
         try:
             with self.timer("backward"):
                 leaves = self.adapter.views.arrays()
@@ -86,10 +86,10 @@ class ViewsEngine(JaxEngine):
             with self.timer("reduce"):
                 for fqn, gradient in self.adapter.gradients(gradients):
                     self.zero.add_gradient(fqn, gradient)
-                self.zero.end_pass()
+                self.zero.end_backward()
                 self.accelerator.synchronize()  # JAX has its gradients' memory back from here on
         except BaseException:
-            self.zero.abandon_pass()  # reducing half a pass could leave the other ranks waiting
+            self.zero.abort_backward()  # reducing half a pass could leave the other ranks waiting
             raise
         self._losses.append(loss)
         return loss
@@ -116,7 +116,7 @@ class ViewsEngine(JaxEngine):
     def destroy(self) -> None:
         """Let go of buffers and connections. `params` taken before keep their values."""
         self._close_saving()
-        self.zero.params.fence()
+        self.zero.params.wait_all_gathers()
         if isinstance(self._function, ShardedFunction):
             self._function.close()
         self.adapter.release()
@@ -125,5 +125,5 @@ class ViewsEngine(JaxEngine):
 
     def _settle_params(self) -> None:
         """The updated parameters have been written, whatever streams of the accelerator, unknown to JAX, do that."""
-        self.zero.params.fence()
+        self.zero.params.wait_all_gathers()
         self.accelerator.synchronize()

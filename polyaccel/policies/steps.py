@@ -22,7 +22,7 @@ from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step
 from polyaccel.zero.plan.layout import ShardLayout, plan_layout
 from polyaccel.zero.plan.placement import Offload, Place, first_shards, offloaded_buckets
 from polyaccel.zero.plan.policy import (
-    AS_THEY_ARE,
+    UNQUANTIZED,
     GatherPolicy,
     Placement,
     Precision,
@@ -131,7 +131,7 @@ def traffic_policy_of(config: ResolvedConfig) -> TrafficPolicy:
     """How parameters and gradients travel: ZeRO++ where `zero_optimization` asks for it and parameters are sharded."""
     zero = config.zero_optimization
     if ZeroPolicy.of_stage(zero.stage).params is not Placement.SHARDED:
-        return AS_THEY_ARE
+        return UNQUANTIZED
     return TrafficPolicy(
         trained_bits=8 if zero.zero_quantized_weights else None,
         frozen_bits=8 if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights else None,

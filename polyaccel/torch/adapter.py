@@ -32,7 +32,7 @@ from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
 from polyaccel.torch.params.units import external_parameters, find_units, parts_of_parameters, units_of_parameters
 from polyaccel.torch.passes import BackwardPasses
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class TorchAdapter(EngineParameters, ModelAdapter):
@@ -70,7 +70,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self.frozen_members = {fqn: member for fqn, member in self._owned.frozen.items() if member in members}
         """The members of the optimizer's groups that are laid out as frozen, by name."""
         self._bucket_of: dict[str, int] = {}
-        self._step: ZeroStep | None = None
+        self._step: ZeroEngine | None = None
         self._gradients: GradientAccess | None = None
         self._sites: Sites | None = None
         self._state_dicts: StateDicts | None = None
@@ -108,7 +108,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     # From the first step to the last.
 
-    def attach(self, step: ZeroStep) -> None:
+    def attach(self, step: ZeroEngine) -> None:
         """Follow `step` from now on: its parameters are seen, and gradients handed over if it has an optimizer."""
         self._step = step
         self._bucket_of = {fqn: step.layout.locate(fqn)[0].index for fqn in self._specs}
@@ -120,9 +120,11 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
             reveal(parameter)
-        self._passes.attach(step, trained, self._sites.end_pass if self._sites is not None else lambda is_whole: None)
+        self._passes.attach(
+            step, trained, self._sites.end_backward if self._sites is not None else lambda is_whole: None
+        )
 
-    def _gather_at_use(self, step: ZeroStep) -> None:
+    def _gather_at_use(self, step: ZeroEngine) -> None:
         """Gather sharded parameters around the modules that use them."""
         buckets_of: dict[str, list[int]] = {}
         for fqn, index in self._bucket_of.items():
@@ -189,7 +191,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             bind(parameter, Tensor.data.__get__(parameter).clone())  # type: ignore[attr-defined]
         for place in self._step.params:
             if place.is_sharded:
-                with self._step.params.peek(place.bucket.index) as full:
+                with self._step.params.unsharded_view(place.bucket.index) as full:
                     for slot in place.bucket.slots:
                         self._show(slot.param.fqn, full.view(slot.offset, slot.param.numel).raw.clone())
 
@@ -211,7 +213,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         return self._bucket_of[fqn] in self.step.params.gathering
 
     @property
-    def step(self) -> ZeroStep:
+    def step(self) -> ZeroEngine:
         """The step that is followed, with all its states. Raises ShardingError once the engine is closed, or while
         states are offloaded."""
         self.require_nothing_away()
@@ -291,19 +293,19 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             home.version = parameter._version
 
     def changed_params(self) -> Collection[str]:
-        return self._owned.changed(self.step.params.changed_faces())
+        return self._owned.changed(self.step.params.locally_modified())
 
     def on_adopted(self, names: Collection[str]) -> None:
         self._owned.on_adopted(names)
 
-    def cure_of_difference(self, fqn: str) -> str:
+    def divergence_hint(self, fqn: str) -> str:
         for module in self._modules_with(self.parameter(fqn)):
             if getattr(self.module.get_submodule(module), "max_norm", None) is not None:
                 return (
                     f"each rank renormalises only the rows of {module!r} that its own batch has; build it with "
                     "max_norm=None and renormalise all rows on every rank after each step"
                 )
-        return super().cure_of_difference(fqn)
+        return super().divergence_hint(fqn)
 
     def adopt_changes(self) -> None:
         """Take over what users wrote into parameters since the last update, as `load_state_dict` does. Collective.
@@ -325,7 +327,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     def forget_changes(self) -> None:
         """What the engine holds now counts, on all ranks, whatever users wrote into parameters before."""
-        self.step.params.forget_faces()
+        self.step.params.forget_private_views()
         self._owned.on_adopted(home.fqn for _, home in self._owned.whole())
 
     def _differs(self, fqn: str) -> bool:
@@ -356,7 +358,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         if self._step is not None and (arriving := self._step.params.arriving):
             for fqn, index in self._bucket_of.items():
                 if index in arriving:
-                    expect(self.parameter(fqn), partial(self._step.params.wait_published, index))
+                    expect(self.parameter(fqn), partial(self._step.params.wait_all_gather, index))
 
     def broadcast_buffers(self, communicator: Communicator) -> None:
         """Begin with rank 0's buffers on every rank."""
@@ -382,8 +384,8 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         params.gathering.is_suspended = False
         for fqn in self._specs:
             place, slot = params.locate(fqn)
-            if place.face is not None:
-                self._show(fqn, place.face.view(slot.offset, slot.param.numel).raw)
+            if place.private_view is not None:
+                self._show(fqn, place.private_view.view(slot.offset, slot.param.numel).raw)
 
     @property
     def _is_suspended(self) -> bool:

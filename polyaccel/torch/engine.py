@@ -37,7 +37,7 @@ from polyaccel.torch.states.custom_loading import CustomLoad
 from polyaccel.torch.states.offload_states import OffloadedStates, OffloadsStates
 from polyaccel.torch.states.unfreezing import follow, is_due
 from polyaccel.torch.states.whole_model import HasWholeModel
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
@@ -50,7 +50,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     updates at the accumulation boundary. Attributes that the engine lacks are the module's.
     """
 
-    zero: ZeroStep
+    zero: ZeroEngine
     _warned_of_16_bits = _is_closed = False
 
     def __init__(
@@ -90,7 +90,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
 
     def _lay_out(
         self, slice_optimizer: SliceOptimizer | None, groups: ParamGroups, trained: Collection[str] = ()
-    ) -> ZeroStep:
+    ) -> ZeroEngine:
         """Build the step of the module's parameters: those that require a gradient are trained, and `trained`."""
         self.adapter = TorchAdapter(
             self._own_module,
@@ -120,7 +120,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     @property
     def module(self) -> nn.Module:
         """The user's module, its parameters up to date."""
-        self.zero.params.fence()
+        self.zero.params.wait_all_gathers()
         return self._own_module
 
     @property
@@ -283,7 +283,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         `checkpoint.async` it returns when all is copied (`wait_for_checkpoint`)."""
         self.adapter.require_nothing_away()
         self.adapter.adopt_changes()
-        self._require_whole_step()
+        self._require_whole_optimizer_step()
         state = self._state_to_save(client_state)
         with self.timer(OUTSIDE):
             contents = self._contents(state, exclude_frozen=exclude_frozen_parameters)
@@ -339,7 +339,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
             groups=None if self.optimizer is None else self.optimizer.param_groups,
             optimizer_kind=optimizer_kind(self.zero.optimizer),
             schedule=self.lr_scheduler,
-            beyond=self.zero.beyond,
+            model_parallel_group=self.zero.model_parallel_group,
             loading_nbytes=self._saver.policy.staging_nbytes,
             adapter=self.adapter,
             data=self.training_dataloader,
@@ -360,7 +360,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         self._close_saving()
         if self.adapter.away:
             self.reload_states()
-        self.zero.params.fence()
+        self.zero.params.wait_all_gathers()
         self._linears.release()
         self._recomputation.release()
         self.adapter.release()

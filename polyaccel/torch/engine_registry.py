@@ -53,10 +53,10 @@ class PassParticipant(Protocol):
     def is_scaled(self) -> bool:
         """Whether it trains with a loss scale, which may be 1 for a while."""
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Autograd is done."""
 
-    def abandon_pass(self) -> None:
+    def abort_backward(self) -> None:
         """Autograd raised."""
 
 
@@ -79,12 +79,12 @@ class BackwardPass:
     def end(self) -> None:
         """Autograd is done: every engine reduces what is left, in the order in which the engines were made."""
         for one in self._in_order():
-            one.end_pass()
+            one.end_backward()
 
     def abandon(self) -> None:
         """Autograd raised: no engine reduces any more."""
         for one in self._in_order():
-            one.abandon_pass()
+            one.abort_backward()
 
     def _in_order(self) -> list[PassParticipant]:
         found, self.taking_part = sorted(self.taking_part, key=lambda one: one.number), []

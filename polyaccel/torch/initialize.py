@@ -34,7 +34,7 @@ from polyaccel.torch.engine_registry import take_over
 from polyaccel.torch.experts.balance import following_loads
 from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.experts.watching import WatchedExperts
-from polyaccel.torch.gathering.sharded import require_whole
+from polyaccel.torch.gathering.sharded import require_unsharded
 from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
 from polyaccel.torch.parallel.choose import plan_by
 from polyaccel.torch.parallel.cut import cut_model
@@ -93,7 +93,7 @@ def initialize(
     device = torch_device_of(runtime.accelerator)
     require_torch_memory(runtime.accelerator)
     runtime.apply_to_process()
-    require_whole(model)
+    require_unsharded(model)
     model, is_staged = _staged(runtime, model, optimizer)
     engine_class = pipeline_engine_class if is_staged else engine_class
     prepare(model)

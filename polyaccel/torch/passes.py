@@ -34,7 +34,7 @@ from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
 from polyaccel.torch.engine_registry import BackwardPass, at_least_float32, registry_of_rank
 from polyaccel.torch.params.gradients import AUTOGRAD_S
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class LaterProduct(Protocol):
@@ -83,7 +83,7 @@ class BackwardPasses:
         self._counters = counters
         self._loss_scaler = loss_scaler
         self._timer = timer
-        self._step: ZeroStep | None = None
+        self._step: ZeroEngine | None = None
         self._on_end: Callable[[bool], None] = _nothing
         self._handles: list[Any] = []
         self._names: dict[nn.Parameter, str] = {}
@@ -98,7 +98,7 @@ class BackwardPasses:
         self._is_watched = False
         """A backward without an optimizer is under way, and `_on_end` will be called after it."""
 
-    def attach(self, step: ZeroStep, trained: Mapping[str, nn.Parameter], on_end: Callable[[bool], None]) -> None:
+    def attach(self, step: ZeroEngine, trained: Mapping[str, nn.Parameter], on_end: Callable[[bool], None]) -> None:
         """From now on hand the gradients of `trained`, by name, to `step`; `on_end` is called when a pass is over,
         before its last reductions are launched, and told whether it came to its end."""
         self._step, self._on_end = step, on_end
@@ -229,7 +229,7 @@ class BackwardPasses:
     def notice(self) -> None:
         """A backward is under way: begin its pass, or take part in it, unless that has begun. Called inside of
         autograd."""
-        if self._step is None or self._step.in_pass or self._left is not None:
+        if self._step is None or self._step.in_backward or self._left is not None:
             return
         one = self._registry.running() or self._registry.begin(BackwardPass())
         if self._step.optimizer is None:  # gradients of something else, through parameters that are gathered for it
@@ -289,7 +289,7 @@ class BackwardPasses:
             self._factor = self.loss_scale * (self._share if one.divides else 1.0) / one.factor
             is_last = self._counters.is_boundary if self.is_last is None else self.is_last
             reduces = self.reduce and step.policy.reduces_pass(is_last=is_last)
-            step.begin_pass(reduce=reduces, names=self.concerned, waits_for_end=bool(one.taking_part))
+            step.begin_backward(reduce=reduces, names=self.concerned, waits_for_end=bool(one.taking_part))
         one.taking_part.append(self)
 
     def require_one_scale(self) -> None:
@@ -303,7 +303,7 @@ class BackwardPasses:
                 value=self.loss_scale,
             )
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Autograd has done, and the gradients are there."""
         if self._left is not None:
             return
@@ -313,12 +313,12 @@ class BackwardPasses:
             return
         with self._timer("reduce"):
             self._on_end(True)
-            self._attached.end_pass()
+            self._attached.end_backward()
 
-    def abandon_pass(self) -> None:
+    def abort_backward(self) -> None:
         """Autograd raised: launch nothing more, for reducing half a pass could leave the other ranks waiting."""
         self._is_watched = False
-        self._attached.abandon_pass()
+        self._attached.abort_backward()
         self._on_end(False)
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class BackwardPasses:
         self._registry.leave(self.number)
 
     @property
-    def _attached(self) -> ZeroStep:
+    def _attached(self) -> ZeroEngine:
         assert self._step is not None  # passes begin after `attach`, and end before `release`
         return self._step
 

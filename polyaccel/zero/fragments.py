@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError, ShardingError
 from polyaccel.types import DType
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 PARAM, GRAD = "param", "grad"
 
@@ -25,10 +25,10 @@ class Fragment:
     values: Buffer
 
 
-def fragment(step: ZeroStep, fqn: str, kind: str) -> Fragment | None:
+def fragment(step: ZeroEngine, fqn: str, kind: str) -> Fragment | None:
     """This rank's fragment; None where it has none of that parameter. Writing to it changes the state itself.
 
-    A gradient must have been settled (`settle_gradients`). Raises ShardingError for a kind that does not exist.
+    A gradient must have been settled (`flush_reductions`). Raises ShardingError for a kind that does not exist.
     """
     place, slot = step.params.locate(fqn)
     for piece in place.slices():
@@ -40,7 +40,7 @@ def fragment(step: ZeroStep, fqn: str, kind: str) -> Fragment | None:
     return None
 
 
-def settle_gradients(step: ZeroStep, fqn: str) -> bool:
+def flush_reductions(step: ZeroEngine, fqn: str) -> bool:
     """Reduce what is still to be reduced; whether the parameter has a gradient then. Collective.
 
     Between micro-batches replicated gradients are not reduced yet, and there is none.
@@ -49,10 +49,10 @@ def settle_gradients(step: ZeroStep, fqn: str) -> bool:
     if not slot.param.trainable:
         return False
     step.finish_reductions()
-    return step.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().touched
+    return step.gradients_of(fqn)[0].holds_result and fqn in step.agree_on_arrivals().params
 
 
-def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
+def read_whole(step: ZeroEngine, fqn: str, kind: str) -> Buffer:
     """All of a parameter's state of one kind, flat, in float32 (or float64). Collective where it is sharded."""
     place, slot = step.params.locate(fqn)
     holders = step.holders(fqn)
@@ -72,7 +72,7 @@ def read_whole(step: ZeroStep, fqn: str, kind: str) -> Buffer:
     return whole
 
 
-def _agreed_type(step: ZeroStep, index: int, fqn: str, kind: str) -> DType:
+def _agreed_type(step: ZeroEngine, index: int, fqn: str, kind: str) -> DType:
     """The type of a parameter's optimizer state, of which this rank may hold no element. Collective: a rank without
     elements of the bucket cannot know which states there are, and all raise ShardingError where none has it."""
     has = fragment(step, fqn, PARAM) is not None
@@ -83,7 +83,7 @@ def _agreed_type(step: ZeroStep, index: int, fqn: str, kind: str) -> DType:
     return DType.parse(all_types[0][kind])
 
 
-def write_fragment(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
+def write_fragment(step: ZeroEngine, fqn: str, kind: str, value: Buffer) -> None:
     """Overwrite this rank's fragment with `value`, of its length. A parameter is published: collective then."""
     own = fragment(step, fqn, kind)
     length = 0 if own is None else own.values.numel
@@ -96,11 +96,11 @@ def write_fragment(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
     if own is not None:
         own.values.copy_from(value)
     if kind == PARAM:
-        step.params.publish_master(step.layout.locate(fqn)[0].index)
-        step.params.refresh_face(fqn)
+        step.params.all_gather_master(step.layout.locate(fqn)[0].index)
+        step.params.refresh_private_view(fqn)
 
 
-def write_whole(step: ZeroStep, fqn: str, kind: str, value: Buffer) -> None:
+def write_whole(step: ZeroEngine, fqn: str, kind: str, value: Buffer) -> None:
     """Overwrite a parameter's state of one kind with `value`, flat, whole, and equal on all ranks. Not collective."""
     if kind == PARAM:
         step.params.write(fqn, value)
@@ -123,7 +123,7 @@ class ShownGradient(Fragment):
     is_touched: bool
 
 
-def shown_gradient(step: ZeroStep, fqn: str) -> ShownGradient | None:
+def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
     """A parameter's reduced gradient, for user code to read and to change; None where the bucket has none. Waits for
     its reduction and is not collective.
 
@@ -154,13 +154,13 @@ def shown_gradient(step: ZeroStep, fqn: str) -> ShownGradient | None:
         gradients.reduce_late()
     if not gradients.holds_result:
         return None
-    step.by_hand.shown.add(gradients.bucket.index)
+    step.user_grad_edits.shown.add(gradients.bucket.index)
     own = fragment(step, fqn, GRAD) or Fragment(0, gradients.result().view(0, 0))
     place = step.params[gradients.bucket.index]
     return ShownGradient(own.start, own.values, place.master.numel == place.bucket.numel, gradients.touched[index])
 
 
-def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool = False, counts: bool = True) -> None:
+def replace_gradient(step: ZeroEngine, fqn: str, value: Buffer, *, is_part: bool = False, counts: bool = True) -> None:
     """Let the next update use `value`, flat, whole and equal on all ranks, as the gradient of a parameter. `is_part`:
     `value` is this rank's fragment. `counts`: the parameter has a gradient now, if it had none. Not collective.
 
@@ -178,15 +178,15 @@ def replace_gradient(step: ZeroStep, fqn: str, value: Buffer, *, is_part: bool =
     note_written(step, fqn, counts=counts)
 
 
-def note_written(step: ZeroStep, fqn: str, *, counts: bool = True) -> None:
+def note_written(step: ZeroEngine, fqn: str, *, counts: bool = True) -> None:
     """User code changed a parameter's gradient. `counts`: the parameter has one now, if it had none."""
     gradients, index = step.gradients_of(fqn)
     gradients.touched[index] |= counts
-    step.by_hand.written.add(fqn)
-    step.by_hand.dropped.discard(fqn)
+    step.user_grad_edits.written.add(fqn)
+    step.user_grad_edits.dropped.discard(fqn)
 
 
-def drop_gradient(step: ZeroStep, fqn: str) -> None:
+def drop_gradient(step: ZeroEngine, fqn: str) -> None:
     """Forget the gradient of a parameter, as if none had appeared since the last update. Not collective.
 
     Raises PolyaccelError inside a backward pass.
@@ -197,11 +197,11 @@ def drop_gradient(step: ZeroStep, fqn: str) -> None:
     own = fragment(step, fqn, GRAD) if gradients.holds_result else None
     if own is not None:
         own.values.fill(0.0)
-    step.by_hand.dropped.add(fqn)
-    step.by_hand.written.discard(fqn)
+    step.user_grad_edits.dropped.add(fqn)
+    step.user_grad_edits.written.discard(fqn)
 
 
-def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
+def _source(step: ZeroEngine, index: int, fqn: str, kind: str) -> Buffer:
     """The buffer in which fragments of a bucket lie, as long as `master`."""
     if kind == PARAM:
         return step.params[index].master
@@ -219,7 +219,7 @@ def _source(step: ZeroStep, index: int, fqn: str, kind: str) -> Buffer:
     return states[kind]
 
 
-def _states(step: ZeroStep, index: int) -> Mapping[str, Buffer]:
+def _states(step: ZeroEngine, index: int) -> Mapping[str, Buffer]:
     """The optimizer states of a bucket on this rank."""
     return next((shard.states for shard in step.shards if shard.bucket.index == index), {})
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from polyaccel.buffer import Buffer
 from polyaccel.zero.buckets.gradients import GradientBucket
-from polyaccel.zero.buckets.params import ParamStore
-from polyaccel.zero.parts import Staging
+from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.memory import Purpose, in_words, memory_by_purpose
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.pool import BufferPool
-from polyaccel.zero.update.walk import StateStore
+from polyaccel.zero.resources import Staging
+from polyaccel.zero.update.optimizer_step import OptimizerState
 
 
 class StepMemory:
@@ -28,9 +28,9 @@ class StepMemory:
     def __init__(
         self,
         plan: StepPlan,
-        params: ParamStore,
+        params: ParamBuckets,
         gradients: Sequence[GradientBucket],
-        states: StateStore,
+        states: OptimizerState,
         in_flight: BufferPool[Buffer],
         staging: Staging,
     ) -> None:
@@ -41,11 +41,11 @@ class StepMemory:
         self._in_flight = in_flight
         self._staging = staging
 
-    def planned(self) -> list[tuple[str, int]]:
+    def estimated(self) -> list[tuple[str, int]]:
         """What the plan of the buffers foretells."""
         return memory_by_purpose(self._plan)
 
-    def held(self) -> list[tuple[str, int]]:
+    def measured(self) -> list[tuple[str, int]]:
         """What is there."""
         found: Counter[tuple[Place, Purpose]] = Counter()
 

@@ -102,7 +102,7 @@ def damages(folder: Path) -> dict[Path, list[Damage]]:
 def digest(engine) -> str:
     """Of everything that an engine would train on with: states, parameters, counts, groups, schedule, generators."""
     found = hashlib.sha256()
-    for slot, kind, start, buffer in engine.zero.owned_pieces():
+    for slot, kind, start, buffer in engine.zero.local_shards():
         found.update(f"{slot.param.fqn} {kind} {start}".encode() + buffer.to_bytes())
     for name, value in engine.module_state_dict().items():
         found.update(name.encode() + value.numpy().tobytes())

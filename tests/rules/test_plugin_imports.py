@@ -55,7 +55,7 @@ def _is_module(name: str) -> bool:
 def test_the_scan_sees_every_form_of_import() -> None:
     source = """
 import polyaccel, numpy
-import polyaccel.zero.step
+import polyaccel.zero.engine
 from polyaccel.accelerators import npu, get_accelerator
 if TYPE_CHECKING:
     from polyaccel.buffer import Buffer
@@ -68,7 +68,7 @@ def later():
         "polyaccel.accelerators.npu",
         "polyaccel.buffer",
         "polyaccel.comm.base",
-        "polyaccel.zero.step",
+        "polyaccel.zero.engine",
     ]
 
 

@@ -80,12 +80,12 @@ class NativeMemory:
 
     @contextmanager
     def given_up(self) -> Iterator[Held]:
-        """Lend the arrays to a program that replaces them; after an error they are gone, see `require_whole`."""
+        """Lend the arrays to a program that replaces them; after an error they are gone, see `require_consistent`."""
         self._half = "an update"
         yield self.held
         self._half = ""
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise PolyaccelError after an update or a load that failed."""
         if self._half:
             raise PolyaccelError(
@@ -93,11 +93,11 @@ class NativeMemory:
                 cure="load the last checkpoint, with its optimizer states",
             )
 
-    def mark_half(self, what: str) -> None:
-        """`what` failed in the middle: `require_whole` raises until all was loaded."""
+    def mark_inconsistent(self, what: str) -> None:
+        """`what` failed in the middle: `require_consistent` raises until all was loaded."""
         self._half = what
 
-    def fence(self) -> None:
+    def wait_all_gathers(self) -> None:
         """Nothing to wait for: nobody writes into an array of JAX."""
 
     # To and from the host.
@@ -109,9 +109,9 @@ class NativeMemory:
     def replica_bytes(self, piece: Replica) -> bytes:
         raise InvariantError("nothing is compared of arrays that JAX has", value=piece)
 
-    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """(slot, kind, start, buffer) of every piece that this process writes into a checkpoint, as
-        `ZeroStep.owned_pieces` gives them for a rank."""
+        `ZeroEngine.local_shards` gives them for a rank."""
         for bucket in self._layout.buckets:
             for kind, array in self._kinds(bucket).items():
                 parts = self._on_host(bucket, array)
@@ -121,7 +121,7 @@ class NativeMemory:
                     for slot, start, offset, length in _inside(bucket, low, high):
                         yield slot, kind, start, part.view(offset - origin, length)
 
-    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """(slot, kind, start, buffer) of what this process updates, with its present contents, to be overwritten."""
         self._staged.clear()
         for bucket in self._layout.buckets:
@@ -132,7 +132,7 @@ class NativeMemory:
                     for slot, start, offset, length in _inside(bucket, low, high):
                         yield slot, kind, start, copy.view(offset - low, length)
 
-    def publish_masters(self) -> None:
+    def all_gather_masters(self) -> None:
         """Take over the values that were filled in, and make the parameters of them. Collective."""
         weights = {}
         masters, states = dict(self.held.masters), {index: dict(each) for index, each in self.held.states.items()}

@@ -1,4 +1,4 @@
-"""The ZeRO step in native mode: the counterpart of `ZeroStep` for arrays of JAX on a mesh."""
+"""The ZeRO step in native mode: the counterpart of `ZeroEngine` for arrays of JAX on a mesh."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polyaccel.jax.native.optimizers import SliceUpdate, stacked
 from polyaccel.jax.native.program import Gradients, Inputs, Outcome, Recipe, StepProgram
 from polyaccel.jax.optax_optimizer import OptaxOptimizer
 from polyaccel.zero.plan.layout import ShardLayout, Slot
+from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group, SliceOptimizer
-from polyaccel.zero.update.walk import StepResult
 
 
 class UnknownMemory:
@@ -59,9 +59,9 @@ class NativeStep:
         """(losses, auxiliary outputs) of a micro-batch, of each device; its gradients are added to those before.
 
         Collective. `micro_steps` counts the micro-batches before, `factor` multiplies the loss. Raises PolyaccelError
-        as `require_whole` does.
+        as `require_consistent` does.
         """
-        self.require_whole()
+        self.require_consistent()
         self._is_incomplete, gradients = True, self._gradients
         loss, aux, self._gradients = self._program.differentiate(
             self.params.held.params, gradients, batch, np.uint32(micro_steps), np.float32(factor)
@@ -72,9 +72,10 @@ class NativeStep:
     def update(self, groups: Sequence[Group], loss_scale: float = 1.0) -> StepResult:
         """Update the slices and publish them; nothing changes on an overflow that is skipped. Collective.
 
-        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and as `require_whole`.
+        Raises PolyaccelError after a pass that failed, unless its gradients were discarded, and as
+        `require_consistent`.
         """
-        self.require_whole()
+        self.require_consistent()
         if self._is_incomplete or self._gradients is None:
             raise PolyaccelError(
                 "the gradients are incomplete: a pass failed, or there was none",
@@ -90,7 +91,7 @@ class NativeStep:
         self, batch: Any, micro_steps: int, factor: float, groups: Sequence[Group], loss_scale: float
     ) -> tuple[Any, Any, StepResult]:
         """`differentiate` of the last micro-batch and `update`, as one program."""
-        self.require_whole()
+        self.require_consistent()
         recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None
         with self.params.given_up() as held:
@@ -105,7 +106,7 @@ class NativeStep:
 
     def program(self, batch: Any, groups: Sequence[Group]) -> jax.stages.Compiled:
         """The compiled program of `step` for a batch like `batch`, where it is the only micro-batch."""
-        self.require_whole()
+        self.require_consistent()
         recipe, inputs = self._prepare(groups, 1.0)
         arguments = (self.params.held, None, batch, np.uint32(0), np.float32(1.0), inputs)
         return self._program.step.lower(recipe, *arguments).compile()
@@ -172,26 +173,26 @@ class NativeStep:
         """Forget all gradients."""
         self._gradients, self._is_incomplete = None, False
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise PolyaccelError where an update failed, and its arrays were given up, or a load."""
-        self.params.require_whole()
+        self.params.require_consistent()
 
-    def mark_half(self, what: str) -> None:
+    def mark_inconsistent(self, what: str) -> None:
         """`what` failed in the middle: nothing is trained or saved until all was loaded."""
-        self.params.mark_half(what)
+        self.params.mark_inconsistent(what)
 
-    def mend(self) -> None:
-        """Does nothing: after all parameters and states were loaded, `params.publish_masters` makes them whole."""
+    def mark_consistent(self) -> None:
+        """Does nothing: after all parameters and states were loaded, `params.all_gather_masters` makes them whole."""
 
-    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """Like `ZeroStep.owned_pieces`: the pieces that this process saves."""
-        self.require_whole()
-        return self.params.owned_pieces()
+    def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """Like `ZeroEngine.local_shards`: the pieces that this process saves."""
+        self.require_consistent()
+        return self.params.local_shards()
 
-    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
-        """Like `ZeroStep.needed_pieces`, as buffers in host memory, from which `params.publish_masters` takes the
+    def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+        """Like `ZeroEngine.shards_to_load`, as buffers in host memory, from which `params.all_gather_masters` takes the
         values."""
-        return self.params.needed_pieces()
+        return self.params.shards_to_load()
 
     def close(self) -> None:
         """Let go of all arrays."""

@@ -11,8 +11,8 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.jax.program.calls import CallTable
 from polyaccel.types import DType
-from polyaccel.zero.plan.course import End
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.gather_schedule import SyncPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ShardedParams:
     How many do is counted when a program is traced, so that each rank counts alike.
     """
 
-    def __init__(self, zero: ZeroStep, accelerator: Accelerator) -> None:
+    def __init__(self, zero: ZeroEngine, accelerator: Accelerator) -> None:
         self._zero = zero
         self.rank = zero.communicator.rank
         self.calls = CallTable(accelerator)
@@ -55,7 +55,7 @@ class ShardedParams:
 
     def end(self) -> None:
         """The program has run to its end on this rank. Returns when it has on all of them."""
-        self._zero.uses.meet(End.PROGRAM if self._is_training else End.EVALUATION, learn=self._is_training)
+        self._zero.uses.sync(SyncPoint.PROGRAM if self._is_training else SyncPoint.EVALUATION, learn=self._is_training)
 
     def raise_failure(self, error: BaseException) -> NoReturn:
         """Raise the error of the call that failed, if XLA raised `error` because of it; else `error`."""

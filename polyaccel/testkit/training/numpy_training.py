@@ -21,13 +21,13 @@ from polyaccel.ops.reference import to_float64
 from polyaccel.testkit.comparison import same_numbers
 from polyaccel.testkit.progress import doing
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.params import ParamOwner
-from polyaccel.zero.parts import Communicators, StepParts, Tiers
+from polyaccel.zero.buckets.params import ParamListener
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.placement import Offload, Place
 from polyaccel.zero.plan.policy import Placement, StepPolicy, ZeroPolicy
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.resources import Communicators, StepResources, Tiers
 from polyaccel.zero.update.optimizers import SliceOptimizer, slice_optimizer
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -72,14 +72,14 @@ def make_step(
     communicator: Communicator,
     stage: int,
     step_policy: StepPolicy,
-    owner: ParamOwner,
+    owner: ParamListener,
     *,
     bucket_numel: int,
     dtype: DType = DType.FLOAT32,
     optimizer: SliceOptimizer | None = None,
     tier: Tier | None = None,
     micro_batches: int = 1,
-) -> ZeroStep:
+) -> ZeroEngine:
     """A step over the problem's parameters. All states rest in `tier`, which is open; None: on the device."""
     accelerator = communicator.accelerator
     device = DeviceTier()
@@ -104,8 +104,8 @@ def make_step(
         micro_batches=micro_batches,
         offload=offload,
     )
-    parts = StepParts(accelerator, Communicators.plain(communicator), tiers)
-    return ZeroStep(plan, parts, owner, optimizer, [GROUP])
+    parts = StepResources(accelerator, Communicators.plain(communicator), tiers)
+    return ZeroEngine(plan, parts, owner, optimizer, [GROUP])
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Trained:
     norms: list[float]
 
 
-class InitialParams(ParamOwner):
+class InitialParams(ParamListener):
     """The problem's parameters before training, for the device of `communicator`."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -157,25 +157,25 @@ def train(communicator: Communicator, stage: int, steps: int) -> Trained:
     losses, norms = [], []
 
     def unsharded() -> Arrays:
-        step.params.fence()
+        step.params.wait_all_gathers()
         if not is_sharded:
             return params.read()
         for index in buckets:
-            step.params.hold(index)
+            step.params.unshard(index)
         values = params.read()
         for index in buckets:
-            step.params.drop(index)
+            step.params.reshard(index)
         return values
 
     for number in range(steps):
         loss, found = gradients(unsharded(), *batch(number, 0, communicator.rank))
         losses.append(float(np.mean(communicator.all_gather_object(float(loss)))))
-        step.begin_pass(reduce=True)
+        step.begin_backward(reduce=True)
         for fqn, gradient in found.items():
             step.add_gradient(fqn, _on_device(communicator, gradient))
         if is_sharded:
             step.release(buckets)
-        step.end_pass()
+        step.end_backward()
         norms.append(float(step.update([GROUP]).grad_norm or 0.0))
     final = unsharded()
     step.close()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
 from polyaccel.torch.params.ownership import ParameterOwner, home_of
-from polyaccel.zero.fragments import GRAD, PARAM, fragment, read_whole, settle_gradients, write_fragment, write_whole
+from polyaccel.zero.fragments import GRAD, PARAM, flush_reductions, fragment, read_whole, write_fragment, write_whole
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -96,7 +96,7 @@ def _find(param: nn.Parameter) -> _Place | None:
     home = home_of(param)
     if home is None or home.owner is None:
         return None
-    home.owner.step.params.wait_published(home.owner.step.layout.locate(home.fqn)[0].index)
+    home.owner.step.params.wait_all_gather(home.owner.step.layout.locate(home.fqn)[0].index)
     home.owner.adopt_here(home.fqn)
     return _Place(home.owner, home.fqn)
 
@@ -113,7 +113,7 @@ def _require(param: nn.Parameter) -> _Place:
 
 def _is_there(place: _Place, kind: str) -> bool:
     """Whether there is something to read. Collective for gradients."""
-    return kind != GRAD or settle_gradients(place.owner.step, place.fqn)
+    return kind != GRAD or flush_reductions(place.owner.step, place.fqn)
 
 
 def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from polyaccel.errors import ShardingError
 from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, is_handed_out, note_version
 from polyaccel.torch.params.units import register_external_parameter
-from polyaccel.zero.buckets.changes import writers_of
+from polyaccel.zero.buckets.user_writes import writers_of
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class _Opening:
     def changed(self) -> list[str]:
         """Names of the parameters that somebody wrote to on this rank."""
         params = self.owner.step.params
-        known = {*params.changed_faces()}
+        known = {*params.locally_modified()}
         return [
             fqn
             for fqn in (*self.fqns, *self.neighbours)
@@ -84,7 +84,7 @@ class GatheredParameters:
             if any(index not in params.gathering for index in opening.buckets):
                 opening.owner.adopt_changes()
             for index in opening.buckets:
-                params.hold(index)
+                params.unshard(index)
             for fqn in (*opening.fqns, *opening.neighbours):
                 _open(opening.owner, fqn)
             opening.notes = opening.owner.enter_notes()
@@ -188,7 +188,7 @@ def _close(opening: _Opening) -> None:
             if home.openings == 0 and owner.is_sharded(fqn):
                 note_version(parameter)  # a change that was refused is reported once
     for index in opening.buckets:
-        owner.step.params.drop(index)
+        owner.step.params.reshard(index)
 
 
 def _changed_in_vain(names: list[str], rank: int, *, asked_for: bool) -> ShardingError:

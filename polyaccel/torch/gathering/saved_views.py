@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
-from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 
 _MARK = "_polyaccel_saved_views"
 
@@ -39,7 +39,7 @@ class SavedView(NamedTuple):
 class SavedViews:
     """Hooks on saved tensors for the buckets of `gathering`. `want(bucket)` makes one whole until the backward ends."""
 
-    def __init__(self, gathering: Gathering, want: Callable[[int], None]) -> None:
+    def __init__(self, gathering: ParamUnsharder, want: Callable[[int], None]) -> None:
         self._gathering = gathering
         self._want = want
         self._bucket_at: dict[int, int] = {}

@@ -137,7 +137,7 @@ def show(parameter: nn.Parameter, home: Home, values: Tensor) -> None:
     bind(parameter, values.view(parameter.shape))
 
 
-def require_whole(module: nn.Module) -> None:
+def require_unsharded(module: nn.Module) -> None:
     """Raise ShardingError if an engine holds parameters of `module` sharded."""
     for fqn, parameter in module.named_parameters():
         if type(parameter) is ShardedParameter:

@@ -1,6 +1,6 @@
 """Where sharded parameters are gathered: around the forward and the backward of the modules that use them.
 
-What a module uses here is this rank's affair: `ZeroStep.uses` makes gathers of it in which all ranks take part,
+What a module uses here is this rank's affair: `ZeroEngine.uses` makes gathers of it in which all ranks take part,
 whichever of them run the module too ([Note: Ways]).
 
 [Note: Forward]
@@ -41,8 +41,8 @@ from polyaccel.buffer import Buffer
 from polyaccel.torch.gathering.saved_views import SavedViews
 from polyaccel.torch.gathering.sharded import EngineHook
 from polyaccel.torch.gathering.transforms import innermost, is_transforming, outside_transforms
-from polyaccel.zero.plan.course import End
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
+from polyaccel.zero.plan.gather_schedule import SyncPoint
 
 log = getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Sites:
     name. `begin` is called when the backward of a site begins."""
 
     def __init__(
-        self, module: nn.Module, step: ZeroStep, buckets_of: dict[str, list[int]], begin: Callable[[], None]
+        self, module: nn.Module, step: ZeroEngine, buckets_of: dict[str, list[int]], begin: Callable[[], None]
     ) -> None:
         self._step = step
         self._begin = begin
@@ -171,7 +171,7 @@ class Sites:
         """Parameters have changed: graphs built on the old values are of no use."""
         self._saved.on_update()
 
-    def end_pass(self, is_whole: bool) -> None:
+    def end_backward(self, is_whole: bool) -> None:
         """The backward pass is over (`is_whole`), or given up."""
         while self._in_backward:
             self._leave(self._in_backward[-1])
@@ -181,7 +181,7 @@ class Sites:
         for site in self._sites.values():
             site.usual_entries, site.entries, site.calls = site.entries, 0, 0
         if is_whole:
-            self._uses.meet(End.BACKWARD, learn=self._learns)
+            self._uses.sync(SyncPoint.BACKWARD, learn=self._learns)
         else:
             self._uses.abandon()
 
@@ -205,7 +205,7 @@ class Sites:
                     self._uses.will_change_order()
                 self._hold(call, [index])
             return True
-        if self._step.in_pass:
+        if self._step.in_backward:
             with outside_transforms():
                 for index in buckets:
                     self._want(index)
@@ -222,9 +222,9 @@ class Sites:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not site.module:  # a copy of the module, which took the hooks along
                 return
-            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_pass)
+            learns = self._step.optimizer is not None and (torch.is_grad_enabled() or self._step.in_backward)
             call = Call(site, learns=learns, outside=sys.exc_info()[1])
-            if self._is_outermost and self._uses.are_open(self._inside(site)):
+            if self._is_outermost and self._uses.are_unsharded(self._inside(site)):
                 call.is_apart, call.learns = True, False
             self._calls.append(call)
             if is_transforming():
@@ -259,7 +259,7 @@ class Sites:
     @property
     def _is_outermost(self) -> bool:
         """Whether no call is under way, nor a backward pass, which may run calls anew."""
-        return not self._calls and not self._step.in_pass and not self._in_backward
+        return not self._calls and not self._step.in_backward and not self._in_backward
 
     def _inside(self, site: Site) -> Iterable[int]:
         """The buckets that a call of `site` may use."""
@@ -272,7 +272,7 @@ class Sites:
         if sys.exc_info()[1] is not call.outside:
             self._uses.abandon()
         else:
-            self._uses.meet(End.FORWARD if call.learns else End.EVALUATION, learn=call.learns)
+            self._uses.sync(SyncPoint.FORWARD if call.learns else SyncPoint.EVALUATION, learn=call.learns)
 
     def _hold(self, call: Call, buckets: Iterable[int]) -> None:
         """Hold buckets until the call ends, or the backward pass, should autograd keep the parameters themselves."""
@@ -301,7 +301,7 @@ class Sites:
         watched = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         for leaf in watched:
             leaf.register_hook(lambda gradient: self._enter(call))  # type: ignore[no-untyped-call]
-        if watched and not self._step.in_pass:  # else it is a recomputation, whose call is counted already
+        if watched and not self._step.in_backward:  # else it is a recomputation, whose call is counted already
             call.site.calls += 1
 
     def _enter(self, call: Call) -> None:

@@ -21,13 +21,13 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.torch.gathering.sharded import EngineHook, takes_hooks
 from polyaccel.torch.params.ownership import home_of
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class StateDicts:
     """Hooks on all parts of `module` that let its sharded parameters be saved and loaded."""
 
-    def __init__(self, module: nn.Module, step: ZeroStep) -> None:
+    def __init__(self, module: nn.Module, step: ZeroEngine) -> None:
         self._params = step.params
         self._depth = 0
         self._copies: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ class StateDicts:
         if index != self._index:
             self._look.close()
             self._index = index
-            self._whole = None if index is None else self._look.enter_context(self._params.peek(index))
+            self._whole = None if index is None else self._look.enter_context(self._params.unsharded_view(index))
         return self._whole
 
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:

@@ -24,9 +24,9 @@ from polyaccel.torch.params.handed_out import HandsOutMemory
 from polyaccel.torch.params.ownership import home_of
 from polyaccel.torch.params.sharded_gradient import LocalPart, ShardedGradient
 from polyaccel.types import ReduceOp
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import drop_gradient, note_written, replace_gradient, shown_gradient
-from polyaccel.zero.step import ZeroStep
-from polyaccel.zero.update.gradient_facts import allocate_sums, read_sums, write_sums
+from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, write_sums
 
 AUTOGRAD_S: Any = Tensor.grad
 """torch's own attribute, in which autograd accumulates and from which the engine's hook takes."""
@@ -110,7 +110,7 @@ class GradientAccess:
     `trained` are the parameters that the step updates, by name; `passes` multiply gradients with the loss scale.
     """
 
-    def __init__(self, step: ZeroStep, trained: dict[str, nn.Parameter], passes: ScaledPasses) -> None:
+    def __init__(self, step: ZeroEngine, trained: dict[str, nn.Parameter], passes: ScaledPasses) -> None:
         self._step = step
         self._trained = trained
         self._passes = passes
@@ -220,7 +220,7 @@ class GradientAccess:
         """Note which whole gradients user code has written to since it saw them: an update follows."""
         for fqn, (gradient, version) in self._shown.items():
             if gradient._version != version:
-                self._step.by_hand.written.add(fqn)
+                self._step.user_grad_edits.written.add(fqn)
 
     def forget(self) -> None:
         """The gradients are gone: used by an update, or discarded."""

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyaccel.errors import ShardingError
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class ParameterOwner(Protocol):
@@ -42,7 +42,7 @@ class ParameterOwner(Protocol):
         """Close the engine, whose parameters `to` gets. Collective where they are sharded."""
 
     @property
-    def step(self) -> ZeroStep:
+    def step(self) -> ZeroEngine:
         """The ZeRO step that holds the parameters. Raises ShardingError once the engine is closed, or while states are
         offloaded."""
 

@@ -29,7 +29,7 @@ from polyaccel.torch.states.extra_states import (
 from polyaccel.torch.states.random_states import RandomStates
 from polyaccel.torch.states.saved_buffers import Reader, module_buffers, read_buffer, saved_buffers
 from polyaccel.types import DType
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.update.optimizers import SliceOptimizer
 
 log = getLogger(__name__)
@@ -76,15 +76,15 @@ def load_run(
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
-    run.zero.params.fence()
+    run.zero.params.wait_all_gathers()
     base, loading = {}, CustomLoading.prepare(wanted.custom, run.adapter, run.zero)
     if wanted.strict and loading is None and (saved.scalars.get("frozen_base")):
         names = {param.fqn for param in run.zero.layout.params}
         base = base_checksums(run.zero, run.communicator, names - {entry.fqn for entry in saved.tensors()})
 
     members = run.members()
-    buffers = over_stages(run.zero.beyond, dict.fromkeys(module_buffers(run.adapter), True)).keys()
-    elsewhere = {*members, *over_stages(run.zero.beyond, tied_names(run.adapter))}
+    buffers = over_stages(run.zero.model_parallel_group, dict.fromkeys(module_buffers(run.adapter), True)).keys()
+    elsewhere = {*members, *over_stages(run.zero.model_parallel_group, tied_names(run.adapter))}
 
     def check() -> Takeover:
         return _check(run, saved, base, wanted, loading, members, buffers, elsewhere)
@@ -247,7 +247,7 @@ def optimizer_kind(optimizer: SliceOptimizer | None) -> str | None:
     return None if optimizer is None else optimizer.kind
 
 
-def _allocate_client_states(zero: ZeroStep, reader: Reader) -> None:
+def _allocate_client_states(zero: ZeroEngine, reader: Reader) -> None:
     saved: dict[str, list[tuple[str, DType]]] = {}
     for entry in reader.tensors():
         if entry.kind not in (PARAM, BUFFER):
@@ -262,7 +262,7 @@ def _allocate_client_states(zero: ZeroStep, reader: Reader) -> None:
 def _order(run: TorchRun) -> list[list[str]] | None:
     """The parameters of the optimizer's groups in the order of the script; None where other stages have some."""
     names = run.adapter.names
-    if run.groups is None or run.zero.beyond is not None:
+    if run.groups is None or run.zero.model_parallel_group is not None:
         return None
     return [[names[param] for param in group["params"] if param in names] for group in run.groups]
 

@@ -26,7 +26,7 @@ from polyaccel.torch.states.extra_states import extra_state_blobs, merged_blobs
 from polyaccel.torch.states.random_states import RandomStates
 from polyaccel.torch.states.saved_buffers import module_buffers
 from polyaccel.types import ParamSpec
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE = "client_optimizer", "client_schedule", "client_state"
 
@@ -35,7 +35,7 @@ CLIENT_OPTIMIZER, CLIENT_SCHEDULE, CLIENT_STATE = "client_optimizer", "client_sc
 class TorchRun(TrainingRun):
     """The parts of a torch engine whose state a checkpoint holds."""
 
-    zero: ZeroStep
+    zero: ZeroEngine
     adapter: TorchAdapter
     data: ShardedDataLoader[Any] | None
     """The engine's own loader of training data."""
@@ -53,13 +53,13 @@ def contents_of(
     """What this rank saves of the whole state of `run`, as it is now. `allows_bytes`: a client state may have bytes.
     Collective. Raises PolyaccelError after half an update, and CheckpointError for a state of a client's optimizer that
     cannot be saved."""
-    run.zero.require_whole()
-    run.zero.params.fence()
+    run.zero.require_consistent()
+    run.zero.params.wait_all_gathers()
     optimizer = run.zero.optimizer
     blobs = RandomStates.now(run.accelerator).to_blobs()
     scalars = run.scalars(client_state, may_have_bytes=allows_bytes)
-    scalars["param_steps"] = over_stages(run.zero.beyond, run.zero.steps)
-    if ties := over_stages(run.zero.beyond, tied_names(run.adapter)):
+    scalars["param_steps"] = over_stages(run.zero.model_parallel_group, run.zero.steps)
+    if ties := over_stages(run.zero.model_parallel_group, tied_names(run.adapter)):
         scalars["tied_weights"] = ties
     if exclude_frozen:
         frozen = {param.fqn for param in run.zero.layout.params if _is_left_out(param)}
@@ -90,7 +90,7 @@ def contents_of(
         blobs[CLIENT_SCHEDULE] = packed(run.schedule.state_dict(), "the state of the learning-rate schedule")
     if run.data is not None:
         scalars["data"] = run.data.state_dict()
-    extra, beyond = extra_state_blobs(run.adapter.module), run.zero.beyond
+    extra, beyond = extra_state_blobs(run.adapter.module), run.zero.model_parallel_group
     blobs |= extra if beyond is None else merged_blobs(beyond.all_gather_object(extra))
     return SaveContents(
         pieces=lambda: _pieces(run, exclude_frozen),
@@ -103,7 +103,7 @@ def contents_of(
 def _pieces(run: TorchRun, exclude_frozen: bool) -> Iterator[TensorPiece]:
     optimizer = run.zero.optimizer
     shards = {slot.param.fqn: shard for shard in run.zero.shards for slot in shard.bucket.slots}
-    for slot, kind, start, buffer in run.zero.owned_pieces():
+    for slot, kind, start, buffer in run.zero.local_shards():
         fqn = slot.param.fqn
         # A shard's buffer of a state has room for parameters that have no such state.
         exists = kind == PARAM or not isinstance(optimizer, ClientOptimizer) or optimizer.holds(shards[fqn], fqn, kind)

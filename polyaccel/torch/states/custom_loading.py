@@ -17,7 +17,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.params.buffers import plain_values, strided_tensors
 from polyaccel.torch.states.whole_model import whole_state_dict
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 CustomLoad = Callable[..., Any]
 """Called as `fn(src=state_dict, dst=module)`: writes what it likes of `src`, the checkpoint's parameters and buffers by
@@ -32,7 +32,7 @@ class CustomLoading:
     whole: Mapping[str, Any]
 
     @classmethod
-    def prepare(cls, function: CustomLoad | None, adapter: TorchAdapter, zero: ZeroStep) -> CustomLoading | None:
+    def prepare(cls, function: CustomLoad | None, adapter: TorchAdapter, zero: ZeroEngine) -> CustomLoading | None:
         """Make parameters whole for the function. Collective; None without a function."""
         return None if function is None else cls(function, whole_state_dict(adapter, zero, exclude_frozen=False))
 

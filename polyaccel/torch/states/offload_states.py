@@ -21,7 +21,7 @@ from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class StateKind(str, Enum):
@@ -50,7 +50,7 @@ class OffloadedStates:
     """The states of `zero` that were taken off its device, and the way back; `adapter` is told what is away. See [Note:
     The same memory comes back]."""
 
-    def __init__(self, zero: ZeroStep, adapter: TorchAdapter) -> None:
+    def __init__(self, zero: ZeroEngine, adapter: TorchAdapter) -> None:
         self._zero = zero
         self._adapter = adapter
         self._device = torch_device_of(zero.accelerator)
@@ -67,7 +67,7 @@ class OffloadedStates:
         zero = self._zero
         zero.adopt_changes()
         zero.finish_reductions()
-        zero.params.fence()
+        zero.params.wait_all_gathers()
         for kind in self._kinds(include):
             if kind is StateKind.LP_PARAMS:
                 self._adapter.suspend()
@@ -151,7 +151,7 @@ def empty_cache(device: torch.device) -> None:
 class OffloadsStates:
     """The part of an engine that moves its states to the host and back."""
 
-    zero: ZeroStep
+    zero: ZeroEngine
     accelerator: Accelerator
     _offloaded: OffloadedStates
 

@@ -3,8 +3,8 @@
 [Note: A new plan]
 Frozen parameters have no master weights, no optimizer states and no gradients, so their buckets are of another kind
 than those of trained ones. When one of them requires a gradient, everything is laid out anew between two optimizer
-steps: the module takes its values back, a second `ZeroStep` is built as for a new engine, and what the first one knows
-of its parameters moves over. For that moment both exist, and under sharded parameters the whole module too.
+steps: the module takes its values back, a second `ZeroEngine` is built as for a new engine, and what the first one
+knows of its parameters moves over. For that moment both exist, and under sharded parameters the whole module too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from polyaccel.errors import ShardingError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer, StatesByKind
 from polyaccel.types import DType
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.fragments import PARAM, fragment, read_whole
-from polyaccel.zero.step import ZeroStep
 
 
-def is_due(adapter: TorchAdapter, step: ZeroStep, resumed: Collection[str] = ()) -> bool:
+def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = ()) -> bool:
     """Whether a new plan is due, for parameters that were unfrozen or are `resumed` with states of a checkpoint, and
     possible: not in the middle of an accumulation.
 
@@ -36,7 +36,7 @@ def is_due(adapter: TorchAdapter, step: ZeroStep, resumed: Collection[str] = ())
     return bool(resumed) or (adapter.has_unfrozen() and not step.holds_gradients)
 
 
-def follow(adapter: TorchAdapter, before: ZeroStep, lay_out: Callable[[], ZeroStep]) -> None:
+def follow(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
     """Let the step that `lay_out` builds go on where `before` is, which `adapter` shows to the module until now.
     Collective.
 
@@ -65,7 +65,7 @@ class _States:
         return name in self.flat.get(fqn, ())
 
     @staticmethod
-    def of(step: ZeroStep) -> _States:
+    def of(step: ZeroEngine) -> _States:
         """Collective. Raises ShardingError on all ranks for a state that is neither."""
         optimizer = step.optimizer
         if not isinstance(optimizer, ClientOptimizer):
@@ -90,7 +90,7 @@ class _States:
         return _States(flat, numbers)
 
 
-def _carry_over(before: ZeroStep, after: ZeroStep, states: _States) -> None:
+def _carry_over(before: ZeroEngine, after: ZeroEngine, states: _States) -> None:
     """Give `after` the master weights, optimizer states and counts of updates that `before` has. Collective.
 
     The parameters that `before` trains are trained by `after` too, by the same optimizer.
@@ -106,10 +106,10 @@ def _carry_over(before: ZeroStep, after: ZeroStep, states: _States) -> None:
             own = fragment(after, fqn, kind)
             if own is not None:
                 own.values.copy_from(whole.view(own.start, own.values.numel))
-    after.params.publish_masters()
+    after.params.all_gather_masters()
 
 
-def _allocate(step: ZeroStep, flat: Mapping[str, Mapping[str, DType]]) -> None:
+def _allocate(step: ZeroEngine, flat: Mapping[str, Mapping[str, DType]]) -> None:
     """Let every shard have the states of its parameters, on this rank too where another one has their elements."""
     for shard in step.shards:
         for slot in shard.bucket.slots:

@@ -18,14 +18,14 @@ from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.gathering.sharded import EngineHook
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.engine import ZeroEngine
 
 
 class HasWholeModel:
     """The part of an engine that gives and takes whole weights."""
 
     adapter: TorchAdapter
-    zero: ZeroStep
+    zero: ZeroEngine
     communicator: Communicator
     timer: PhaseTimer
 
@@ -53,9 +53,9 @@ class HasWholeModel:
         return entries_of_writer(self.adapter, self.zero, exclude_frozen=exclude_frozen)
 
 
-def whole_state_dict(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
+def whole_state_dict(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen: bool) -> dict[str, Any]:
     """The state dict of the adapter's module with whole parameters, on every rank. Collective."""
-    zero.params.fence()
+    zero.params.wait_all_gathers()
     state: dict[str, Any] = adapter.module.state_dict()
     whole: dict[str, Tensor] = {}
     for name, parameter in adapter.module.named_parameters(remove_duplicate=False):
@@ -70,7 +70,7 @@ def whole_state_dict(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: b
 
 
 def load_whole_state_dict(
-    adapter: TorchAdapter, zero: ZeroStep, state_dict: Mapping[str, Any], *, strict: bool
+    adapter: TorchAdapter, zero: ZeroEngine, state_dict: Mapping[str, Any], *, strict: bool
 ) -> None:
     """Take over whole parameters, equal on all ranks; master weights get them in their own precision.
 
@@ -78,7 +78,7 @@ def load_whole_state_dict(
     on any rank are others. Hooks of a module's own that rename entries are torch's to run: then torch compares.
     """
     adapter.adopt_changes()
-    zero.params.fence()
+    zero.params.wait_all_gathers()
     state_dict = own_blocks(adapter, state_dict)
     require_fitting(adapter.module, state_dict, zero.communicator, strict=strict)
     try:
@@ -87,7 +87,7 @@ def load_whole_state_dict(
             if name in state_dict:
                 adapter.write(adapter.names[parameter], state_dict[name])
     except BaseException:
-        zero.mark_half("loading a state_dict")
+        zero.mark_inconsistent("loading a state_dict")
         raise
     adapter.forget_changes()
     adapter.on_update()
@@ -167,18 +167,18 @@ def write_whole_model(
         )
 
 
-def entries_of_writer(adapter: TorchAdapter, zero: ZeroStep, *, exclude_frozen: bool) -> dict[str, Any]:
+def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen: bool) -> dict[str, Any]:
     """The module's state dict on rank 0, in host memory and in the types that are trained with; empty elsewhere.
 
     Collective. One bucket is whole at a time. Tied parameters share one tensor.
     """
     adapter.require_not_handed_over()
-    zero.require_whole()
+    zero.require_consistent()
     adapter.adopt_changes()
     values = {}
     is_writer = zero.communicator.rank == 0
     for place in zero.params:
-        with zero.params.peek(place.bucket.index) as full:
+        with zero.params.unsharded_view(place.bucket.index) as full:
             for slot in place.bucket.slots if is_writer or place.bucket.kind.cut else ():
                 flat = full.view(slot.offset, slot.param.numel).raw
                 whole = adapter.blocks.put_together(slot.param.fqn, flat.detach().view(slot.param.shape))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.zero.parts import Tiers
 from polyaccel.zero.plan.bucket_plan import BucketPlan, TrainedBucketPlan
 from polyaccel.zero.plan.layout import Slice
+from polyaccel.zero.resources import Tiers
 
 
 class BucketParams:
     """One bucket's parameters on this rank, and their master weights, in the buffers of `plan`.
 
     `own` is this rank's shard. `full` is the whole bucket where that exists for good; where parameters are sharded it
-    exists only while `Gathering` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
+    exists only while `ParamUnsharder` makes it, and `own` rests in `tier`. `master` covers the elements that this rank
     updates: its own shard, or everything under a replicated optimizer. It is a view of the parameters when those are
     of the master type already and rest as it would, so that the update needs no copy and no extra byte; else it is in
     the tier of the bucket's states.
@@ -45,7 +45,7 @@ class BucketParams:
             self.out = extent
 
     @property
-    def face(self) -> Buffer | None:
+    def private_view(self) -> Buffer | None:
         """The whole bucket as frontends see it, where it exists for good."""
         return self.full if self.shared is None else self.shared.face
 

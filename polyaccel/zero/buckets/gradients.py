@@ -27,12 +27,12 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer, Cuts
 from polyaccel.ops.base import COMBINE, SCALE
 from polyaccel.types import ReduceOp
-from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.placement import Place
 from polyaccel.zero.plan.policy import Placement, ReductionPolicy
 from polyaccel.zero.plan.pool import BufferPool
+from polyaccel.zero.resources import Staging, StepResources
 
 GradientWriter = Callable[[Buffer, bool], None]
 """Puts a gradient into its place in a bucket: adds it to what is there, or where that is False writes over it."""
@@ -45,7 +45,7 @@ class GradientBucket:
         self,
         plan: TrainedBucketPlan,
         reduction: ReductionPolicy,
-        parts: StepParts,
+        parts: StepResources,
         pool: BufferPool[Buffer],
         staging: Staging,
     ) -> None:
@@ -97,14 +97,14 @@ class GradientBucket:
 
     # The backward pass.
 
-    def begin_pass(self, *, is_concerned: bool = True) -> None:
-        """A backward pass starts: count arrivals anew. Unless it `is_concerned`, no rank has a gradient for this bucket
-        in the pass; one that comes all the same is late."""
+    def begin_backward(self, *, expects_grads: bool = True) -> None:
+        """A backward pass starts: count arrivals anew. Unless it `expects_grads`, no rank has a gradient for this
+        bucket in the pass; one that comes all the same is late."""
         self._arrivals = [0] * len(self._arrivals)
-        self._missing = sum(self._expected) if is_concerned else 0
-        self._launched = not is_concerned
+        self._missing = sum(self._expected) if expects_grads else 0
+        self._launched = not expects_grads
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """A backward pass is over: from now on expect what has ever arrived, as often as it did."""
         self._most_arrivals = [max(pair) for pair in zip(self._most_arrivals, self._arrivals, strict=True)]
         self._expected = list(self._most_arrivals)
@@ -310,7 +310,7 @@ class GradientBucket:
         overlap = self._reduction.overlap
         label, index = "late gradients" if is_late else "gradients", self.bucket.index
         if self._plan.updates_shard:
-            reduced = self._landing(staged)
+            reduced = self._reduce_scatter_output(staged)
             work = self._communicator.reduce_scatter(reduced, staged, op, async_op=overlap, label=label, bucket=index)
         else:
             reduced = staged
@@ -333,7 +333,7 @@ class GradientBucket:
 
         return settle
 
-    def _landing(self, staged: Buffer) -> Buffer:
+    def _reduce_scatter_output(self, staged: Buffer) -> Buffer:
         """Where a reduce-scatter writes: straight into the slice that the update reads, if that is empty and of the
         same type, on the device, which saves a copy here and the communicator a buffer for a peer's part; else in
         place."""

@@ -3,7 +3,7 @@
 [Note: Parameters once a host]
 Where the communicator can share memory and the optimizer is sharded, a bucket is one memory of all ranks, at stage 3
 too: nothing is gathered, and each rank updates its part where everybody reads it. Two meetings make that safe. No rank
-writes before the small all-reduce with which an update begins (`GradientFacts`), which each enters after its backward
+writes before the small all-reduce with which an update begins (`GradNormReducer`), which each enters after its backward
 pass, when it has done reading; and none reads before the all-gather that publishes a bucket, which moves nothing there
 but which each enters after its last write. Rank 0 alone writes the initial values. Frontends see another face of that
 memory (`SharedMemory`), in which each rank's users write for themselves ([Note: Changes by hand]).
@@ -22,16 +22,16 @@ from polyaccel.comm.work import Work
 from polyaccel.offload.tier import Tier
 from polyaccel.types import DType
 from polyaccel.zero.buckets.bucket_params import BucketParams
-from polyaccel.zero.buckets.gathering import Gathering
 from polyaccel.zero.buckets.replicas import Replica, replicas_of
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.parts import StepParts
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Bucket, Slot
+from polyaccel.zero.resources import StepResources
 
 
-class ParamOwner(ABC):
+class ParamListener(ABC):
     """The frontend that parameters come from: it has their first values, and sees them wherever they move."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class ParamOwner(ABC):
     def on_adopted(self, names: Collection[str]) -> None:  # noqa: B027 - an owner without users need not be told
         """The values of these parameters are known again."""
 
-    def cure_of_difference(self, fqn: str) -> str:
+    def divergence_hint(self, fqn: str) -> str:
         """What to do where the ranks' users gave a parameter different values."""
         return (
             "change it alike on all ranks, or on one of them inside "
@@ -59,7 +59,7 @@ class ParamOwner(ABC):
         )
 
 
-class ParamStore:
+class ParamBuckets:
     """All parameters of a layout on one rank: bound to buckets, gathered while sharded, published after an update.
 
     They start from what `owner` reads on the first of the ranks that hold the same, in its precision. `waiting` is
@@ -69,8 +69,8 @@ class ParamStore:
     def __init__(
         self,
         plan: StepPlan,
-        parts: StepParts,
-        owner: ParamOwner,
+        parts: StepResources,
+        owner: ParamListener,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._layout = plan.layout
@@ -87,7 +87,7 @@ class ParamStore:
             self.buckets.append(self._bind(BucketParams(bucket, parts.tiers, self._exact(bucket.bucket))))
         self.is_any_sharded = any(place.is_sharded for place in self.buckets)
         """Some bucket is whole only while it is gathered; the same on every rank."""
-        self.gathering = Gathering(
+        self.gathering = ParamUnsharder(
             [ShardedBucket(place.plan, place.own, self._source(place)) for place in self.buckets if place.is_sharded],
             plan.policy.gathering,
             parts.communicators,
@@ -118,7 +118,7 @@ class ParamStore:
 
     def full(self, index: int) -> Buffer:
         """The whole bucket, up to date. Raises ShardingError while it is sharded."""
-        self.wait_published(index)
+        self.wait_all_gather(index)
         whole = self.buckets[index].full
         return whole if whole is not None else self.gathering.full(index)
 
@@ -148,8 +148,8 @@ class ParamStore:
         place.own.mark_written()
         self._meet(place)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
-        if place.face is not None:
-            self._show(bucket, [place.face.view(slot.offset, slot.param.numel) for slot in bucket.slots])
+        if place.private_view is not None:
+            self._show(bucket, [place.private_view.view(slot.offset, slot.param.numel) for slot in bucket.slots])
         else:
             self._hide(bucket)
         return place
@@ -182,7 +182,7 @@ class ParamStore:
 
     # After an update.
 
-    def publish(self, index: int) -> None:
+    def all_gather_updated(self, index: int) -> None:
         """Start making an updated bucket whole on every rank; a sharded one is whole only when it is gathered next."""
         place = self.buckets[index]
         if place.full is not None and place.plan.publishes:
@@ -191,18 +191,18 @@ class ParamStore:
             )
         self._mark_written(place)
 
-    def publish_masters(self) -> None:
+    def all_gather_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
         for place in self.buckets:
             if place.bucket.kind.trainable or place.is_sharded:
-                self.publish_master(place.bucket.index)
+                self.all_gather_master(place.bucket.index)
 
     @property
     def arriving(self) -> Collection[int]:
-        """The buckets that are being published: `wait_published` comes before a look at them."""
+        """The buckets that are being published: `wait_all_gather` comes before a look at them."""
         return self._publishing.keys()
 
-    def publish_master(self, index: int) -> None:
+    def all_gather_master(self, index: int) -> None:
         """Write bucket `index`'s master weights to the parameters and make them whole where they were. Collective."""
         place = self.buckets[index]
         if place.out is not None:
@@ -212,50 +212,50 @@ class ParamStore:
                 self.rounding.write(place.master.view(*window), place.out.view(*window), slot.param, piece.start)
         if place.is_sharded:
             self.gathering.refresh(index)
-        self.publish(index)
-        self.wait_published(index)
+        self.all_gather_updated(index)
+        self.wait_all_gather(index)
 
-    def wait_published(self, index: int) -> None:
+    def wait_all_gather(self, index: int) -> None:
         """Return once bucket `index` has the updated parameters of all ranks."""
         work = self._publishing.pop(index, None)
         if work is not None:
             work.wait()
 
-    def fence(self) -> None:
+    def wait_all_gathers(self) -> None:
         """Return once every parameter is up to date."""
         with self._waiting():
             for index in list(self._publishing):
-                self.wait_published(index)
+                self.wait_all_gather(index)
 
     # Values that come from outside.
 
-    def hold(self, index: int) -> Buffer:
-        """The whole bucket, kept whole until a matching `drop`. Collective where it is sharded."""
+    def unshard(self, index: int) -> Buffer:
+        """The whole bucket, kept whole until a matching `reshard`. Collective where it is sharded."""
         if index in self.gathering:
-            self.gathering.hold(index, exact=True)
+            self.gathering.unshard(index, exact=True)
         return self.full(index)
 
     @contextmanager
-    def peek(self, index: int) -> Iterator[Buffer]:
+    def unsharded_view(self, index: int) -> Iterator[Buffer]:
         """The whole bucket, to be read at once; no parameter is bound to it. Collective where it is sharded."""
         if index in self.gathering:
-            with self.gathering.peek(index) as whole:
+            with self.gathering.unsharded_view(index) as whole:
                 yield whole
         else:
             yield self.full(index)
 
-    def drop(self, index: int) -> None:
-        """Undo one `hold`. A sharded bucket without holds is freed, and whatever was written there is lost."""
+    def reshard(self, index: int) -> None:
+        """Undo one `unshard`. A sharded bucket without holds is freed, and whatever was written there is lost."""
         if index in self.gathering:
-            self.gathering.drop(index, keep=False)
+            self.gathering.reshard(index, keep=False)
 
     def write(self, fqn: str, value: Buffer) -> None:
         """Overwrite a parameter with `value`, flat and equal on all ranks: in the bucket where that is whole, in this
         rank's slice, and in the master weights in full precision. Not collective."""
         place, slot = self.locate(fqn)
         index = place.bucket.index
-        self.wait_published(index)
-        whole = place.full if place.full is not None else self.gathering.whole_or_none(index)
+        self.wait_all_gather(index)
+        whole = place.full if place.full is not None else self.gathering.unsharded_or_none(index)
         if whole is not None:
             self.rounding.write(value, whole.view(slot.offset, slot.param.numel), slot.param, 0)
         for start, own, master, part in self._parts(place, slot, value):
@@ -264,9 +264,9 @@ class ParamStore:
             if master is not None:
                 master.copy_from(part)
         self._mark_written(place)
-        self.refresh_face(fqn)
+        self.refresh_private_view(fqn)
 
-    def refresh_face(self, fqn: str) -> None:
+    def refresh_private_view(self, fqn: str) -> None:
         """Let users see the present values of a parameter in shared memory, whatever they wrote to it before, and keep
         what they wrote beside it."""
         place, slot = self.locate(fqn)
@@ -274,7 +274,7 @@ class ParamStore:
             window = slot.offset, slot.param.numel
             place.shared.face.view(*window).copy_from(place.shared.whole.view(*window))
 
-    def changed_faces(self) -> Sequence[str]:
+    def locally_modified(self) -> Sequence[str]:
         """The parameters in shared memory that users of this rank have given other values."""
         found: list[str] = []
         for place in self.buckets:
@@ -283,7 +283,7 @@ class ParamStore:
             ranges = place.shared.written()
             if not ranges:
                 continue
-            self.wait_published(place.bucket.index)
+            self.wait_all_gather(place.bucket.index)
             names = [
                 slot.param.fqn
                 for slot in place.bucket.slots
@@ -295,7 +295,7 @@ class ParamStore:
             found += names
         return found
 
-    def forget_faces(self, names: Iterable[str] | None = None) -> None:
+    def forget_private_views(self, names: Iterable[str] | None = None) -> None:
         """Let users of this rank see what the engine has, in the buckets of `names` (None: in all): what they wrote
         there was taken over, or is lost."""
         indices = range(len(self.buckets)) if names is None else {self.locate(fqn)[0].bucket.index for fqn in names}
@@ -321,7 +321,7 @@ class ParamStore:
         """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
         for index in sorted({self.locate(fqn)[0].bucket.index for fqn in names}):
             self._meet(self.buckets[index])
-        self.forget_faces(names)
+        self.forget_private_views(names)
 
     def broadcast_seen(self, names: Sequence[str], rank: int) -> None:
         """Let all ranks have the values that users of `rank` see in whole parameters, and of those that are cut, what
@@ -378,7 +378,7 @@ class ParamStore:
 
     def close(self) -> None:
         """Let go of all buffers. Views that frontends hold keep their memory alive."""
-        self.fence()
+        self.wait_all_gathers()
         self.gathering.close()
         self.buckets.clear()
 

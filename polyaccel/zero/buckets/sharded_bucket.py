@@ -11,7 +11,7 @@ from polyaccel.zero.plan.bucket_plan import BucketPlan
 
 
 @dataclass(eq=False, slots=True)
-class KeptBucket:
+class RetainedBucket:
     """A gathered bucket that the ranks together have freed and this one still uses. `references` to its memory were
     there when it was lent."""
 
@@ -40,7 +40,7 @@ class ShardedBucket:
         self.holds = 0
         self.uses = 0
         """By this rank alone. See [Note: What a rank keeps]."""
-        self.kept: KeptBucket | None = None
+        self.kept: RetainedBucket | None = None
         self.is_exact = True
         """`full` has the values of the slices, not what is left of them after a quantised gather."""
         self.is_ahead = False

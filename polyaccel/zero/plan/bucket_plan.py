@@ -18,7 +18,7 @@ from typing import Self
 from polyaccel.types import DType
 from polyaccel.zero.plan.layout import Bucket, ShardLayout
 from polyaccel.zero.plan.placement import NO_OFFLOAD, Offload, Place
-from polyaccel.zero.plan.policy import AS_THEY_ARE, Placement, StepPolicy, TrafficPolicy, ZeroPolicy
+from polyaccel.zero.plan.policy import UNQUANTIZED, Placement, StepPolicy, TrafficPolicy, ZeroPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def plan_step(
     state_names: Sequence[str] = (),
     micro_batches: int = 1,
     offload: Offload = NO_OFFLOAD,
-    traffic: TrafficPolicy = AS_THEY_ARE,
+    traffic: TrafficPolicy = UNQUANTIZED,
 ) -> StepPlan:
     """The buffers for training `layout` with an optimizer that has `state_names` for each trained parameter.
 

@@ -14,7 +14,7 @@ from polyaccel.types import DType
 from polyaccel.zero.plan.policy import ReductionPolicy
 
 
-class Lendable(Protocol):
+class Poolable(Protocol):
     """A buffer, or a length in its place. A view that starts where its buffer starts has the same `data_ptr`."""
 
     numel: int
@@ -25,7 +25,7 @@ class Lendable(Protocol):
     def data_ptr(self) -> int: ...
 
 
-L = TypeVar("L", bound=Lendable)
+L = TypeVar("L", bound=Poolable)
 Allocate = Callable[[int, DType], L]
 
 
@@ -44,7 +44,7 @@ class BufferPool(Generic[L]):
         self._lent: dict[int, L] = {}
 
     @property
-    def lent_count(self) -> int:
+    def in_use_count(self) -> int:
         return len(self._lent)
 
     def held(self) -> list[tuple[int, DType]]:
@@ -96,7 +96,7 @@ class BufferPool(Generic[L]):
         self._free.setdefault(whole.dtype, []).append(whole)
 
 
-def _numel(buffer: Lendable) -> int:
+def _numel(buffer: Poolable) -> int:
     return buffer.numel
 
 
@@ -123,7 +123,7 @@ class InFlight(Generic[L]):
 
     def make_room(self) -> None:
         """Finish the oldest reduction if no more buffers may be lent. Call it before a buffer is borrowed."""
-        if self.pool.lent_count >= self._policy.max_in_flight:
+        if self.pool.in_use_count >= self._policy.max_in_flight:
             self._finish_oldest()
 
     def add(self, reduction: Reduction) -> None:

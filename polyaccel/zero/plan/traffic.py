@@ -3,11 +3,12 @@
 Exact: buckets divide evenly among ranks.
 
 [Note: How often a bucket is gathered]
-In an eager framework gathers follow events and bounds (`Gathering`): a sharded bucket is gathered for each use, unless
-it is kept because its next use is near. So a step gathers everything at least once and at most twice a micro-batch. The
-planned figure is that of units which run once each, in order, where a unit that ends a pass is kept for the next one.
-Buckets of no named unit belong to the root, whose parameters may be used before, between and after the units
-(embedding, final norm, output head): the root runs first in forward, last in backward, and is gathered once a step.
+In an eager framework gathers follow events and bounds (`ParamUnsharder`): a sharded bucket is gathered for each use,
+unless it is kept because its next use is near. So a step gathers everything at least once and at most twice a
+micro-batch. The planned figure is that of units which run once each, in order, where a unit that ends a pass is kept
+for the next one. Buckets of no named unit belong to the root, whose parameters may be used before, between and after
+the units (embedding, final norm, output head): the root runs first in forward, last in backward, and is gathered once a
+step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from polyaccel.ops.base import CAST, SQUARE_SUMS, UPDATE, KernelTable, Rule, Sto
 from polyaccel.ops.optimizers import OPTIMIZERS, Optimizer, apply_direction
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.layout import Bucket, Slice
-from polyaccel.zero.update.gradient_facts import allocate_sums, read_sums, sums_in
+from polyaccel.zero.update.grad_norm import allocate_sums, read_sums, sums_in
 
 Group = Mapping[str, Any]
 

@@ -35,7 +35,7 @@ def trained(communicator: Communicator, stage: int, storage: str) -> Any:
 
 
 def state(engine: Any) -> list[bytes]:
-    return [buffer.to_bytes() for *_, buffer in engine.zero.needed_pieces()]
+    return [buffer.to_bytes() for *_, buffer in engine.zero.shards_to_load()]
 
 
 def save_and_load(communicator: Communicator, place: str) -> tuple[int, int, bool]:

@@ -203,7 +203,7 @@ def pieces_here(communicator):
     spoilt.grad_step((np.where(np.arange(6)[:, None] == 5, np.inf, x).astype(np.float32), y))
     spoilt.step()
     assert not spoilt.was_step_applied()
-    assert spoilt._result.culprit is not None
+    assert spoilt._result.first_nonfinite_param is not None
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(spoilt.params), strict=True):
         np.testing.assert_array_equal(one, other)
 

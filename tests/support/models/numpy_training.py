@@ -11,9 +11,9 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.training import numpy_training as training
 from polyaccel.testkit.training.numpy_training import GROUP, SHAPES, Arrays, batch, gradients, initial, train_plainly
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.policy import Placement, StepPolicy
-from polyaccel.zero.step import ZeroStep
-from polyaccel.zero.update.walk import StepResult
+from polyaccel.zero.update.optimizer_step import StepResult
 
 
 class Views(training.InitialParams):
@@ -29,19 +29,19 @@ class Views(training.InitialParams):
 
 def make_step(
     communicator: Communicator, stage: int, step_policy: StepPolicy, **options: Any
-) -> tuple[ZeroStep, Arrays]:
+) -> tuple[ZeroEngine, Arrays]:
     """A step over the problem's parameters (`options` as in the testkit's), and the parameters themselves."""
     views = Views(communicator)
     return training.make_step(communicator, stage, step_policy, views, **options), views.arrays
 
 
-def accumulate(step: ZeroStep, found: Arrays, *, is_last: bool = True, factor: float = 1.0) -> None:
+def accumulate(step: ZeroEngine, found: Arrays, *, is_last: bool = True, factor: float = 1.0) -> None:
     """One backward pass that hands over `found` times `factor`."""
-    step.begin_pass(reduce=is_last or step.policy.grads is Placement.SHARDED)
+    step.begin_backward(reduce=is_last or step.policy.grads is Placement.SHARDED)
     for fqn, gradient in found.items():
         flat = np.ascontiguousarray(gradient.reshape(-1) * np.float32(factor))
         step.add_gradient(fqn, step.accelerator.wrap(flat))
-    step.end_pass()
+    step.end_backward()
 
 
 def train(

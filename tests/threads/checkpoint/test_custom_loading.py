@@ -66,7 +66,7 @@ def masters(engine: Any) -> dict[tuple[str, str, int], bytes]:
     """Of this rank: parameters in full precision, and optimizer states."""
     return {
         (slot.param.fqn.removeprefix("body."), kind, start): buffer.to_bytes()
-        for slot, kind, start, buffer in engine.zero.owned_pieces()
+        for slot, kind, start, buffer in engine.zero.local_shards()
     }
 
 

@@ -43,7 +43,7 @@ def load(communicator: Communicator, place: Path, hosts: tuple[int, ...], stage:
     engine, compared = engine_of(stage), 0
     _, client_state = engine.load_checkpoint(str(place / f"host{hosts[communicator.rank]}"))
     assert client_state == {"epoch": 7}
-    for slot, kind, start, buffer in engine.zero.needed_pieces():
+    for slot, kind, start, buffer in engine.zero.shards_to_load():
         first = start * buffer.dtype.itemsize
         assert buffer.to_bytes() == saved[slot.param.fqn, kind][first : first + buffer.nbytes], (slot.param.fqn, kind)
         compared += buffer.nbytes
@@ -109,11 +109,11 @@ def test_hosts_save_beside_training(stage: int, tmp_path: Path, monkeypatch: pyt
         engine = engine_of(stage)
         train_on(engine, 2)
         engine.save_checkpoint(str(tmp_path / f"host{communicator.rank}"), client_state={"epoch": 7})
-        then = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.needed_pieces()}
+        then = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.shards_to_load()}
         train_on(engine, 2)
         assert not list(tmp_path.glob("host*/*/commit.json"))
         assert any(
-            buffer.to_bytes() != then[slot.param.fqn, kind] for slot, kind, _, buffer in engine.zero.needed_pieces()
+            buffer.to_bytes() != then[slot.param.fqn, kind] for slot, kind, _, buffer in engine.zero.shards_to_load()
         )
         communicator.barrier()
         held.may_go.set()
@@ -121,7 +121,7 @@ def test_hosts_save_beside_training(stage: int, tmp_path: Path, monkeypatch: pyt
         assert len(list(tmp_path.glob("host*/*/commit.json"))) == 3
         engine.load_checkpoint(str(tmp_path / f"host{communicator.rank}"))
         assert engine.global_steps == 2
-        found = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.needed_pieces()}
+        found = {(slot.param.fqn, kind): buffer.to_bytes() for slot, kind, _, buffer in engine.zero.shards_to_load()}
         engine.destroy()
         assert found == then
         return {}

@@ -83,7 +83,7 @@ def load(communicator: Communicator, place: str, stage: int, most_nbytes: int | 
     """Load, and compare this rank's states with what was saved. Returns how many bytes those are."""
     engine, compared = engine_of(stage, most_nbytes), 0
     engine.load_checkpoint(place, tag="t")
-    for slot, kind, start, buffer in engine.zero.needed_pieces():
+    for slot, kind, start, buffer in engine.zero.shards_to_load():
         first = start * buffer.dtype.itemsize
         assert buffer.to_bytes() == saved[slot.param.fqn, kind][first : first + buffer.nbytes], (slot.param.fqn, kind)
         compared += buffer.nbytes

@@ -68,7 +68,7 @@ def contents(place: Path, tag: str) -> State:
 def holds(engine: Any, wanted: State) -> int:
     """How many bytes of this rank's own part of the state are checked: each is what it has to be."""
     checked = 0
-    for slot, kind, start, buffer in engine.zero.owned_pieces():
+    for slot, kind, start, buffer in engine.zero.local_shards():
         itemsize = buffer.dtype.itemsize
         expected = wanted[slot.param.fqn, kind][start * itemsize : (start + buffer.numel) * itemsize]
         assert buffer.to_bytes() == expected, (slot.param.fqn, kind)

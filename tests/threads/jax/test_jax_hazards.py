@@ -141,11 +141,11 @@ def test_a_pass_waits_for_the_devices_own_streams_on_both_sides(monkeypatch):
         for owner, name in [
             (engine.accelerator, "synchronize"),
             (engine.adapter.views, "arrays"),
-            (engine.zero, "end_pass"),
+            (engine.zero, "end_backward"),
         ]:
             monkeypatch.setattr(owner, name, noted(order, name, getattr(owner, name)))
         engine.grad_step(batch())
-        assert order == ["synchronize", "arrays", "end_pass", "synchronize"]
+        assert order == ["synchronize", "arrays", "end_backward", "synchronize"]
         order.clear()
         engine.eval_batch(batch())
         assert order == ["synchronize", "arrays"]

@@ -49,15 +49,15 @@ def train(communicator, kind, stage):
 
 def held_in_a_pass(engine):
     gathering, buckets = engine.zero.params.gathering, engine.zero.layout.buckets
-    hold, order = gathering.hold, []
+    hold, order = gathering.unshard, []
 
     def noted(index, **named):
         order.append(buckets[index].kind.unit)
         return hold(index, **named)
 
-    gathering.hold = noted
+    gathering.unshard = noted
     engine.grad_step(batch(0))
-    gathering.hold = hold
+    gathering.unshard = hold
     engine.zero_grad()
     return [unit for at, unit in enumerate(order) if at == 0 or order[at - 1] != unit]
 

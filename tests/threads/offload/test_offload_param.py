@@ -28,7 +28,7 @@ from polyaccel.ops.base import UPDATE, KernelTable, Rule
 from polyaccel.planning.forecast import step_plan
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
-from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.memory import estimate_memory
 from polyaccel.zero.plan.placement import Place
 
@@ -292,19 +292,19 @@ def test_pieces_on_their_way_to_a_device_take_the_host_memory_that_is_planned(tm
 def test_files_are_read_before_the_hold_that_needs_them(tmp_path, monkeypatch):
     """Within the bounds on what is gathered, and without a descriptor more after some steps."""
     log: list[tuple[str, int]] = []
-    start, hold = StateFile.start_reading, Gathering.hold
+    start, hold = StateFile.start_reading, ParamUnsharder.unshard
 
     def noted_start(file: StateFile, *rest: Any) -> Any:
         log.append(("read", int(file.path.name.removeprefix("bucket").partition(".")[0])))
         return start(file, *rest)
 
-    def noted_hold(gathering: Gathering, index: int, **rest: Any) -> None:
+    def noted_hold(gathering: ParamUnsharder, index: int, **rest: Any) -> None:
         log.append(("hold", index))
         hold(gathering, index, **rest)
         log.append(("held", index))
 
     monkeypatch.setattr(StateFile, "start_reading", noted_start)
-    monkeypatch.setattr(Gathering, "hold", noted_hold)
+    monkeypatch.setattr(ParamUnsharder, "unshard", noted_hold)
     build, loss = CASES["gpt"]
 
     def work(communicator: Any, model: nn.Module, settings: Any) -> tuple[int, int, int]:

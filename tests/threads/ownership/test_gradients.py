@@ -176,7 +176,7 @@ def test_before_the_last_micro_batch(stage, alone):
 def test_a_gradient_of_the_script_s_own_without_a_backward_pass(stage):
     """`p.grad = g; engine.step()` trains; parameters without a gradient are left alone, and a backward pass adds."""
 
-    def by_hand(communicator, model):
+    def user_grad_edits(communicator, model):
         engine = engine_at(model, stage)
         model.wide.weight.grad = torch.linspace(-1.0, 1.0, 198).view(33, 6)
         model.unused.grad = torch.ones(5)
@@ -196,7 +196,7 @@ def test_a_gradient_of_the_script_s_own_without_a_backward_pass(stage):
     model.wide.weight.grad = torch.ones(33, 6)
     (sum(model(*batch(0, 0, rank)) for rank in range(2)) / 2).backward()
     optimizer.step()
-    for params in on_threads(2, by_hand, parity_model):
+    for params in on_threads(2, user_grad_edits, parity_model):
         assert_close(params, snapshot(model))
 
 

@@ -39,7 +39,7 @@ def trained(case: Case, world: int, *, steps: int = STEPS, prepare=lambda model:
                 engine.backward(loss_of(case)(engine, step, micro, communicator.rank))
                 engine.step()
         gathering = engine.zero.params.gathering
-        assert (gathering.live_numel, gathering.kept_numel, gathering.pool.lent_count) == (0, 0, 0)
+        assert (gathering.live_numel, gathering.kept_numel, gathering.pool.in_use_count) == (0, 0, 0)
         engine.destroy()
         return snapshot(model)
 

@@ -93,7 +93,9 @@ def test_an_overflow_on_one_stage_is_skipped_by_all():
             for inputs, _ in source:
                 inputs[:, 0] = 900.0
             loss = float(engine.train_batch(iter(source)))
-            found.append((loss, engine.get_loss_scale(), engine.was_step_applied(), engine._result.culprit))
+            found.append(
+                (loss, engine.get_loss_scale(), engine.was_step_applied(), engine._result.first_nonfinite_param)
+            )
         engine.destroy()
         return found
 

@@ -331,7 +331,7 @@ def test_a_gather_that_fails_in_backward_is_told_and_nothing_hides_it():
 
         def fail(*args, **rest):
             gathers.append(rest.get("bucket"))
-            if engine.zero.in_pass and len(gathers) == fails_at:
+            if engine.zero.in_backward and len(gathers) == fails_at:
                 raise CommError("the line is cut")
             return all_gather(*args, **rest)
 

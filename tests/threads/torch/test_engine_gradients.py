@@ -256,7 +256,7 @@ def test_no_sync_and_then_a_step_without_another_backward(stage, own_backward):
 def test_boundaries_set_by_hand(stage, synchronised):
     """Two backward passes and one step, each pass with or without sync, and the engine told where the boundary is."""
 
-    def by_hand(communicator, model, config):
+    def user_grad_edits(communicator, model, config):
         engine = engine_for(model, config)
         for step in range(STEPS):
             for micro in range(2):
@@ -272,7 +272,7 @@ def test_boundaries_set_by_hand(stage, synchronised):
         return snapshot(engine.module)
 
     plain = train_plainly(2, STEPS, accumulation=2)
-    for params in on_threads(2, by_hand, parity_model, make_config(stage, zero=SMALL)):
+    for params in on_threads(2, user_grad_edits, parity_model, make_config(stage, zero=SMALL)):
         assert_close(params, plain.params)
 
 

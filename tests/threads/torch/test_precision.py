@@ -225,7 +225,7 @@ def test_plain_float32_lets_what_is_not_finite_through_as_torch_does(clip):
 @stages
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
-    def by_hand(communicator, module, config):
+    def user_grad_edits(communicator, module, config):
         engine = engine_for(module, config)
         for step in range(STEPS):
             for micro in range(accumulation):
@@ -235,7 +235,7 @@ def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
 
     config = make_config(stage, accumulation=accumulation, zero=SMALL, **fp16(loss_scale=64.0))
     ours = train_on_threads(2, config, STEPS).params
-    for theirs in on_threads(2, by_hand, parity_model, config):
+    for theirs in on_threads(2, user_grad_edits, parity_model, config):
         if accumulation == 1:
             assert_bitwise(theirs, ours)
         else:

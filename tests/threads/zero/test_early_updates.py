@@ -69,13 +69,13 @@ def delay(communicator: Any, condition: Callable[[int], None]) -> None:
 
 
 def note_publishing(step: Any, note: Callable[[int], None]) -> None:
-    publish = step.params.publish
+    publish = step.params.all_gather_updated
 
     def noted(index: int) -> None:
         publish(index)
         note(index)
 
-    step.params.publish = noted
+    step.params.all_gather_updated = noted
 
 
 @stages
@@ -158,7 +158,7 @@ def test_what_is_not_finite_goes_through_and_is_named_afterwards(stage):
             found["b1"].reshape(-1)[40] = np.inf
         accumulate(step, found)
         result = step.update([GROUP])
-        assert (result.applied, result.grad_norm, result.culprit) == (True, float("inf"), "b1")
+        assert (result.applied, result.grad_norm, result.first_nonfinite_param) == (True, float("inf"), "b1")
 
     run_threads(2, train, accelerator=NUMPY)
 
@@ -199,16 +199,16 @@ def test_half_an_update_is_neither_trained_on_nor_saved(tmp_path, stage, tier):
             step.update([GROUP])
         step.discard_gradients()
         uses: list[Callable[[], Any]] = [
-            lambda: step.begin_pass(reduce=True),
+            lambda: step.begin_backward(reduce=True),
             lambda: step.update([GROUP]),
-            lambda: list(step.owned_pieces()),
+            lambda: list(step.local_shards()),
         ]
         for use in uses:
             with pytest.raises(PolyaccelError, match=rf"{last} of \d+ buckets(.|\n)*cure: load the last checkpoint"):
                 use()
         assert set(step.steps.values()) == {1}
         lost.clear()
-        step.mend()  # as loading does
+        step.mark_consistent()  # as loading does
         accumulate(step, ones())
         assert step.update([GROUP]).applied
         assert set(step.steps.values()) == {2}

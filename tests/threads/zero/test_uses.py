@@ -16,14 +16,14 @@ from polyaccel.errors import CommError, InvariantError, ShardingError
 from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.gathering import Gathering
+from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.buckets.uses import Uses
-from polyaccel.zero.parts import Communicators
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
-from polyaccel.zero.plan.course import End
+from polyaccel.zero.plan.gather_schedule import SyncPoint
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import GatherPolicy, StepPolicy, ZeroPolicy
+from polyaccel.zero.resources import Communicators
 
 NUMEL = 12  # of a bucket: whole parts for two and three ranks
 COUNT = 5
@@ -53,13 +53,13 @@ class Rank:
         self.bound: set[int] = set()
         self.launched: set[int] = set()
         policy = GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **self.policy})
-        self.gathering = Gathering(
+        self.gathering = ParamUnsharder(
             *(places, policy, Communicators.plain(communicator)),
             lambda bucket, views: self.bound.add(bucket.index),
             lambda bucket: self.bound.discard(bucket.index),
             nullcontext,
         )
-        self.uses = Uses(
+        self.uses = GatherCoordinator(
             *(self.gathering, communicator, lambda index: index not in self.launched, self.launch),
             is_active=True,
             warn=False,
@@ -97,9 +97,9 @@ class Rank:
         self.launched.clear()
         before = len(self.log)
         self.play(forward)
-        self.uses.meet(End.FORWARD, learn=True)
+        self.uses.sync(SyncPoint.FORWARD, learn=True)
         self.play(backward)
-        self.uses.meet(End.BACKWARD, learn=True)
+        self.uses.sync(SyncPoint.BACKWARD, learn=True)
         told = self.communicator.all_gather_object(self.uses.has_deviated)
         self.uses.end_step(learn=any(told))
         assert (self.gathering.live_numel, self.gathering.kept_numel, self.bound) == (0, 0, set())
@@ -107,7 +107,7 @@ class Rank:
 
     def evaluate(self, text: str) -> None:
         self.play(text, learn=False)
-        self.uses.meet(End.EVALUATION, learn=False)
+        self.uses.sync(SyncPoint.EVALUATION, learn=False)
 
 
 def on_ranks(world: int, work: Any, **policy: int) -> list[Any]:
@@ -206,9 +206,9 @@ def test_failed_passes_are_not_learned():
         rank.play(of(0, 3))
         rank.uses.abandon()
         rank.play(of(0, 1))
-        rank.uses.meet(End.FORWARD, learn=True)
+        rank.uses.sync(SyncPoint.FORWARD, learn=True)
         rank.play(back(0, 1))
-        rank.uses.meet(End.BACKWARD, learn=True)
+        rank.uses.sync(SyncPoint.BACKWARD, learn=True)
         assert not rank.uses.has_deviated
         rank.uses.end_step(learn=False)
 
@@ -218,9 +218,9 @@ def test_failed_passes_are_not_learned():
 def test_ranks_at_different_ends_are_told():
     def work(rank: Rank) -> None:
         if rank.communicator.rank == 1:
-            rank.uses.meet(End.FORWARD, learn=True)
+            rank.uses.sync(SyncPoint.FORWARD, learn=True)
         else:
-            rank.uses.meet(End.EVALUATION, learn=False)
+            rank.uses.sync(SyncPoint.EVALUATION, learn=False)
 
     wanted = r"ranks \[0, 2\] have come to the end of an evaluation; ranks \[1\] have come to the end of a forward pass"
     with pytest.raises(CommError, match=wanted):

@@ -18,12 +18,12 @@ from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
-from polyaccel.zero.parts import Communicators, StepParts, Tiers
+from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.bucket_plan import plan_step
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import DEFAULT_PRECISION, Precision, ReductionPolicy, StepPolicy, ZeroPolicy
 from polyaccel.zero.plan.traffic import exchanges_of, step_traffic
-from polyaccel.zero.step import ZeroStep
+from polyaccel.zero.resources import Communicators, StepResources, Tiers
 from polyaccel.zero.update.optimizers import slice_optimizer
 
 NUMPY = CpuAccelerator("numpy")
@@ -75,10 +75,10 @@ def test_gradients_in_any_order_on_any_rank(stage, overlap, in_flight):
         def passes(step):
             for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [3, 3, 1, 0], [1, 4]):  # what is learnt is wrong next time
                 chosen = [list(SHAPES)[(index + communicator.rank) % 5] for index in order]
-                step.begin_pass(reduce=True)
+                step.begin_backward(reduce=True)
                 for fqn in chosen:
                     step.add_gradient(fqn, NUMPY.wrap(np.full(SHAPES[fqn], 0.25, dtype=np.float32).reshape(-1)))
-                step.end_pass()
+                step.end_backward()
 
         return applied(communicator, stage, passes, overlap=overlap, max_in_flight=in_flight)
 
@@ -170,13 +170,13 @@ def test_an_overflow_is_skipped_by_all_and_named(stage):
             found["b1"].reshape(-1)[40] = np.inf
         accumulate(step, found)
         result = step.update([GROUP], loss_scale=4.0)
-        assert (result.applied, result.culprit) == (False, "b1")
+        assert (result.applied, result.first_nonfinite_param) == (False, "b1")
         for fqn, value in initial().items():
             np.testing.assert_array_equal(params[fqn], value)
         assert not any(bucket.has_content for bucket in step.gradient_buckets())
         accumulate(step, ones(4.0))
         result = step.update([GROUP], loss_scale=4.0)
-        assert (result.applied, result.culprit) == (True, None)
+        assert (result.applied, result.first_nonfinite_param) == (True, None)
         assert result.grad_norm == pytest.approx(sum(value.size for value in found.values()) ** 0.5)
         assert set(step.steps.values()) == {1}
 
@@ -192,7 +192,7 @@ def test_deferred_publishing_is_waited_for_bucket_by_bucket(stage):
         pending = set(step.params.arriving)
         assert pending == (set() if stage == 0 else {bucket.index for bucket in step.layout.buckets})
         for bucket in step.layout.buckets:
-            step.params.wait_published(bucket.index)
+            step.params.wait_all_gather(bucket.index)
             assert all(np.isfinite(params[slot.param.fqn]).all() for slot in bucket.slots)
             pending.discard(bucket.index)
             assert set(step.params.arriving) == pending
@@ -207,8 +207,8 @@ def test_owned_pieces_cover_every_element_once_and_needed_ones_all_that_is_held(
     def pieces(communicator, stage):
         step, _ = make_step(communicator, stage, StepPolicy(), bucket_numel=64)
         kinds = ("param", "exp_avg", "exp_avg_sq")
-        owned = [(slot.param.fqn, kind, start, buffer.numel) for slot, kind, start, buffer in step.owned_pieces()]
-        needed = [(slot.param.fqn, kind, start, buffer.numel) for slot, kind, start, buffer in step.needed_pieces()]
+        owned = [(slot.param.fqn, kind, start, buffer.numel) for slot, kind, start, buffer in step.local_shards()]
+        needed = [(slot.param.fqn, kind, start, buffer.numel) for slot, kind, start, buffer in step.shards_to_load()]
         assert {kind for _, kind, _, _ in owned} == set(kinds)
         assert (
             set(owned) == set(needed)
@@ -230,9 +230,9 @@ def test_owned_pieces_cover_every_element_once_and_needed_ones_all_that_is_held(
 def test_a_failed_pass_must_be_discarded():
     def train(communicator):
         step, _ = make_step(communicator, 2, StepPolicy(), bucket_numel=64)
-        step.begin_pass(reduce=True)
+        step.begin_backward(reduce=True)
         step.add_gradient("w2", NUMPY.wrap(np.ones(41, dtype=np.float32)))
-        step.abandon_pass()
+        step.abort_backward()
         with pytest.raises(PolyaccelError, match="gradients are incomplete"):
             step.update([GROUP])
         step.discard_gradients()
@@ -245,6 +245,6 @@ def test_a_failed_pass_must_be_discarded():
 def test_a_layout_for_other_ranks_is_refused():
     communicator = LocalWorld(1, NUMPY).communicators[0]
     layout = plan_layout([], mesh=Mesh.flat(2), max_bucket_numel=1)
-    parts = StepParts(NUMPY, Communicators.plain(communicator), Tiers.around(DeviceTier()))
+    parts = StepResources(NUMPY, Communicators.plain(communicator), Tiers.around(DeviceTier()))
     with pytest.raises(InvariantError, match="layout for 2 ranks, communicator of 1"):
-        ZeroStep(plan_step(layout, ZeroPolicy.of_stage(0), StepPolicy()), parts, Views(communicator), None, [])
+        ZeroEngine(plan_step(layout, ZeroPolicy.of_stage(0), StepPolicy()), parts, Views(communicator), None, [])

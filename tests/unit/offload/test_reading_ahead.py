@@ -24,13 +24,13 @@ from polyaccel.offload.state_file import StateFile
 from polyaccel.offload.tier import Fetch, TierOptions
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.gathering import Gathering
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.parts import Communicators
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
-from polyaccel.zero.plan.course import End, Kind, event, merge_courses
+from polyaccel.zero.plan.gather_schedule import EventKind, SyncPoint, event, merge_schedules
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import GatherPolicy, StepPolicy, ZeroPolicy
+from polyaccel.zero.resources import Communicators
 
 NUMEL = 64
 HOST = CpuAccelerator("numpy")
@@ -79,7 +79,7 @@ class Disk(DeviceTier):
         return told
 
 
-def make(communicator: Any, count: int, **policy: int) -> tuple[Gathering, Disk]:
+def make(communicator: Any, count: int, **policy: int) -> tuple[ParamUnsharder, Disk]:
     """`count` buckets of 64 elements, all of which have the value of their index; the shards are on the disk."""
     disk = Disk()
     params = [ParamSpec(str(index), (NUMEL,), F32) for index in range(count)]
@@ -99,34 +99,34 @@ def make(communicator: Any, count: int, **policy: int) -> tuple[Gathering, Disk]
 
     communicator.all_gather = noted
     bounds = GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy})
-    return Gathering(
+    return ParamUnsharder(
         places, bounds, Communicators.plain(communicator), lambda *_: None, lambda *_: None, nullcontext
     ), disk
 
 
-def pass_by(gathering: Gathering, kind: Kind, index: int) -> None:
+def pass_by(gathering: ParamUnsharder, kind: EventKind, index: int) -> None:
     """If that is what the course has next."""
-    if gathering.course.peek() == event(kind, index):
-        gathering.course.step()
+    if gathering.schedule.peek() == event(kind, index):
+        gathering.schedule.step()
 
 
-def expect(gathering: Gathering, units: Sequence[Sequence[int]]) -> None:
+def expect(gathering: ParamUnsharder, units: Sequence[Sequence[int]]) -> None:
     """A step begins that is known to use these units."""
     gathering.end_step()
-    events = [event(kind, index) for unit in units for kind in (Kind.HOLD, Kind.DROP) for index in unit]
-    gathering.course.begin_step(merge_courses((), [[(End.FORWARD, tuple(events))]]))
+    events = [event(kind, index) for unit in units for kind in (EventKind.UNSHARD, EventKind.RESHARD) for index in unit]
+    gathering.schedule.begin_step(merge_schedules((), [[(SyncPoint.FORWARD, tuple(events))]]))
 
 
-def use(gathering: Gathering, disk: Disk, *indices: int) -> None:
+def use(gathering: ParamUnsharder, disk: Disk, *indices: int) -> None:
     """A unit computes with these buckets."""
     for index in indices:
-        pass_by(gathering, Kind.HOLD, index)
-        gathering.hold(index, ahead=True)
+        pass_by(gathering, EventKind.UNSHARD, index)
+        gathering.unshard(index, ahead=True)
     disk.log.append("compute")
     for index in indices:
         assert set(gathering.full(index).raw.tolist()) == {float(index)}
-        pass_by(gathering, Kind.DROP, index)
-        gathering.drop(index)
+        pass_by(gathering, EventKind.RESHARD, index)
+        gathering.reshard(index)
 
 
 def test_the_next_unit_is_read_while_one_computes_and_gathered_when_it_begins():
@@ -169,7 +169,7 @@ def test_what_was_read_for_nothing_is_let_go():
         use(gathering, disk, 0)
         assert disk.under_way == 2
         assert gathering.live_numel == 2 * NUMEL
-        assert gathering.whole_or_none(1) is None  # somebody writes to the shard
+        assert gathering.unsharded_or_none(1) is None  # somebody writes to the shard
         assert (disk.under_way, gathering.live_numel) == (1, NUMEL)
         gathering.end_step()
         assert (disk.under_way, gathering.live_numel) == (0, 0)
@@ -187,7 +187,7 @@ def test_a_shard_that_cannot_be_read_is_an_error_and_never_taken_for_whole():
         disk.broken.add(1)
         for _ in range(2):
             with pytest.raises(OffloadError, match="shard 1 cannot be read"):
-                gathering.hold(1)
+                gathering.unshard(1)
             assert not gathering.is_whole(1)
         assert (gathering.live_numel, disk.under_way) == (0, 0)
         disk.broken.clear()
@@ -214,14 +214,14 @@ def test_ranks_gather_in_one_order_whatever_is_asked(data):
         for step in program:
             held: list[int] = []
             for index, drops in step:
-                gathering.hold(index, ahead=True)
+                gathering.unshard(index, ahead=True)
                 held.append(index)
                 assert set(gathering.full(index).raw.tolist()) == {float(index)}
                 assert gathering.live_numel <= max(bound, len(set(held)) * NUMEL)
                 if drops:
-                    gathering.drop(held.pop(0))
+                    gathering.reshard(held.pop(0))
             while held:
-                gathering.drop(held.pop())
+                gathering.reshard(held.pop())
             expect(gathering, [[index] for index, _ in step])
             assert (gathering.live_numel, disk.under_way) == (0, 0)
 

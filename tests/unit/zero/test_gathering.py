@@ -14,13 +14,13 @@ from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType, ParamSpec
-from polyaccel.zero.buckets.gathering import Gathering
 from polyaccel.zero.buckets.sharded_bucket import ShardedBucket
-from polyaccel.zero.parts import Communicators
+from polyaccel.zero.buckets.unshard import ParamUnsharder
 from polyaccel.zero.plan.bucket_plan import plan_step
-from polyaccel.zero.plan.course import End, Kind, event, merge_courses
+from polyaccel.zero.plan.gather_schedule import EventKind, SyncPoint, event, merge_schedules
 from polyaccel.zero.plan.layout import plan_layout
 from polyaccel.zero.plan.policy import GatherPolicy, StepPolicy, ZeroPolicy
+from polyaccel.zero.resources import Communicators
 
 NUMEL = 64
 
@@ -36,7 +36,7 @@ class Recorder:
         return told
 
 
-def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
+def make(communicator, count: int, **policy) -> tuple[ParamUnsharder, Recorder]:
     """`count` buckets of 64 elements, whose elements all have the value of their index."""
     params = [ParamSpec(str(index), (NUMEL,), DType.FLOAT32) for index in range(count)]
     layout = plan_layout(params, mesh=Mesh.flat(communicator.world_size), max_bucket_numel=NUMEL)
@@ -47,7 +47,7 @@ def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
         own.fill(float(bucket.index))
         places.append(ShardedBucket(plan, own, None))
     recorder = Recorder()
-    gathering = Gathering(
+    gathering = ParamUnsharder(
         places,
         GatherPolicy(**{"max_live_numel": 10**9, "prefetch_numel": 0, "max_reuse_numel": 0, **policy}),
         Communicators.plain(communicator),
@@ -58,26 +58,26 @@ def make(communicator, count: int, **policy) -> tuple[Gathering, Recorder]:
     return gathering, recorder
 
 
-def hold(gathering: Gathering, index: int) -> None:
+def hold(gathering: ParamUnsharder, index: int) -> None:
     """As the course says, if it does."""
-    if gathering.course.peek() == event(Kind.HOLD, index):
-        gathering.course.step()
-    gathering.hold(index, ahead=True)
+    if gathering.schedule.peek() == event(EventKind.UNSHARD, index):
+        gathering.schedule.step()
+    gathering.unshard(index, ahead=True)
 
 
-def use(gathering: Gathering, *indices: int) -> None:
+def use(gathering: ParamUnsharder, *indices: int) -> None:
     for index in indices:
         hold(gathering, index)
-        if gathering.course.peek() == event(Kind.DROP, index):
-            gathering.course.step()
-        gathering.drop(index)
+        if gathering.schedule.peek() == event(EventKind.RESHARD, index):
+            gathering.schedule.step()
+        gathering.reshard(index)
 
 
-def expect(gathering: Gathering, *indices: int) -> None:
+def expect(gathering: ParamUnsharder, *indices: int) -> None:
     """A step begins that is known to use these buckets."""
     gathering.end_step()
-    events = tuple(event(kind, index) for index in indices for kind in (Kind.HOLD, Kind.DROP))
-    gathering.course.begin_step(merge_courses((), [[(End.FORWARD, events)]]))
+    events = tuple(event(kind, index) for index in indices for kind in (EventKind.UNSHARD, EventKind.RESHARD))
+    gathering.schedule.begin_step(merge_schedules((), [[(SyncPoint.FORWARD, events)]]))
 
 
 def on_two_ranks(work, *args):
@@ -87,18 +87,18 @@ def on_two_ranks(work, *args):
 def test_holds_nest_and_the_last_one_frees():
     def work(communicator):
         gathering, recorder = make(communicator, 2)
-        gathering.hold(1)
-        gathering.hold(1)
+        gathering.unshard(1)
+        gathering.unshard(1)
         assert recorder.take() == "+1"
         assert gathering.full(1).raw.tolist() == [1.0] * NUMEL
-        gathering.drop(1)
+        gathering.reshard(1)
         assert (recorder.take(), gathering.live_numel) == ("", NUMEL)
-        gathering.drop(1)
+        gathering.reshard(1)
         assert (recorder.take(), gathering.live_numel) == ("-1", 0)
         with pytest.raises(ShardingError, match="bucket 1 is sharded at present"):
             gathering.full(1)
         with pytest.raises(InvariantError, match="bucket 1 was dropped more often than held"):
-            gathering.drop(1)
+            gathering.reshard(1)
 
     on_two_ranks(work)
 
@@ -204,17 +204,17 @@ def test_whatever_is_asked_in_whatever_order(data):
         used: list[int] = []
         for _ in range(data.draw(st.integers(0, 8))):
             if held and data.draw(st.booleans()):
-                gathering.drop(held.pop())
+                gathering.reshard(held.pop())
             else:
                 index = data.draw(st.integers(0, 4))
-                gathering.hold(index, ahead=data.draw(st.booleans()))
+                gathering.unshard(index, ahead=data.draw(st.booleans()))
                 used.append(index)
                 held.append(index)
             for index in held:
                 assert gathering.full(index).raw[0] == index
             assert gathering.live_numel <= max(bound, len(set(held)) * NUMEL)
         while held:
-            gathering.drop(held.pop())
+            gathering.reshard(held.pop())
         expect(gathering, *used)
         assert gathering.live_numel == 0
 
@@ -223,15 +223,15 @@ def test_memory_that_somebody_keeps_is_not_lent_again():
     def work(communicator):
         gathering, _ = make(communicator, 2)
         use(gathering, 0)
-        gathering.hold(0)
+        gathering.unshard(0)
         kept = gathering.full(0).raw[:3]
-        gathering.drop(0)
-        gathering.hold(1)
+        gathering.reshard(0)
+        gathering.unshard(1)
         assert kept.tolist() == [0.0, 0.0, 0.0]
         assert kept.data_ptr() != gathering.full(1).raw.data_ptr()
         pointer = gathering.full(1).raw.data_ptr()
-        gathering.drop(1)
-        gathering.hold(0)
+        gathering.reshard(1)
+        gathering.unshard(0)
         assert gathering.full(0).raw.data_ptr() == pointer  # nobody keeps that one
 
     on_two_ranks(work)
@@ -240,7 +240,7 @@ def test_memory_that_somebody_keeps_is_not_lent_again():
 def test_a_single_rank_gathers_nothing():
     def work(communicator):
         gathering, _ = make(communicator, 2)
-        gathering.hold(1)
+        gathering.unshard(1)
         return gathering.full(1).raw.data_ptr() == gathering._buckets[1].own.raw.data_ptr()
 
     assert run_threads(1, work) == [True]
@@ -249,12 +249,12 @@ def test_a_single_rank_gathers_nothing():
 def test_a_look_binds_nothing():
     def work(communicator):
         gathering, recorder = make(communicator, 2, max_live_numel=NUMEL)
-        with gathering.peek(1) as whole:
+        with gathering.unsharded_view(1) as whole:
             assert whole.raw.tolist() == [1.0] * NUMEL
             assert gathering.live_numel == NUMEL
         assert (gathering.live_numel, recorder.take()) == (0, "")
-        gathering.hold(0)
-        with gathering.peek(0) as whole:
+        gathering.unshard(0)
+        with gathering.unsharded_view(0) as whole:
             assert whole is gathering.full(0)
         assert gathering.is_whole(0)
 
@@ -264,7 +264,7 @@ def test_a_look_binds_nothing():
 def test_new_values_are_gathered_again_where_they_are_in_use():
     def work(communicator):
         gathering, recorder = make(communicator, 2)
-        gathering.hold(0)
+        gathering.unshard(0)
         recorder.take()
         for index in (0, 1):
             gathering._buckets[index].own.fill(7.0 + communicator.rank)
@@ -279,14 +279,14 @@ def test_new_values_are_gathered_again_where_they_are_in_use():
 def test_an_update_waits_for_nobody_who_holds():
     def work(communicator):
         gathering, _ = make(communicator, 3)
-        gathering.hold(2)
+        gathering.unshard(2)
         with pytest.raises(ShardingError, match=r"buckets \[2\] are gathered and in use"):
             gathering.end_step()
         with pytest.raises(ShardingError, match=r"buckets \[2\] are gathered and in use"):
             gathering.suspend()
-        gathering.drop(2)
+        gathering.reshard(2)
         gathering.suspend()
         with pytest.raises(ShardingError, match="parameters are offloaded"):
-            gathering.hold(0)
+            gathering.unshard(0)
 
     on_two_ranks(work)

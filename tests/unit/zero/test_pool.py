@@ -23,7 +23,7 @@ def test_the_smallest_buffer_that_fits_serves_again() -> None:
     addresses = large.data_ptr(), small.data_ptr()
     lender.release(large)
     lender.release(small)
-    assert lender.lent_count == 0
+    assert lender.in_use_count == 0
     again = lender.acquire(40, DType.FLOAT32)
     assert (again.numel, again.data_ptr()) == (40, addresses[1])
     assert lender.acquire(40, DType.FLOAT32).data_ptr() == addresses[0]

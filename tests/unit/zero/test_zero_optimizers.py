@@ -15,8 +15,8 @@ from polyaccel.offload.tier import TierOptions
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.buckets.rounding import WeightRounding
 from polyaccel.zero.plan.layout import Slice, plan_layout
+from polyaccel.zero.update.optimizer_step import find_runs
 from polyaccel.zero.update.optimizers import Shard, slice_optimizer
-from polyaccel.zero.update.walk import find_runs
 
 NUMPY = CpuAccelerator("numpy")
 SIZES = st.lists(st.integers(0, 90), min_size=1, max_size=6)

@@ -16,8 +16,8 @@ from polyaccel.engine.base import Engine
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.states.custom_loading import CustomLoading
+from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
-from polyaccel.zero.update.walk import StepResult
 from polyaccel_deepspeed.engine.figures import GradNorm, ThroughputTimer
 from polyaccel_deepspeed.engine.loader import DeepSpeedDataLoader
 from polyaccel_deepspeed.engine.monitor import step_events
@@ -197,7 +197,7 @@ class DeepSpeedEngine(Settings, TorchEngine):
             write_recovery_script(self.runtime.storage(str(save_dir)))
         return done
 
-    def _require_whole_step(self) -> None:
+    def _require_whole_optimizer_step(self) -> None:
         """Warn, in place of an error, of a save in an unfinished accumulation: the checkpoint is without its gradients,
         and a run that loads it begins the accumulation again. This run goes on with them."""
         if self.zero.holds_gradients and self.communicator.rank == 0:
@@ -254,8 +254,8 @@ class DeepSpeedEngine(Settings, TorchEngine):
         """
         with self.no_sync():
             yield
-        self.zero.begin_pass(reduce=True)
-        self.zero.end_pass()
+        self.zero.begin_backward(reduce=True)
+        self.zero.end_backward()
 
     # The module.
 

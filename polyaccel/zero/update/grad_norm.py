@@ -6,7 +6,7 @@ neither the norm nor the clip factor depends on how parameters are cut, or on wh
 [Note: One small all-reduce]
 At the end of a step each rank knows for each parameter whether it got a gradient here, for each bucket whether
 gradients came too late for its reduction, whether somebody may have changed parameters by hand, and whether the step
-took another course than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on
+took another schedule than the last one (`Flags`). That is known without any gradient's value, so it can be agreed on
 while reductions are under way. The squared norm of each parameter's slice here is known when all of them have ended;
 overflow and the culprit's name follow from it. Both travel as vectors of float64, through one small all-reduce where an
 update must know the norm before it begins and through one each where it need not. What ranks decide follows from those
@@ -28,7 +28,7 @@ from polyaccel.ops.base import SQUARE_SUMS
 from polyaccel.types import DType
 from polyaccel.zero.buckets.gradients import GradientBucket
 from polyaccel.zero.plan.layout import ShardLayout
-from polyaccel.zero.update.by_hand import ByHand, require_alike, require_equal, require_shown_whole
+from polyaccel.zero.update.user_grad_edits import UserGradEdits, require_equal, require_same_edits, require_shown_whole
 
 
 def allocate_sums(accelerator: Accelerator, communicator: Communicator, count: int) -> Buffer:
@@ -84,11 +84,11 @@ def write_sums(sums: Buffer, values: array[float]) -> None:
 class GradientNorm:
     """The norm of all ranks' gradients, loss scale divided out.
 
-    `culprit` is the first parameter, in layout order, whose gradient is not finite.
+    `first_nonfinite_param` is the first parameter, in layout order, whose gradient is not finite.
     """
 
     norm: float
-    culprit: str | None
+    first_nonfinite_param: str | None
 
     @classmethod
     def of(cls, squares: Sequence[float], layout: ShardLayout, loss_scale: float) -> GradientNorm:
@@ -102,7 +102,7 @@ class GradientNorm:
 
     @property
     def overflow(self) -> bool:
-        return self.culprit is not None
+        return self.first_nonfinite_param is not None
 
     def clip_factor(self, max_norm: float) -> float:
         """The factor that brings the norm to at most `max_norm`; 1 when that is 0 (off).
@@ -129,14 +129,14 @@ class Flags:
     has_changes: bool = False
     """Parameters may have been changed by hand."""
     has_deviated: bool = False
-    """Buckets were used in another way than the course of the step says."""
+    """Buckets were used in another way than the schedule of the step says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
-    """`touched` holds the parameters with a gradient on some rank, `late_buckets` where one came late on some rank."""
+class ReadyGrads:
+    """`params` holds the parameters with a gradient on some rank, `late_buckets` where one came late on some rank."""
 
-    touched: frozenset[str]
+    params: frozenset[str]
     late_buckets: tuple[int, ...]
     flags: Flags
 
@@ -144,7 +144,7 @@ class Arrivals:
 _NO_FLAGS = Flags()
 
 
-class GradientFacts:
+class GradNormReducer:
     """The exchange between ranks of what each knows of the gradients in `buckets`. The methods that begin with
     `agree` are collective."""
 
@@ -161,10 +161,10 @@ class GradientFacts:
         self.buckets = buckets
         self._communicator = communicator
         self._accelerator = accelerator
-        self.by_hand = ByHand()
+        self.user_grad_edits = UserGradEdits()
         """What user code on this rank did to gradients since the last update."""
 
-    def agree_on_arrivals(self, flags: Flags = _NO_FLAGS) -> Arrivals:
+    def agree_on_arrivals(self, flags: Flags = _NO_FLAGS) -> ReadyGrads:
         """Which gradients arrived. Waits for no gradient but late ones, which are reduced on the way.
 
         `flags` are this rank's. Raises ShardingError where user code on different ranks did different things to
@@ -178,7 +178,9 @@ class GradientFacts:
         """The norm over all ranks, where `sums` has the gradients of all buckets."""
         return self._of_all(self._exchange(sums.read(), "norms"), loss_scale)
 
-    def agree_on_everything(self, loss_scale: float, flags: Flags, *, measure: bool) -> tuple[Arrivals, GradientNorm]:
+    def all_reduce_norm_and_flags(
+        self, loss_scale: float, flags: Flags, *, measure: bool
+    ) -> tuple[ReadyGrads, GradientNorm]:
         """Both at once, where all reductions have ended. Unless `measure`, the norm is 0."""
         count = len(self._layout.params)
         values = self._exchange(self._sums(measure).read() + self._counts(flags), "norms and arrivals")
@@ -195,8 +197,8 @@ class GradientFacts:
         own = GradientNorm.of(squares, self._layout, loss_scale)
         if self._beyond is None:
             return own
-        total = fsum(squares) if own.culprit is None else own.norm
-        told = self._beyond.all_gather_object([total, own.culprit or ""])
+        total = fsum(squares) if own.first_nonfinite_param is None else own.norm
+        told = self._beyond.all_gather_object([total, own.first_nonfinite_param or ""])
         culprit = next((name for _, name in told if name), None)
         if culprit is None:
             return GradientNorm(_float32(sqrt(fsum(square for square, _ in told)) / loss_scale), None)
@@ -225,30 +227,32 @@ class GradientFacts:
         whether user code did something to gradients."""
         count = len(self._layout.params)
         flags = array("d", bytes(8 * (count + len(self.buckets) + 3)))
-        flags[-3:] = array("d", (own.has_changes, own.has_deviated, bool(self.by_hand)))
+        flags[-3:] = array("d", (own.has_changes, own.has_deviated, bool(self.user_grad_edits)))
         for index, gradients in enumerate(self.buckets):
             for slot, touched in zip(gradients.bucket.slots, gradients.touched, strict=True):
                 flags[self._layout.position[slot.param.fqn]] = touched
             flags[count + index] = gradients.has_late
         return flags
 
-    def _interpret(self, flags: array[float]) -> Arrivals:
+    def _interpret(self, flags: array[float]) -> ReadyGrads:
         names = [param.fqn for param in self._layout.params]
         late = tuple(index for index, flag in enumerate(flags[len(names) : -3]) if flag)
         has_changes, has_deviated, is_by_hand = map(bool, flags[-3:])
         if is_by_hand and self._communicator.world_size > 1:
             self._compare_by_hand(names, late)
         touched = frozenset(name for name, arrived in zip(names, flags, strict=False) if arrived)
-        return Arrivals(touched, late, Flags(has_changes, has_deviated))
+        return ReadyGrads(touched, late, Flags(has_changes, has_deviated))
 
     def _compare_by_hand(self, names: list[str], late: tuple[int, ...]) -> None:
-        """See `zero.update.by_hand`."""
+        """See `zero.update.user_grad_edits`."""
         ranks = self._communicator.world_size
-        counts = self._exchange(self.by_hand.counts(names, [each.bucket.index for each in self.buckets]), "by hand")
+        counts = self._exchange(
+            self.user_grad_edits.counts(names, [each.bucket.index for each in self.buckets]), "by hand"
+        )
         require_shown_whole(late, counts[2 * len(names) :], [each.bucket.slots[0].param.fqn for each in self.buckets])
-        require_alike(counts, names, ranks)
+        require_same_edits(counts, names, ranks)
         written = [(each, slot.param.fqn) for each in self.buckets for slot in each.bucket.slots]
-        written = [(each, fqn) for each, fqn in written if fqn in self.by_hand.written]
+        written = [(each, fqn) for each, fqn in written if fqn in self.user_grad_edits.written]
         replicated = [(each, fqn) for each, fqn in written if each.result().numel == each.bucket.numel]
         if replicated:
             mine = self._squares_of(replicated)
@@ -269,7 +273,7 @@ class GradientFacts:
         values = sums.read()
         return [values[self._layout.position[fqn]] for _, fqn in written]
 
-    def _reduce_late(self, arrivals: Arrivals) -> None:
+    def _reduce_late(self, arrivals: ReadyGrads) -> None:
         for index in arrivals.late_buckets:
             self.buckets[index].reduce_late()
 

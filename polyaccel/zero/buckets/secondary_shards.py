@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.work import Work
-from polyaccel.zero.parts import Communicators
 from polyaccel.zero.plan.bucket_plan import BucketPlan
 from polyaccel.zero.plan.layout import Bucket
+from polyaccel.zero.resources import Communicators
 
 
-class SecondCopies:
+class SecondaryShards:
     """This rank's slices of gathered buckets. See [Note: Second copies]. It keeps nothing where no ranks are near."""
 
     def __init__(self, communicators: Communicators) -> None:
@@ -32,7 +32,7 @@ class SecondCopies:
 
     def keep(self, plan: BucketPlan, full: Buffer, *, is_exact: bool) -> None:
         """Keep this rank's slice of `full`, the gathered bucket of `plan`, unless it is kept already."""
-        index, second, near = plan.bucket.index, plan.second, self._communicators.of(plan.bucket).near
+        index, second, near = plan.bucket.index, plan.second, self._communicators.of(plan.bucket).hpz_group
         if near is None or second is None or index in self._kept:
             return
         own = self._slices.get(index)
@@ -43,7 +43,7 @@ class SecondCopies:
 
     def gather(self, bucket: Bucket, full: Buffer, *, exact: bool, async_op: bool) -> Work | None:
         """Start to gather the bucket into `full`; None if it is not kept, or not in exact values that are asked for."""
-        near = self._communicators.of(bucket).near
+        near = self._communicators.of(bucket).hpz_group
         if near is None or bucket.index not in self._kept or (exact and not self._kept[bucket.index]):
             return None
         own = self._slices[bucket.index]

@@ -6,15 +6,16 @@ Gathered memory serves the next bucket as soon as it is free. Somebody may still
 of references to it, and left to its holder instead.
 
 [Note: Holds]
-The ranks together hold a bucket (`hold`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
-freed at once, or kept while its next use is near. What "near" means follows from the course that the step follows,
+The ranks together hold a bucket (`unshard`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
+freed at once, or kept while its next use is near. What "near" means follows from the schedule that the step follows,
 which gives prefetching its targets and tells how many elements will be held before a bucket is needed once more. Every
 rank makes the same holds and drops in the same order, so every rank decides alike.
 
 [Note: What a rank keeps]
-Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`; `zero.buckets.uses` makes
-holds of them that all ranks follow). What the ranks free while one of them still uses it stays with that rank, bound to
-its parameters, until it is done; nobody else knows of it, so it counts nowhere.
+Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`;
+`zero.buckets.gather_coordinator` makes holds of them that all ranks follow). What the ranks free while one of them
+still uses it stays with that rank, bound to its parameters, until it is done; nobody else knows of it, so it counts
+nowhere.
 
 [Note: Reading ahead]
 A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own
@@ -33,16 +34,16 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.work import DoneWork, Work
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.offload.tier import DoneFetch, Fetch
-from polyaccel.zero.buckets.reuse import SecondCopies
-from polyaccel.zero.buckets.sharded_bucket import KeptBucket, ShardedBucket
-from polyaccel.zero.parts import Communicators
-from polyaccel.zero.plan.course import Course
+from polyaccel.zero.buckets.secondary_shards import SecondaryShards
+from polyaccel.zero.buckets.sharded_bucket import RetainedBucket, ShardedBucket
+from polyaccel.zero.plan.gather_schedule import GatherSchedule
 from polyaccel.zero.plan.layout import Bucket
 from polyaccel.zero.plan.policy import GatherPolicy
 from polyaccel.zero.plan.pool import BufferPool
+from polyaccel.zero.resources import Communicators
 
 
-class Gathering:
+class ParamUnsharder:
     """Makes sharded `buckets` whole and frees them again.
 
     `on_bound(bucket, slots)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
@@ -61,12 +62,12 @@ class Gathering:
         self._buckets = {place.bucket.index: place for place in buckets}
         self._policy = policy
         self._communicators = communicators
-        self.second = SecondCopies(communicators)
+        self.second = SecondaryShards(communicators)
         self._on_bound = on_bound
         self._on_freed = on_freed
         self._waiting = waiting
         self.pool = BufferPool(communicators.world.allocate, policy.max_live_numel)
-        self.course = Course({index: place.bucket.numel for index, place in self._buckets.items()})
+        self.schedule = GatherSchedule({index: place.bucket.numel for index, place in self._buckets.items()})
         self.live_numel = 0
         """Elements gathered at present, those under way included; the same on all ranks."""
         self.kept_numel = 0
@@ -81,7 +82,7 @@ class Gathering:
         """Grows with every hold that follows a drop: each period works on other units than the one before."""
         self._has_dropped = False
         if not buckets:
-            communicators.say_nothing_is_gathered()
+            communicators.log_ignored_gather_options()
 
     def __contains__(self, index: int) -> bool:
         return index in self._buckets
@@ -107,7 +108,7 @@ class Gathering:
         place = self._buckets[index]
         return place.is_exact if place.kept is None else place.kept.is_exact
 
-    def whole_or_none(self, index: int) -> Buffer | None:
+    def unsharded_or_none(self, index: int) -> Buffer | None:
         """The bucket if it stands somewhere as a whole, held or not; a gather under way is waited for, and a shard
         under way is forgotten."""
         place = self._buckets[index]
@@ -145,9 +146,9 @@ class Gathering:
 
     # Holds by all ranks.
 
-    def hold(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
-        """Make bucket `index` whole until a matching `drop`. Collective. `ahead`: then gather what the course has next.
-        `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
+    def unshard(self, index: int, *, ahead: bool = False, exact: bool = False) -> None:
+        """Make bucket `index` whole until a matching `reshard`. Collective. `ahead`: then gather what the schedule has
+        next. `exact`: a user reads or changes values, so that quantised ones will not do. Raises ShardingError while
         gathering is suspended."""
         place = self._buckets[index]
         self._require_active(index)
@@ -172,8 +173,9 @@ class Gathering:
             place.holds -= 1  # whoever failed to get it will not drop it
             raise
 
-    def drop(self, index: int, *, keep: bool = True) -> None:
-        """Undo one `hold`. The bucket is freed with its last hold, unless it may be kept and its next use is near."""
+    def reshard(self, index: int, *, keep: bool = True) -> None:
+        """Undo one `unshard`. The bucket is freed with its last hold, unless it may be kept and its next use is
+        near."""
         place = self._buckets[index]
         if place.holds == 0:
             raise InvariantError(f"bucket {index} was dropped more often than held", value=index)
@@ -199,7 +201,7 @@ class Gathering:
         self.second.forget(index)
 
     @contextmanager
-    def peek(self, index: int) -> Iterator[Buffer]:
+    def unsharded_view(self, index: int) -> Iterator[Buffer]:
         """The whole bucket in exact values, to be read at once, while the frontend sees its parameters where they are.
         Collective, unless it is whole already."""
         place = self._buckets[index]
@@ -267,20 +269,20 @@ class Gathering:
         self.free_idle()
 
     def _is_worth_keeping(self, index: int) -> bool:
-        near = self.course.distance(index) <= self._policy.max_reuse_numel
+        near = self.schedule.distance(index) <= self._policy.max_reuse_numel
         return near and self.live_numel + self.apart_numel <= self._policy.max_live_numel
 
     def _make_room(self, numel: int) -> None:
         """Free idle buckets, those needed last first, until `numel` more elements fit; what is held stays."""
         idle = [index for index, place in self._buckets.items() if place.holds == 0 and place.full is not None]
-        idle.sort(key=self.course.distance)
+        idle.sort(key=self.schedule.distance)
         while idle and self.live_numel + self.apart_numel + numel > self._policy.max_live_numel:
             self._free(self._buckets[idle.pop()])
 
     def _prefetch(self) -> None:
         """Begin with what comes next, then gather what was begun before. See [Note: Reading ahead]."""
-        begun = [self._buckets[index] for index in self.course.upcoming() if self._buckets[index].fetch is not None]
-        for index in self.course.upcoming():
+        begun = [self._buckets[index] for index in self.schedule.upcoming() if self._buckets[index].fetch is not None]
+        for index in self.schedule.upcoming():
             place = self._buckets[index]
             if place.full is not None:
                 continue
@@ -378,7 +380,7 @@ class Gathering:
             place.fetch = None
             self._give_back(place, place.full, place.references)
         elif place.uses:
-            place.kept = KeptBucket(place.full, place.references, place.is_exact)
+            place.kept = RetainedBucket(place.full, place.references, place.is_exact)
             self.kept_numel += place.bucket.numel
         else:
             self._on_freed(place.bucket)
@@ -386,7 +388,7 @@ class Gathering:
         place.full = None
         self._count_live(-place.bucket.numel)
 
-    def _let_go(self, place: ShardedBucket, kept: KeptBucket) -> None:
+    def _let_go(self, place: ShardedBucket, kept: RetainedBucket) -> None:
         """This rank no longer uses what it kept."""
         self._on_freed(place.bucket)
         place.kept = None

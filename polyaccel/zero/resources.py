@@ -22,28 +22,28 @@ _NOWHERE_ELSE: Mapping[Place, Tier] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCommunicators:
-    """The communicators of the ranks that hold the same parameters, all over these but for `near`.
+class ShardGroups:
+    """The communicators of the ranks that hold the same parameters, all over these but for `hpz_group`.
 
-    `trained` and `frozen` gather parameters of that kind for passes, `gradients` reduces, `exact` does all else. `near`
-    joins the neighbours of this rank that keep second copies with it, None where none are kept.
+    `trained` and `frozen` gather parameters of that kind for passes, `gradients` reduces, `exact` does all else.
+    `hpz_group` joins the neighbours of this rank that keep second copies with it, None where none are kept.
     """
 
     exact: Communicator
     trained: Communicator
     frozen: Communicator
     gradients: Communicator
-    near: Communicator | None = None
+    hpz_group: Communicator | None = None
 
     @classmethod
-    def plain(cls, communicator: Communicator) -> GroupCommunicators:
+    def plain(cls, communicator: Communicator) -> ShardGroups:
         """One communicator for everything."""
         return cls(communicator, communicator, communicator, communicator)
 
     @property
     def are_altered(self) -> bool:
         """Whether parameters of some kind are gathered in another way than all else travels."""
-        return self.near is not None or self.trained is not self.exact or self.frozen is not self.exact
+        return self.hpz_group is not None or self.trained is not self.exact or self.frozen is not self.exact
 
     def of_passes(self, bucket: Bucket) -> Communicator:
         """The communicator that gathers `bucket` for forward and backward passes."""
@@ -60,20 +60,20 @@ class Communicators:
     along which these are cut (`BucketKind.cut`)."""
 
     world: Communicator
-    groups: Mapping[tuple[str, ...], GroupCommunicators]
-    beyond: Communicator | None = None
+    groups: Mapping[tuple[str, ...], ShardGroups]
+    model_parallel_group: Communicator | None = None
     """The ranks that hold the other parameters of the same model, one for each part of it; None: `world` holds all."""
 
     @classmethod
     def plain(cls, communicator: Communicator) -> Communicators:
         """One communicator for everything, where nothing is cut."""
-        return cls(communicator, {(): GroupCommunicators.plain(communicator)})
+        return cls(communicator, {(): ShardGroups.plain(communicator)})
 
-    def of(self, bucket: Bucket) -> GroupCommunicators:
+    def of(self, bucket: Bucket) -> ShardGroups:
         """Those of the ranks that hold the parameters of `bucket`."""
         return self.groups[bucket.kind.cut]
 
-    def say_nothing_is_gathered(self) -> None:
+    def log_ignored_gather_options(self) -> None:
         """Log once that a config asks for another way of gathering where there is nothing to gather."""
         if any(group.are_altered for group in self.groups.values()) and self.world.rank == 0:
             log.info(
@@ -84,8 +84,8 @@ class Communicators:
     def close(self) -> None:
         """Leave the groups of near ranks, which belong to this step alone."""
         for group in self.groups.values():
-            if group.near is not None:
-                group.near.close()
+            if group.hpz_group is not None:
+                group.hpz_group.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Tiers:
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
+class StepResources:
     """The accelerator, communicators and tiers of a step. Tiers and near ranks are closed with the step."""
 
     accelerator: Accelerator

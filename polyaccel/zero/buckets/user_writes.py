@@ -1,8 +1,8 @@
 """What users wrote into whole parameters by hand, taken over before anything reads master weights or writes parameters.
 
 [Note: Changes by hand]
-A frontend names the parameters that users of this rank may have written to (`ParamOwner.changed_params`). That may be
-too many, never too few. Whether there are any travels with the agreement of a step, so a step without them exchanges
+A frontend names the parameters that users of this rank may have written to (`ParamListener.changed_params`). That may
+be too many, never too few. Whether there are any travels with the agreement of a step, so a step without them exchanges
 nothing more. With them, the ranks compare digests of those parameters: where all ranks have the same values, each
 takes over its own slice; where they differ, no rank goes on. In shared memory users wrote to a face of their own
 (`SharedMemory`), which shows the shared values again when all ranks have taken over their slices.
@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
-from polyaccel.zero.buckets.params import ParamOwner, ParamStore
+from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
 
 
-def take_over_changes(
-    params: ParamStore, owner: ParamOwner, communicator: Communicator, changed: Collection[str]
+def sync_user_writes(
+    params: ParamBuckets, owner: ParamListener, communicator: Communicator, changed: Collection[str]
 ) -> None:
     """Let the values that stand in whole parameters count, where users of this rank may have written to `changed`.
 
@@ -42,7 +42,7 @@ def take_over_changes(
     owner.on_adopted(names)
 
 
-def writers_of(params: ParamStore, communicator: Communicator, names: Sequence[str]) -> list[set[str]]:
+def writers_of(params: ParamBuckets, communicator: Communicator, names: Sequence[str]) -> list[set[str]]:
     """For each rank the parameters of `names` that it wrote to, by their values. Collective.
 
     A rank wrote to a parameter whose values are not those of its own slice and master weights, and, where no rank sees
@@ -62,7 +62,7 @@ def writers_of(params: ParamStore, communicator: Communicator, names: Sequence[s
     return written
 
 
-def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: ParamOwner) -> ShardingError:
+def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: ParamListener) -> ShardingError:
     """The error for a parameter whose digest on ranks is in `values`, and to which `writers` may have written."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
@@ -70,6 +70,6 @@ def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: 
     groups = " and ".join(f"ranks {ranks}" for ranks in ranks_of.values())
     return ShardingError(
         f"parameter {fqn!r} was changed by hand (on ranks {writers}) and has different values now on {groups}",
-        cure=owner.cure_of_difference(fqn),
+        cure=owner.divergence_hint(fqn),
         value=fqn,
     )

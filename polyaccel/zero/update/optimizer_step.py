@@ -34,12 +34,12 @@ from dataclasses import dataclass, replace
 from polyaccel.buffer import Buffer
 from polyaccel.errors import OffloadError, PolyaccelError
 from polyaccel.offload.tier import Tier
-from polyaccel.zero.buckets.params import ParamStore
+from polyaccel.zero.buckets.params import ParamBuckets
 from polyaccel.zero.buckets.rounding import WeightRounding
-from polyaccel.zero.parts import Staging, StepParts, Tiers
 from polyaccel.zero.plan.bucket_plan import PlannedBuffer, StepPlan, TrainedBucketPlan
 from polyaccel.zero.plan.placement import Place
-from polyaccel.zero.update.gradient_facts import Arrivals, GradientFacts, GradientNorm
+from polyaccel.zero.resources import Staging, StepResources, Tiers
+from polyaccel.zero.update.grad_norm import GradientNorm, GradNormReducer, ReadyGrads
 from polyaccel.zero.update.optimizers import Group, Run, Shard, SliceOptimizer
 
 
@@ -50,10 +50,10 @@ class StepResult:
     applied: bool
     grad_norm: float
     clipped_norm: float
-    culprit: str | None
+    first_nonfinite_param: str | None
 
 
-class StateStore:
+class OptimizerState:
     """The shards of the trained buckets of `plan`, with the states that `optimizer` starts from; none without an
     optimizer.
 
@@ -64,7 +64,7 @@ class StateStore:
         self,
         plan: StepPlan,
         tiers: Tiers,
-        params: ParamStore,
+        params: ParamBuckets,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
         staging: Staging,
@@ -93,10 +93,10 @@ class StateStore:
         """The shard of a bucket; None for a frozen one, and without an optimizer."""
         return self._by_bucket.get(index)
 
-    def walk(self, prepare: Callable[[Shard], None]) -> Generator[Shard, None, None]:
+    def iter_shards(self, prepare: Callable[[Shard], None]) -> Generator[Shard, None, None]:
         """Every shard in order, each ready for the kernels of its tier until the walk moves on.
 
-        `prepare` gives a shard its gradient and runs before it is made ready. Call `hand_over` for an updated shard
+        `prepare` gives a shard its gradient and runs before it is made ready. Call `write_back` for an updated shard
         before the walk moves on. See [Note: Updates off the device]. Raises OffloadError where a tier cannot read, or
         at the end cannot write (`Tier.lend`).
         """
@@ -127,8 +127,8 @@ class StateStore:
         """As many elements as the shard has, where its kernels reach them; all shards of a tier share the memory."""
         return self._staging.borrow(shard.tier, use, planned, shard.master.numel)
 
-    def hand_over(self, lent: Shard) -> None:
-        """Write the new parameters of a shard that `walk` gave to where they rest."""
+    def write_back(self, lent: Shard) -> None:
+        """Write the new parameters of a shard that `iter_shards` gave to where they rest."""
         target = self._by_bucket[lent.bucket.index].out
         if target is None or lent.out is None or lent.out is target:
             return
@@ -187,7 +187,7 @@ def find_runs(
         yield open_run
 
 
-class Update:
+class OptimizerStep:
     """One rank's part in the updates of a step: the shards of `states` with the gradients that `facts` knows.
 
     `waiting` is entered around waits for gradients.
@@ -196,11 +196,11 @@ class Update:
     def __init__(
         self,
         plan: StepPlan,
-        parts: StepParts,
+        parts: StepResources,
         optimizer: SliceOptimizer,
-        states: StateStore,
-        params: ParamStore,
-        facts: GradientFacts,
+        states: OptimizerState,
+        params: ParamBuckets,
+        facts: GradNormReducer,
         waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._policy = policy = plan.policy
@@ -224,7 +224,7 @@ class Update:
         """Whether the update begins before all gradients have arrived, and the norm is agreed on last: not where the
         norm decides something, where it would wait for what may be published later, or where nothing is gained."""
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise PolyaccelError after half an update. See [Note: Half an update]."""
         if self._begun:
             raise PolyaccelError(
@@ -234,14 +234,14 @@ class Update:
                 value=self._updated,
             )
 
-    def mend(self) -> None:
+    def mark_consistent(self) -> None:
         """Parameters and states are one again: all of them were loaded."""
         self._begun = self._updated = 0
 
     def apply(
         self,
         groups: Sequence[Group],
-        arrivals: Arrivals,
+        arrivals: ReadyGrads,
         norm: GradientNorm | None,
         loss_scale: float,
         discard_gradients: Callable[[], None],
@@ -249,10 +249,10 @@ class Update:
         """Update every shard with its gradient and publish its bucket, then discard the gradients. Collective.
 
         `norm` is None where it is not known before. Raises OffloadError where a tier could not write: at the end of
-        the walk, with everything updated and published. After an error in the middle, `require_whole` raises.
+        the walk, with everything updated and published. After an error in the middle, `require_consistent` raises.
         """
         before = dict(self._steps)
-        for fqn in arrivals.touched:
+        for fqn in arrivals.params:
             self._steps[fqn] += 1
         factor = 1.0 if norm is None else norm.clip_factor(self._policy.clip_norm)
         sums = self._facts.new_sums()
@@ -267,15 +267,15 @@ class Update:
             shard.grad = gradients.result()
             shard.steps = {slot.param.fqn: self._steps[slot.param.fqn] for slot in bucket.slots}
             origin = self._params[bucket.index].origin
-            shard.runs = tuple(find_runs(shard, origin, arrivals.touched, self._steps, self._params.rounding))
+            shard.runs = tuple(find_runs(shard, origin, arrivals.params, self._steps, self._params.rounding))
 
         unwritten: OffloadError | None = None
         try:
-            with closing(self._states.walk(prepare)) as walk:
+            with closing(self._states.iter_shards(prepare)) as walk:
                 lent = self._counted(walk)
                 for shard in self._optimizer.update(lent, groups, factor / loss_scale, self._communicator):
-                    self._states.hand_over(shard)
-                    self._params.publish(shard.bucket.index)
+                    self._states.write_back(shard)
+                    self._params.all_gather_updated(shard.bucket.index)
                     self._updated += 1
         except BaseException as error:
             if self._updated < len(self._states.shards) or not isinstance(error, OffloadError):
@@ -285,13 +285,13 @@ class Update:
         if norm is None:
             norm = self._facts.agree_on_norm(sums, loss_scale) if self.measures else GradientNorm(0.0, None)
         if not self._policy.defer_publish:
-            self._params.fence()
+            self._params.wait_all_gathers()
         self._states.forget_gradients()
         discard_gradients()
-        self.mend()
+        self.mark_consistent()
         if unwritten is not None:
             raise unwritten
-        return StepResult(True, norm.norm, norm.norm * factor, norm.culprit)
+        return StepResult(True, norm.norm, norm.norm * factor, norm.first_nonfinite_param)
 
     def _counted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         for shard in shards:

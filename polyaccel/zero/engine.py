@@ -1,14 +1,14 @@
 """The ZeRO step on flat buffers: bind parameters to buckets, reduce gradients as they appear, update slices, publish.
 
 Every frontend drives this same object and keeps only what its framework must do: say what the parameters are, see them
-in the buckets (`ParamStore`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
+in the buckets (`ParamBuckets`), hand over gradients (`add_gradient`), and mark where a pass begins and ends. Nothing
 here sees a tensor, an array or a device's name; stages are values of `ZeroPolicy`, asked when buffers are allocated.
 
 [Note: One order]
 Collectives must be launched in the same order on every rank. Where parameters are replicated, a backward pass launches
 nothing but reductions, and bucket order is that order. Where they are sharded, gathers come in between, and the arrival
 of gradients is no guide: a rank whose data missed an expert never sees its gradients. So there the frontend says when a
-bucket has had its time on this rank (`release`), and it is launched where the course that the ranks follow has it
+bucket has had its time on this rank (`release`), and it is launched where the schedule that the ranks follow has it
 ([Note: Ways]); what comes later on some rank is late.
 """
 
@@ -21,25 +21,25 @@ from typing import Literal
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import InvariantError, PolyaccelError, ShardingError
-from polyaccel.zero.buckets.changes import take_over_changes
+from polyaccel.zero.buckets.gather_coordinator import GatherCoordinator
 from polyaccel.zero.buckets.gradients import GradientBucket, GradientWriter
-from polyaccel.zero.buckets.params import ParamOwner, ParamStore
-from polyaccel.zero.buckets.uses import Uses
+from polyaccel.zero.buckets.params import ParamBuckets, ParamListener
+from polyaccel.zero.buckets.user_writes import sync_user_writes
 from polyaccel.zero.memory import StepMemory
-from polyaccel.zero.parts import Staging, StepParts
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import Slot
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.plan.pool import InFlight
-from polyaccel.zero.update.by_hand import ByHand
-from polyaccel.zero.update.gradient_facts import Arrivals, Flags, GradientFacts
+from polyaccel.zero.resources import Staging, StepResources
+from polyaccel.zero.update.grad_norm import Flags, GradNormReducer, ReadyGrads
+from polyaccel.zero.update.optimizer_step import OptimizerState, OptimizerStep, StepResult
 from polyaccel.zero.update.optimizers import Group, Shard, SliceOptimizer
-from polyaccel.zero.update.walk import StateStore, StepResult, Update
+from polyaccel.zero.update.user_grad_edits import UserGradEdits
 
 WaitingPhase = Literal["reduce", "publish"]
 
 
-class ZeroStep:
+class ZeroEngine:
     """Parameters, gradients, optimizer states and their exchange on one rank, in the buffers of `plan`.
 
     `owner` has the parameters' original values, in their original precision: master weights start from those, not from
@@ -52,8 +52,8 @@ class ZeroStep:
     def __init__(
         self,
         plan: StepPlan,
-        parts: StepParts,
-        owner: ParamOwner,
+        parts: StepResources,
+        owner: ParamListener,
         optimizer: SliceOptimizer | None,
         groups: Sequence[Group],
         timed: Callable[[WaitingPhase], AbstractContextManager[object]] = lambda phase: nullcontext(),
@@ -73,8 +73,8 @@ class ZeroStep:
         self._communicators = parts.communicators
         self._timed = timed
         self._owner = owner
-        self.params = ParamStore(plan, parts, owner, lambda: self._timed("publish"))
-        self.uses = Uses(
+        self.params = ParamBuckets(plan, parts, owner, lambda: self._timed("publish"))
+        self.uses = GatherCoordinator(
             self.params.gathering,
             communicator,
             self._can_launch,
@@ -95,18 +95,18 @@ class ZeroStep:
             for position, gradients in enumerate(self._gradients)
             for index, slot in enumerate(gradients.bucket.slots)
         }
-        self._states = StateStore(plan, parts.tiers, self.params, optimizer, groups, self._staging)
+        self._states = OptimizerState(plan, parts.tiers, self.params, optimizer, groups, self._staging)
         kept = self.params, self._gradients, self._states, self._in_flight.pool, self._staging
         self.memory = StepMemory(plan, *kept)
-        self._facts = GradientFacts(
-            plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.beyond
+        self._facts = GradNormReducer(
+            plan.layout, self._gradients, communicator, parts.accelerator, parts.communicators.model_parallel_group
         )
-        self._update: Update | None = None
+        self._update: OptimizerStep | None = None
         if optimizer is not None:
-            self._update = Update(
+            self._update = OptimizerStep(
                 *(plan, parts, optimizer, self._states, self.params, self._facts), lambda: self._timed("reduce")
             )
-        self._in_pass = False
+        self._in_backward = False
         self._reducing = False
         self._waits_for_end = False
         self._has_unreduced = False
@@ -120,10 +120,10 @@ class ZeroStep:
         """How many backward passes have begun."""
 
     @property
-    def beyond(self) -> Communicator | None:
+    def model_parallel_group(self) -> Communicator | None:
         """The ranks that hold the other parameters of the same model, one for each part of it; None where all are
         here."""
-        return self._communicators.beyond
+        return self._communicators.model_parallel_group
 
     def holders(self, fqn: str) -> Communicator:
         """The communicator of the ranks that hold the same elements of a parameter as this one."""
@@ -142,33 +142,35 @@ class ZeroStep:
     # The backward pass.
 
     @property
-    def in_pass(self) -> bool:
-        return self._in_pass
+    def in_backward(self) -> bool:
+        return self._in_backward
 
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients, or a pass has begun, that no update has used yet."""
-        return self._in_pass or any(gradients.has_content for gradients in self._gradients)
+        return self._in_backward or any(gradients.has_content for gradients in self._gradients)
 
-    def begin_pass(self, *, reduce: bool, names: Collection[str] | None = None, waits_for_end: bool = False) -> None:
+    def begin_backward(
+        self, *, reduce: bool, names: Collection[str] | None = None, waits_for_end: bool = False
+    ) -> None:
         """A backward pass starts. `reduce`: its gradients, and those accumulated before, may be reduced. `names`: the
         parameters that may get one in it (None: any); where every pass reduces, buckets without them are left alone,
         on all ranks. `waits_for_end`: replicated parameters' reductions are launched when the pass ends.
 
         `ZeroPolicy.reduces_pass` says which passes of an accumulation do. Raises PolyaccelError after an update that
-        failed half-way (`require_whole`).
+        failed half-way (`require_consistent`).
         """
-        self.require_whole()
-        self._is_incomplete |= self._in_pass
-        self._in_pass, self._reducing, self._next_launch = True, reduce, 0
+        self.require_consistent()
+        self._is_incomplete |= self._in_backward
+        self._in_backward, self._reducing, self._next_launch = True, reduce, 0
         self._waits_for_end = waits_for_end
         self._has_unreduced = not reduce
         self.passes += 1
-        self.by_hand.shown.clear()
+        self.user_grad_edits.shown.clear()
         is_partial = names is not None and reduce and self.policy.grads is Placement.SHARDED
         concerned = {self._by_fqn[fqn][0] for fqn in names or () if fqn in self._by_fqn} if is_partial else None
         for position, gradients in enumerate(self._gradients):
-            gradients.begin_pass(is_concerned=concerned is None or position in concerned)
+            gradients.begin_backward(expects_grads=concerned is None or position in concerned)
 
     def add_gradient(self, fqn: str, gradient: Buffer | GradientWriter) -> None:
         """Take over a parameter's gradient, flat, or let it be written into its bucket; the caller may free it at once.
@@ -195,19 +197,19 @@ class ZeroStep:
         if self._can_launch(index):
             self._launch(self._gradients[self._positions[index]])
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """The backward pass is over: launch the remaining buckets, with zeros for gradients that did not appear."""
         if self._reducing:
             for gradients in self._gradients:
                 if not gradients.is_launched:
                     self._launch(gradients)
         for gradients in self._gradients:
-            gradients.end_pass()
-        self._in_pass = self._reducing = False
+            gradients.end_backward()
+        self._in_backward = self._reducing = False
 
-    def abandon_pass(self) -> None:
+    def abort_backward(self) -> None:
         """The backward pass failed: launch nothing more. The gradients are incomplete; discard them before going on."""
-        self._in_pass = self._reducing = False
+        self._in_backward = self._reducing = False
         self._is_incomplete = True
 
     def _launch_ready(self) -> None:
@@ -239,14 +241,14 @@ class ZeroStep:
         return self._gradients[position], index
 
     @property
-    def by_hand(self) -> ByHand:
+    def user_grad_edits(self) -> UserGradEdits:
         """What user code on this rank did to gradients since the last update."""
-        return self._facts.by_hand
+        return self._facts.user_grad_edits
 
     def require_complete(self, fqn: str) -> None:
         """Raise PolyaccelError where the gradient of a parameter is not there to see: inside a backward pass, and after
         one that failed."""
-        if self._in_pass:
+        if self._in_backward:
             raise PolyaccelError(
                 f"the gradient of {fqn!r} was looked for inside a backward pass, which takes it as it appears",
                 cure="use parameter.register_hook, which is given the gradient and may return another, or look after "
@@ -264,8 +266,8 @@ class ZeroStep:
         """Forget all gradients, reduced or not, and the pass that they come from if it did not end."""
         for gradients in self._gradients:
             gradients.discard()
-        self.by_hand.forget()
-        self._in_pass = self._reducing = self._has_unreduced = self._is_incomplete = False
+        self.user_grad_edits.forget()
+        self._in_backward = self._reducing = self._has_unreduced = self._is_incomplete = False
 
     # The update.
 
@@ -274,18 +276,18 @@ class ZeroStep:
 
         Collective. `loss_scale` is the factor that the gradients were multiplied with. Nothing changes on an overflow
         that is skipped. Raises PolyaccelError after a pass that failed, unless its gradients were discarded, after an
-        update that failed half-way (`require_whole`), and while sharded parameters are held; and ShardingError, on all
-        ranks, where parameters were changed by hand in ways that cannot count (`take_over_changes`).
+        update that failed half-way (`require_consistent`), and while sharded parameters are held; and ShardingError, on
+        all ranks, where parameters were changed by hand in ways that cannot count (`sync_user_writes`).
         """
         if self._update is None:
             raise InvariantError("update was called on a step without an optimizer")
-        self.require_whole()
+        self.require_consistent()
         self.uses.require_idle()
-        if self._in_pass or self._is_incomplete:
+        if self._in_backward or self._is_incomplete:
             raise _incomplete()
         if self._has_unreduced:
-            self.begin_pass(reduce=True)
-            self.end_pass()
+            self.begin_backward(reduce=True)
+            self.end_backward()
         changed = self._owner.changed_params()
         flags = Flags(has_changes=bool(changed), has_deviated=self.uses.has_deviated)
         self._is_incomplete = True  # should anything fail before they were used
@@ -293,30 +295,30 @@ class ZeroStep:
             arrivals, norm = self._facts.agree_on_arrivals(flags), None
         else:
             self.finish_reductions()
-            arrivals, norm = self._facts.agree_on_everything(loss_scale, flags, measure=self._update.measures)
+            arrivals, norm = self._facts.all_reduce_norm_and_flags(loss_scale, flags, measure=self._update.measures)
         self._is_incomplete = False
-        if self.plan.policy.require_all and len(arrivals.touched) < len(self.steps):
-            raise _unused(sorted(self.steps.keys() - arrivals.touched))
+        if self.plan.policy.require_all and len(arrivals.params) < len(self.steps):
+            raise _unused(sorted(self.steps.keys() - arrivals.params))
         if arrivals.flags.has_changes:
-            take_over_changes(self.params, self._owner, self.communicator, changed)
+            sync_user_writes(self.params, self._owner, self.communicator, changed)
         self._is_incomplete = True
-        self.params.fence()
+        self.params.wait_all_gathers()
         self.uses.end_step(learn=arrivals.flags.has_deviated)
         if norm is not None and norm.overflow and self.plan.policy.skip_overflow:
             self.discard_gradients()
-            return StepResult(False, norm.norm, norm.norm, norm.culprit)
+            return StepResult(False, norm.norm, norm.norm, norm.first_nonfinite_param)
         return self._update.apply(groups, arrivals, norm, loss_scale, self.discard_gradients)
 
     def adopt_changes(self) -> None:
         """Take over what users wrote into parameters since the last update. Collective. Raises ShardingError on all
         ranks where they wrote different values."""
-        take_over_changes(self.params, self._owner, self.communicator, self._owner.changed_params())
+        sync_user_writes(self.params, self._owner, self.communicator, self._owner.changed_params())
 
-    def agree_on_arrivals(self) -> Arrivals:
+    def agree_on_arrivals(self) -> ReadyGrads:
         """Which parameters have a gradient on some rank; late ones are reduced. Collective."""
         return self._facts.agree_on_arrivals()
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise PolyaccelError where an update or a load failed half-way: parameters and states belong to two steps."""
         if self._half:
             raise PolyaccelError(
@@ -325,28 +327,28 @@ class ZeroStep:
                 value=self._half,
             )
         if self._update is not None:
-            self._update.require_whole()
+            self._update.require_consistent()
 
-    def mark_half(self, what: str) -> None:
-        """`what` failed in the middle: nothing is trained or saved (`require_whole`) until `mend`."""
+    def mark_inconsistent(self, what: str) -> None:
+        """`what` failed in the middle: nothing is trained or saved (`require_consistent`) until `mark_consistent`."""
         self._half = what
 
-    def mend(self) -> None:
+    def mark_consistent(self) -> None:
         """All parameters and states were loaded, and belong to one step again."""
         self._half = ""
         if self._update is not None:
-            self._update.mend()
+            self._update.mark_consistent()
 
     # Owned state, for checkpoints.
 
-    def owned_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def local_shards(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank saves, in global coordinates: (slot, kind, start, buffer); over all ranks each
         element once.
 
         Kind `param` is the parameter in the best precision there is, the others are optimizer states. Raises
         PolyaccelError after an update that failed half-way.
         """
-        self.require_whole()
+        self.require_consistent()
         for place in self.params:
             shard = self._states.get(place.bucket.index)
             for piece in place.bucket.slices(self._communicators.of(place.bucket).exact.rank):
@@ -356,7 +358,7 @@ class ZeroStep:
                 for name, state in (shard.states if shard else {}).items():
                     yield slot, name, piece.start, state.view(offset, piece.length)
 
-    def needed_pieces(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
+    def shards_to_load(self) -> Iterator[tuple[Slot, str, int, Buffer]]:
         """The pieces that this rank must load to go on, in global coordinates: all of `master` and of the optimizer
         states."""
         for place in self.params:

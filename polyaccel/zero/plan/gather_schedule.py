@@ -1,14 +1,14 @@
-"""The course of a step: which sharded buckets the ranks hold, drop and release together, and in which order.
+"""The schedule of a step: which sharded buckets the ranks hold, drop and release together, and in which order.
 
-Each rank records what it used itself. A course is made of the records of all ranks and of the last course, by a pure
-function of integers, so that every rank makes the same one.
+Each rank records what it used itself. A schedule is made of the records of all ranks and of the last schedule, by a
+pure function of integers, so that every rank makes the same one.
 
-[Note: Making a course]
+[Note: Making a schedule]
 Holds are merged into a sequence in which every rank finds its own ones in order: what is not there is inserted. A hold
 that no rank has used in the last `MOST_AGE` exchanges is left out, and so are older ones where there would be more
 than twice as many holds as somebody needed now. A drop comes where the last rank that had the hold is done with it, and
 a release where the last rank reported it, since gradients that come after it travel once more. Where all ranks have the
-same record and the course has the same holds, the record is the course, event by event.
+same record and the schedule has the same holds, the record is the schedule, event by event.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from math import inf
 MOST_AGE = 16
 
 
-class Kind(IntEnum):
+class EventKind(IntEnum):
     """What happens to a bucket. An event is `3 * bucket + kind`."""
 
-    HOLD = 0
-    DROP = 1
-    RELEASE = 2
+    UNSHARD = 0
+    RESHARD = 1
+    REDUCE = 2
     """No more gradients come for it in this pass: its reduction may be launched."""
 
 
-class End(IntEnum):
+class SyncPoint(IntEnum):
     """What the ranks have come to the end of when they meet."""
 
     FORWARD = 0
@@ -45,27 +45,27 @@ class End(IntEnum):
 
 
 Record = tuple[int, tuple[int, ...]]
-"""What one rank did between two meetings: the `End`, and the events before it."""
+"""What one rank did between two meetings: the `SyncPoint`, and the events before it."""
 
 
-def event(kind: Kind, bucket: int) -> int:
+def event(kind: EventKind, bucket: int) -> int:
     return 3 * bucket + kind
 
 
-def holds_of(events: Iterable[int]) -> list[int]:
+def unshards_of(events: Iterable[int]) -> list[int]:
     """The buckets that are held, in order."""
-    return [each // 3 for each in events if each % 3 == Kind.HOLD]
+    return [each // 3 for each in events if each % 3 == EventKind.UNSHARD]
 
 
 def without_early_releases(events: Sequence[int]) -> tuple[int, ...]:
     """`events` with the last release of each bucket alone."""
     last = {each: place for place, each in enumerate(events)}
-    return tuple(each for place, each in enumerate(events) if each % 3 != Kind.RELEASE or last[each] == place)
+    return tuple(each for place, each in enumerate(events) if each % 3 != EventKind.REDUCE or last[each] == place)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a course, from one meeting to the next. `ages` says of each hold how many exchanges ago a rank last
+class SchedulePhase:
+    """A part of a schedule, from one meeting to the next. `ages` says of each hold how many exchanges ago a rank last
     used it."""
 
     end: int
@@ -73,11 +73,11 @@ class Segment:
     ages: tuple[int, ...]
 
 
-def merge_courses(last: Sequence[Segment], records: Sequence[Sequence[Record]]) -> tuple[Segment, ...]:
-    """The course of the next step, after one in which rank r did `records[r]`; see [Note: Making a course].
+def merge_schedules(last: Sequence[SchedulePhase], records: Sequence[Sequence[Record]]) -> tuple[SchedulePhase, ...]:
+    """The schedule of the next step, after one in which rank r did `records[r]`; see [Note: Making a schedule].
 
     There is none, and it is empty, if ranks met differently often. Where passes came in another order than in the last
-    course, that is forgotten.
+    schedule, that is forgotten.
     """
     ends = [[end for end, _ in record] for record in records]
     if any(each != ends[0] for each in ends):
@@ -85,7 +85,9 @@ def merge_courses(last: Sequence[Segment], records: Sequence[Sequence[Record]]) 
     if any(old.end != new for old, new in zip(last, ends[0], strict=False)):
         last = ()
     merged = [
-        _merge_segment(last[at] if at < len(last) else Segment(end, (), ()), [record[at][1] for record in records])
+        _merge_segment(
+            last[at] if at < len(last) else SchedulePhase(end, (), ()), [record[at][1] for record in records]
+        )
         for at, end in enumerate(ends[0])
     ]
     return (*merged, *last[len(merged) :])
@@ -93,18 +95,18 @@ def merge_courses(last: Sequence[Segment], records: Sequence[Sequence[Record]]) 
 
 @dataclass(eq=False, slots=True)
 class _Use:
-    """A hold of the course that is being made."""
+    """A hold of the schedule that is being made."""
 
     bucket: int
     age: int
 
 
-def _merge_segment(last: Segment, records: Sequence[tuple[int, ...]]) -> Segment:
+def _merge_segment(last: SchedulePhase, records: Sequence[tuple[int, ...]]) -> SchedulePhase:
     distinct = list(dict.fromkeys(records))
-    sought = [holds_of(record) for record in distinct]
-    old = holds_of(last.events)
+    sought = [unshards_of(record) for record in distinct]
+    old = unshards_of(last.events)
     if len(distinct) == 1 and (not old or old == sought[0]):
-        return Segment(last.end, distinct[0], (0,) * len(sought[0]))
+        return SchedulePhase(last.end, distinct[0], (0,) * len(sought[0]))
     known = [_Use(bucket, age + 1) for bucket, age in zip(old, last.ages, strict=True)]
     uses = list(known)
     for holds in sought:
@@ -121,7 +123,7 @@ def _merge_segment(last: Segment, records: Sequence[tuple[int, ...]]) -> Segment
     while sum(use.age <= limit for use in uses) > 2 * needed:
         limit -= 1
     kept = {use for use in uses if use.age <= limit}
-    return Segment(last.end, tuple(places.events(kept)), tuple(use.age for use in uses if use in kept))
+    return SchedulePhase(last.end, tuple(places.events(kept)), tuple(use.age for use in uses if use in kept))
 
 
 class _Places:
@@ -138,19 +140,19 @@ class _Places:
         self._old_releases: dict[int, int] = {}
 
     def read(self, events: Sequence[int], found: Sequence[_Use], *, is_old: bool) -> None:
-        """Look at the drops and releases of `events`, whose holds are `found`. Those of the last course count where no
-        record knows better."""
+        """Look at the drops and releases of `events`, whose holds are `found`. Those of the last schedule count where
+        no record knows better."""
         drops, releases = (self._old_drops, self._old_releases) if is_old else (self._drops, self._releases)
         remaining, place = iter(found), 0
         is_open: dict[int, list[_Use]] = {}
         strays: dict[int, int] = {}
         for each in events:
             bucket, kind = divmod(each, 3)
-            if kind == Kind.HOLD:
+            if kind == EventKind.UNSHARD:
                 use = next(remaining)
                 place = self._after[use]
                 is_open.setdefault(bucket, []).append(use)
-            elif kind == Kind.RELEASE:
+            elif kind == EventKind.REDUCE:
                 releases[bucket] = max(place, releases.get(bucket, 0))
             elif is_open.get(bucket):
                 use = is_open[bucket].pop()
@@ -163,22 +165,22 @@ class _Places:
             drops |= dict.fromkeys(rest, inf)
 
     def events(self, kept: set[_Use]) -> Iterator[int]:
-        """The events of a course that has the uses `kept`."""
+        """The events of a schedule that has the uses `kept`."""
         buckets = {use.bucket for use in kept}
         after: dict[float, list[int]] = {}
         for use in reversed(self._uses):
             if use in kept:
                 place = self._drops.get(use, self._old_drops.get(use, inf))
-                after.setdefault(place, []).append(event(Kind.DROP, use.bucket))
+                after.setdefault(place, []).append(event(EventKind.RESHARD, use.bucket))
         for (bucket, _), place in sorted(self._strays.items()):
-            after.setdefault(place, []).append(event(Kind.DROP, bucket))
+            after.setdefault(place, []).append(event(EventKind.RESHARD, bucket))
         old = {bucket: place for bucket, place in self._old_releases.items() if bucket in buckets}
         for bucket, place in sorted((old | self._releases).items()):
-            after.setdefault(place, []).append(event(Kind.RELEASE, bucket))
+            after.setdefault(place, []).append(event(EventKind.REDUCE, bucket))
         yield from after.get(0, ())
         for place, use in enumerate(self._uses, 1):
             if use in kept:
-                yield event(Kind.HOLD, use.bucket)
+                yield event(EventKind.UNSHARD, use.bucket)
             yield from after.get(place, ())
 
 
@@ -204,15 +206,15 @@ def _matched(uses: Iterable[_Use], holds: Sequence[int]) -> list[_Use]:
     return found
 
 
-class Course:
-    """The course that the present step follows, and where it stands. `numels` are the buckets' lengths.
+class GatherSchedule:
+    """The schedule that the present step follows, and where it stands. `numels` are the buckets' lengths.
 
     What comes next tells what to gather ahead, and how many elements will be held before a bucket is needed again.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
         self._numels = numels
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[SchedulePhase, ...] = ()
         self._events: list[int] = []
         self._uses: list[tuple[int, int]] = []
         """(place among `_events`, bucket) of each hold of a bucket that was not held."""
@@ -227,7 +229,7 @@ class Course:
         """Whether it says what the ranks do until they meet next."""
         return not self._is_left and self._segment < len(self.segments)
 
-    def begin_step(self, segments: Sequence[Segment]) -> None:
+    def begin_step(self, segments: Sequence[SchedulePhase]) -> None:
         """A step begins, and follows `segments`."""
         if segments is not self.segments:
             self.segments = tuple(segments)
@@ -296,9 +298,9 @@ def _first_holds(events: Sequence[int]) -> Iterator[tuple[int, int]]:
     held: dict[int, int] = {}
     for place, each in enumerate(events):
         bucket, kind = divmod(each, 3)
-        if kind == Kind.HOLD:
+        if kind == EventKind.UNSHARD:
             if not held.get(bucket):
                 yield place, bucket
             held[bucket] = held.get(bucket, 0) + 1
-        elif kind == Kind.DROP and held.get(bucket):
+        elif kind == EventKind.RESHARD and held.get(bucket):
             held[bucket] -= 1

@@ -2,23 +2,23 @@
 
 [Note: Ways]
 Ranks may take different ways through a model: layers that are dropped, experts that no token reached, images on some
-ranks only. A gather needs all ranks all the same. So in each step the ranks follow a course (`zero.plan.course`), made
-of what they used in the steps before. Who uses a bucket does first whatever comes before its hold in the course: what
-it does not need itself is gathered in passing, for those who do. Ranks on the same way do nothing but what each of them
-does anyway.
+ranks only. A gather needs all ranks all the same. So in each step the ranks follow a schedule
+(`zero.plan.gather_schedule`), made of what they used in the steps before. Who uses a bucket does first whatever comes
+before its hold in the schedule: what it does not need itself is gathered in passing, for those who do. Ranks on the
+same way do nothing but what each of them does anyway.
 
-At the end of an outermost forward pass and of a backward pass the ranks *meet*: each does what is left of the course up
-to there, so that whatever follows (a loss that users average, parameters that they gather) finds all at one place. A
-bucket that the rest of the course up to the meeting does not have, and which this rank does not happen to have, is
+At the end of an outermost forward pass and of a backward pass the ranks *meet*: each does what is left of the schedule
+up to there, so that whatever follows (a loss that users average, parameters that they gather) finds all at one place. A
+bucket that the rest of the schedule up to the meeting does not have, and which this rank does not happen to have, is
 got by *voting*.
 
 [Note: Votes]
 Each rank says what it waits for: a bucket, a reduction to be launched, or the end of the meeting. In each round all
 ranks gather every bucket that some rank waits for, in rank order, and let go of it together; who waited keeps it. If
 nobody waits for a bucket, the reduction that the lowest rank waits for is launched. If nobody waits for one either, the
-meeting is over. A rank votes only when it has nothing of the course left to do before the meeting, so all of them have
-gathered and freed the same. Where no course is known (the first step, evaluation, passes in another order than before),
-all is got by voting.
+meeting is over. A rank votes only when it has nothing of the schedule left to do before the meeting, so all of them
+have gathered and freed the same. Where no schedule is known (the first step, evaluation, passes in another order than
+before), all is got by voting.
 
 The price is one vote a meeting, the size of two numbers, which waits for the slowest rank.
 """
@@ -33,16 +33,16 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CommError
 from polyaccel.types import DType
-from polyaccel.zero.buckets.gathering import Gathering
-from polyaccel.zero.plan.course import (
-    Course,
-    End,
-    Kind,
+from polyaccel.zero.buckets.unshard import ParamUnsharder
+from polyaccel.zero.plan.gather_schedule import (
+    EventKind,
+    GatherSchedule,
     Record,
-    Segment,
+    SchedulePhase,
+    SyncPoint,
     event,
-    holds_of,
-    merge_courses,
+    merge_schedules,
+    unshards_of,
     without_early_releases,
 )
 
@@ -52,7 +52,7 @@ _MOST_EVENTS = 1 << 20
 """A step without an update for so long is not learned."""
 
 
-class Votes:
+class GatherConsensus:
     """The exchange of what each rank waits for. See [Note: Votes]."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -76,7 +76,7 @@ class Votes:
         return list(told[::2]), max(told[1::2])
 
 
-class UseOrder:
+class OrderChangeLog:
     """Tells the log when this rank uses buckets in another order than in its last step."""
 
     def __init__(self, *, warn: bool) -> None:
@@ -108,7 +108,7 @@ class UseOrder:
         self._is_changing = True
 
 
-class Uses:
+class GatherCoordinator:
     """What one rank uses of the buckets of `gathering`, whichever way it takes. See [Note: Ways].
 
     `launch(bucket)` launches the reduction of a bucket's gradients; `can_launch(bucket)` says, alike on all ranks,
@@ -117,7 +117,7 @@ class Uses:
 
     def __init__(
         self,
-        gathering: Gathering,
+        gathering: ParamUnsharder,
         communicator: Communicator,
         can_launch: Callable[[int], bool],
         launch: Callable[[int], None],
@@ -130,20 +130,20 @@ class Uses:
         self._can_launch = can_launch
         self._launch = launch
         self._is_active = is_active
-        self._votes = Votes(communicator)
-        self._order = UseOrder(warn=warn)
+        self._votes = GatherConsensus(communicator)
+        self._order = OrderChangeLog(warn=warn)
         self._record: list[Record] | None = []
         """What this rank did up to each meeting of the present step; None where that is too much to be kept."""
         self._events: list[int] = []
         """What it did since the last one."""
         self._count = 0
         self._held: dict[int, int] = {}
-        """How often the ranks hold each bucket because the course says so."""
+        """How often the ranks hold each bucket because the schedule says so."""
         self._released: set[int] = set()
 
     @property
-    def _course(self) -> Course:
-        return self._gathering.course
+    def _schedule(self) -> GatherSchedule:
+        return self._gathering.schedule
 
     # What frontends report. `learn`: it is part of a training step.
 
@@ -159,15 +159,15 @@ class Uses:
             if not has_it:
                 self._replay_rest(learn=learn)
                 if not self._gathering.is_whole(index):
-                    self._vote(event(Kind.HOLD, index))
+                    self._vote(event(EventKind.UNSHARD, index))
         except BaseException:
             self._gathering.end_use(index)  # whoever failed to get it will not end it
             raise
-        self._note(Kind.HOLD, index, learn=learn)
+        self._note(EventKind.UNSHARD, index, learn=learn)
 
     def end(self, index: int, *, learn: bool) -> None:
         """Undo one `begin`."""
-        self._note(Kind.DROP, index, learn=learn)
+        self._note(EventKind.RESHARD, index, learn=learn)
         self._gathering.end_use(index)
         if learn:
             self._catch_up()
@@ -177,14 +177,14 @@ class Uses:
         if not self._is_active or self._communicator.world_size == 1:
             self._launch(index)
             return
-        self._note(Kind.RELEASE, index, learn=True)
+        self._note(EventKind.REDUCE, index, learn=True)
         self._released.add(index)
-        if self._course.is_known:
+        if self._schedule.is_known:
             self._catch_up()
         elif self._can_launch(index):
-            self._vote(event(Kind.RELEASE, index))
+            self._vote(event(EventKind.REDUCE, index))
 
-    def meet(self, end: End, *, learn: bool) -> None:
+    def sync(self, end: SyncPoint, *, learn: bool) -> None:
         """This rank has come to an end that all ranks come to. Returns when all have."""
         if not self._is_active:
             return
@@ -198,14 +198,14 @@ class Uses:
             if self._count > _MOST_EVENTS:
                 self._record = None
         self.abandon()
-        self._course.end_segment(end)
+        self._schedule.end_segment(end)
 
     def abandon(self) -> None:
         """What was used since the last meeting says nothing about later steps: it failed."""
         self._events.clear()
         self._released.clear()
 
-    def are_open(self, indices: Iterable[int]) -> bool:
+    def are_unsharded(self, indices: Iterable[int]) -> bool:
         """Whether the ranks have gathered all these buckets for their users, whatever any of them uses."""
         return all(self._gathering[index].holds > self._held.get(index, 0) for index in indices)
 
@@ -215,84 +215,84 @@ class Uses:
 
     @property
     def has_deviated(self) -> bool:
-        """Whether this rank did anything else in this step than its course says."""
-        course = self._course.segments
-        if self._record is None or len(self._record) > len(course):
+        """Whether this rank did anything else in this step than its schedule says."""
+        schedule = self._schedule.segments
+        if self._record is None or len(self._record) > len(schedule):
             return True
         return any(
-            (segment.end, segment.events) != record for segment, record in zip(course, self._record, strict=False)
+            (segment.end, segment.events) != record for segment, record in zip(schedule, self._record, strict=False)
         )
 
     def require_idle(self) -> None:
-        """No pass is under way on any rank: nothing is held any more because of the course. Raises ShardingError if a
+        """No pass is under way on any rank: nothing is held any more because of the schedule. Raises ShardingError if a
         bucket is still in use."""
         for index, count in self._held.items():
             for _ in range(count):
-                self._gathering.drop(index, keep=False)
+                self._gathering.reshard(index, keep=False)
         self._held.clear()
         self._gathering.require_idle()
 
     def end_step(self, *, learn: bool) -> None:
-        """The optimizer step is over. `learn`, which all ranks must say alike: make a course of what they did in it;
+        """The optimizer step is over. `learn`, which all ranks must say alike: make a schedule of what they did in it;
         collective then. Raises ShardingError if a bucket is still in use."""
-        segments = self._learned() if learn else self._course.segments
+        segments = self._learned() if learn else self._schedule.segments
         self.require_idle()
         self._gathering.end_step()
-        self._course.begin_step(segments)
+        self._schedule.begin_step(segments)
         self._order.end_step()
         self._record, self._count = [], 0
         self.abandon()
 
-    def _learned(self) -> tuple[Segment, ...]:
+    def _learned(self) -> tuple[SchedulePhase, ...]:
         mine = self._record
         if self._communicator.world_size == 1:
-            return () if mine is None else merge_courses(self._course.segments, [mine])
+            return () if mine is None else merge_schedules(self._schedule.segments, [mine])
         records = [_unpacked(told) for told in self._communicator.all_gather_object(_packed(mine))]
         known = [record for record in records if record is not None]
-        return merge_courses(self._course.segments, known) if len(known) == len(records) else ()
+        return merge_schedules(self._schedule.segments, known) if len(known) == len(records) else ()
 
-    # The course.
+    # The schedule.
 
-    def _note(self, kind: Kind, index: int, *, learn: bool) -> None:
+    def _note(self, kind: EventKind, index: int, *, learn: bool) -> None:
         if learn and len(self._events) < _MOST_EVENTS:
             self._events.append(event(kind, index))
 
     def _follow(self, index: int, *, is_nested: bool) -> bool:
-        """Do what the course has up to the next hold of a bucket; False if it has none before the next meeting. What
+        """Do what the schedule has up to the next hold of a bucket; False if it has none before the next meeting. What
         this rank has already is not looked for behind other holds."""
-        count = self._course.find(event(Kind.HOLD, index))
-        if count < 0 or (is_nested and holds_of(self._course.ahead(count))):
+        count = self._schedule.find(event(EventKind.UNSHARD, index))
+        if count < 0 or (is_nested and unshards_of(self._schedule.ahead(count))):
             return False
         for _ in range(count + 1):
             self._do_next()
         return True
 
     def _catch_up(self) -> None:
-        """Do what comes next in the course as long as it is the end of something with which this rank is done."""
-        while (following := self._course.peek()) is not None:
+        """Do what comes next in the schedule as long as it is the end of something with which this rank is done."""
+        while (following := self._schedule.peek()) is not None:
             index, kind = divmod(following, 3)
-            is_due = index in self._released if kind == Kind.RELEASE else kind == Kind.DROP
-            if kind == Kind.DROP and self._gathering[index].uses >= self._held.get(index, 0) > 0:
+            is_due = index in self._released if kind == EventKind.REDUCE else kind == EventKind.RESHARD
+            if kind == EventKind.RESHARD and self._gathering[index].uses >= self._held.get(index, 0) > 0:
                 is_due = False
             if not is_due:
                 return
             self._do_next()
 
     def _replay_rest(self, *, learn: bool) -> None:
-        """Do what the course has up to the next meeting."""
-        while learn and self._course.peek() is not None:
+        """Do what the schedule has up to the next meeting."""
+        while learn and self._schedule.peek() is not None:
             self._do_next()
 
     def _do_next(self) -> None:
-        index, kind = divmod(self._course.step(), 3)
-        if kind == Kind.HOLD:
-            self._gathering.hold(index, ahead=True)
+        index, kind = divmod(self._schedule.step(), 3)
+        if kind == EventKind.UNSHARD:
+            self._gathering.unshard(index, ahead=True)
             self._held[index] = self._held.get(index, 0) + 1
-        elif kind == Kind.RELEASE:
+        elif kind == EventKind.REDUCE:
             self._launch(index)
         elif self._held.get(index):
             self._held[index] -= 1
-            self._gathering.drop(index)
+            self._gathering.reshard(index)
 
     # Votes.
 
@@ -302,14 +302,14 @@ class Uses:
         while True:
             votes, gathering.apart_numel = self._votes.exchange(wanted, gathering.kept_numel)
             try:
-                buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == Kind.HOLD)
+                buckets = dict.fromkeys(vote // 3 for vote in votes if vote >= 0 and vote % 3 == EventKind.UNSHARD)
                 for index in buckets:
-                    gathering.hold(index)
-                    gathering.drop(index)
+                    gathering.unshard(index)
+                    gathering.reshard(index)
             finally:
                 gathering.apart_numel = 0
-            done = {event(Kind.HOLD, index) for index in buckets}
-            releases = [vote for vote in votes if vote >= 0 and vote % 3 == Kind.RELEASE]
+            done = {event(EventKind.UNSHARD, index) for index in buckets}
+            releases = [vote for vote in votes if vote >= 0 and vote % 3 == EventKind.REDUCE]
             if not buckets and releases:
                 self._launch(releases[0] // 3)
                 done = {releases[0]}
@@ -326,7 +326,7 @@ class Uses:
         ranks: dict[int, list[int]] = {}
         for rank, vote in zip(self._communicator.ranks, votes, strict=True):
             ranks.setdefault(vote, []).append(rank)
-        ends = "; ".join(f"ranks {them} have come to the end of {End(-1 - vote)}" for vote, them in ranks.items())
+        ends = "; ".join(f"ranks {them} have come to the end of {SyncPoint(-1 - vote)}" for vote, them in ranks.items())
         raise CommError(
             f"the ranks run different passes: {ends}",
             cure="let every rank call the engine, and backward, equally often and in the same order; a rank whose data "

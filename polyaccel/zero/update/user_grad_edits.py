@@ -2,7 +2,7 @@
 
 A gradient belongs to all ranks. A change that only some of them made, or that they made differently, would be lost in
 part, or would let replicated parameters come apart. So the ranks compare before the update. What decides whether they
-compare travels with the arrivals (`GradientFacts`), so a step in which nobody touched a gradient exchanges no more.
+compare travels with the arrivals (`GradNormReducer`), so a step in which nobody touched a gradient exchanges no more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ rounding, as between two kinds of device."""
 
 
 @dataclass
-class ByHand:
+class UserGradEdits:
     """What user code on this rank did since the last update: parameters by name, buckets by index.
 
     `written`: gradients that it changed or set. `dropped`: those that it set to None. `shown`: buckets with a gradient
@@ -46,8 +46,9 @@ class ByHand:
         return array("d", flags + [index in self.shown for index in buckets])
 
 
-def require_alike(counts: Sequence[float], names: Sequence[str], ranks: int) -> None:
-    """Raise ShardingError unless every rank changed the same gradients; `counts` are `ByHand.counts`, added up."""
+def require_same_edits(counts: Sequence[float], names: Sequence[str], ranks: int) -> None:
+    """Raise ShardingError unless every rank changed the same gradients; `counts` are `UserGradEdits.counts`, added
+    up."""
     for verb, found in (("changed", counts[: len(names)]), ("dropped", counts[len(names) : 2 * len(names)])):
         for name, count in zip(names, found, strict=True):
             if count not in (0, ranks):
