@@ -22,8 +22,8 @@ from polyaccel.accelerators.memory.host import keep_freed_memory
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
+from polyaccel.comm.flight_recorder.summary import start_log
 from polyaccel.comm.groups import forget_mesh, set_mesh
-from polyaccel.comm.watch.summary import start_log
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of

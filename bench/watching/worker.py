@@ -22,7 +22,7 @@ import polyaccel
 from bench.steps.cases import SHAPES
 from bench.steps.model import Corpus, Gpt, draw_batch, load_corpus
 from polyaccel.comm.default import default_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 
 WARMUP = 4
 _TENSORBOARD = {"tensorboard": {"enabled": True}} if find_spec("tensorboard") else {}

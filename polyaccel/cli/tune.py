@@ -17,7 +17,7 @@ from polyaccel.errors import LaunchError, PolyaccelError
 from polyaccel.trial_env import TRIAL_VARIABLE
 
 if TYPE_CHECKING:
-    from polyaccel.comm.speeds.table import SpeedTable
+    from polyaccel.comm.benchmark.table import CollectiveTimings
     from polyaccel.tuning.rates import Rates
     from polyaccel.tuning.tuner import TuningAnswer
 
@@ -172,20 +172,20 @@ def _rates(results: Path) -> Rates:
     return found
 
 
-def _speeds(job: TunedJob, given: Path | None, results: Path) -> SpeedTable | None:
+def _speeds(job: TunedJob, given: Path | None, results: Path) -> CollectiveTimings | None:
     """The speeds of collectives among the job's ranks: those of a file, those of before, or measured now. None where
     that is not possible."""
-    from polyaccel.comm.speeds.table import SpeedTable
+    from polyaccel.comm.benchmark.table import CollectiveTimings
 
     if given is not None:
-        return SpeedTable.read(given)
+        return CollectiveTimings.read(given)
     if job.world_size < 2 or job.where is None:
         return None
     file = results / COMM_FILE
     if not file.exists() and (said := _measure_speeds(job.where, job.config_file, file)):
         print(f"Collectives could not be measured, 1 GB/s is assumed: {said}")
         return None
-    return SpeedTable.read(file)
+    return CollectiveTimings.read(file)
 
 
 def _measure_speeds(where: Sequence[str], config_file: str, file: Path) -> str:

@@ -31,9 +31,9 @@ from polyaccel.comm.api.functions import send as send
 from polyaccel.comm.default import default_communicator as default_communicator
 from polyaccel.comm.default import is_initialized as is_initialized
 from polyaccel.comm.default import set_default_communicator as set_default_communicator
-from polyaccel.comm.join.setup import connect as connect
-from polyaccel.comm.join.setup import destroy_process_group as destroy_process_group
-from polyaccel.comm.join.setup import init_distributed as init_distributed
-from polyaccel.comm.watch.summary import log_summary as log_summary
-from polyaccel.comm.watch.summary import reset_log as reset_log
+from polyaccel.comm.flight_recorder.summary import log_summary as log_summary
+from polyaccel.comm.flight_recorder.summary import reset_log as reset_log
+from polyaccel.comm.init.setup import connect as connect
+from polyaccel.comm.init.setup import destroy_process_group as destroy_process_group
+from polyaccel.comm.init.setup import init_distributed as init_distributed
 from polyaccel.types import ReduceOp as ReduceOp

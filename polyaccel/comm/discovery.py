@@ -29,16 +29,16 @@ from polyaccel.comm.launchers.request import (
     MEETING_VARIABLES,
     RANK_VARIABLES,
     VARIABLES,
+    Detection,
     LaunchedRank,
     Request,
-    Sighting,
     check_agreement,
     check_rank,
     integer,
     meeting_port,
     shown,
 )
-from polyaccel.comm.mpi import meeting
+from polyaccel.comm.mpi import rendezvous
 from polyaccel.comm.torch_group import initialized_world
 from polyaccel.errors import CommError
 
@@ -60,7 +60,7 @@ class Source(NamedTuple):
     """A row of the table: the source's name, what it sees, and how it is read."""
 
     name: str
-    look: Callable[[Request], Sighting]
+    look: Callable[[Request], Detection]
     read: Callable[[Request], Rendezvous]
 
 
@@ -99,7 +99,7 @@ def discover(
     return Rendezvous(0, 1, 0, 1, None, None, "no launcher")
 
 
-def look_around(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
+def list_sources(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryRow]:
     """A row for each source: the variables that it sees, whether `discover()` would read it, and its error if any.
 
     Imports nothing and asks nobody.
@@ -113,7 +113,7 @@ def look_around(environ: Mapping[str, str] | None = None) -> Iterator[DiscoveryR
         matched = matched or applies
 
 
-def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
+def export_torchrun_env(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
     """Put what a launcher with variables of its own said into torchrun's, for whoever reads those, and tell gloo its
     network interface where it would take a wrong one. What is set stays."""
     if rendezvous.world_size == 1:
@@ -130,7 +130,7 @@ def publish(rendezvous: Rendezvous, environ: MutableMapping[str, str]) -> None:
             environ.setdefault(name, str(value))
 
 
-def comes_of_launcher(rendezvous: Rendezvous) -> bool:
+def is_torchrun_like(rendezvous: Rendezvous) -> bool:
     """Whether the ranks are those of torchrun or `polyaccel run`, all of them, as the variables say."""
     return rendezvous.source == _TORCHRUN and rendezvous.world_size > 1
 
@@ -157,9 +157,9 @@ def _problem(source: Source, request: Request) -> str:
     return ""
 
 
-def _look_at_arguments(request: Request) -> Sighting:
+def _look_at_arguments(request: Request) -> Detection:
     text = f"rank={request.rank}, world_size={request.world_size}"
-    return Sighting(request.rank is not None or request.world_size is not None, text)
+    return Detection(request.rank is not None or request.world_size is not None, text)
 
 
 def _from_arguments(request: Request) -> Rendezvous:
@@ -179,9 +179,9 @@ def _from_arguments(request: Request) -> Rendezvous:
     return place.meeting(env.get("MASTER_ADDR", LOOPBACK), port, request.init_method)
 
 
-def _look_at_torchrun(request: Request) -> Sighting:
+def _look_at_torchrun(request: Request) -> Detection:
     env = request.environ
-    return Sighting("RANK" in env and "WORLD_SIZE" in env, shown(env, RANK_VARIABLES))
+    return Detection("RANK" in env and "WORLD_SIZE" in env, shown(env, RANK_VARIABLES))
 
 
 def _from_torchrun(request: Request) -> Rendezvous:
@@ -219,9 +219,9 @@ def _from_mpi(request: Request) -> Rendezvous:
     if here.world_size == 1:
         return here.meeting(None, None, request.init_method)
     meets_otherwise = request.init_method is not None or request.joined is not None
-    problem = meeting.why_not() if request.ask_mpi else "auto_mpi_discovery=False"
+    problem = rendezvous.why_not() if request.ask_mpi else "auto_mpi_discovery=False"
     if not problem and not (meets_otherwise and here.is_complete):
-        return meeting.meet(here, request)
+        return rendezvous.mpi_rendezvous(here, request)
     if not here.is_complete:
         raise CommError(
             f"{here.launcher} started this process, but does not say how many ranks there are, here and in all "
@@ -240,9 +240,9 @@ def _from_mpi(request: Request) -> Rendezvous:
     return here.meeting(env.get("MASTER_ADDR"), meeting_port(env, request.port or DEFAULT_PORT), request.init_method)
 
 
-def _look_at_process_group(request: Request) -> Sighting:
+def _look_at_process_group(request: Request) -> Detection:
     world = request.joined
-    return Sighting(world is not None, f"initialised as rank {world[0]} of {world[1]}" if world else "not initialised")
+    return Detection(world is not None, f"initialised as rank {world[0]} of {world[1]}" if world else "not initialised")
 
 
 def _from_process_group(request: Request) -> Rendezvous:
@@ -252,9 +252,9 @@ def _from_process_group(request: Request) -> Rendezvous:
     return Rendezvous(rank, world_size, local_rank, local_world_size, None, None, "torch.distributed, initialised")
 
 
-def _look_at_the_rest(request: Request) -> Sighting:
+def _look_at_the_rest(request: Request) -> Detection:
     found = [name for name in RANK_VARIABLES if name in request.environ]
-    return Sighting(bool(found), f"only {', '.join(found)} set" if found else "none")
+    return Detection(bool(found), f"only {', '.join(found)} set" if found else "none")
 
 
 def _refuse_the_rest(request: Request) -> Rendezvous:

@@ -32,7 +32,7 @@ def job_secret(communicator: Communicator) -> bytes | None:
     return job_auth.job_secret_from_env(os.environ) or _agreed
 
 
-def agree_on_secret(communicator: Communicator) -> None:
+def negotiate_job_secret(communicator: Communicator) -> None:
     """Give all ranks a secret in common, where none has one in its environment and all are processes of one user who
     sees the same files. Collective. See [Note: A secret among one user's ranks]."""
     global _agreed

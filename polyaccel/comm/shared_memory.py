@@ -20,13 +20,14 @@ class SharedMemory(ABC):
 
     whole: Buffer
     """The shared memory itself. What a rank writes here the others see."""
-    face: Buffer
+    private_view: Buffer
     """The same elements for this rank's users. What they write here no other rank sees."""
 
     @abstractmethod
     def written(self) -> Sequence[tuple[int, int]]:
-        """Ranges of elements, from and to, that hold everything that was written to `face` since the last `forget`."""
+        """Ranges of elements, from and to, that hold everything that was written to `private_view` since the last
+        `forget`."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Let `face` have the shared values again; what was written to it is lost."""
+        """Let `private_view` have the shared values again; what was written to it is lost."""

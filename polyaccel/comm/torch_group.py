@@ -37,8 +37,8 @@ from urllib.parse import urlsplit
 
 from polyaccel import job_auth
 from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.gloo_shutdown import join_gloo_threads_at_exit
 from polyaccel.comm.host_address import listening_socket
-from polyaccel.comm.torch_ending import rest_at_exit
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -74,7 +74,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
     adopted = initialized_world()
     if rendezvous.world_size == 1 and adopted is None:
         return
-    rest_at_exit()
+    join_gloo_threads_at_exit()
     if adopted is None:
         _make_default_group(backend, rendezvous, deadline, enter)
     elif adopted != (rendezvous.rank, rendezvous.world_size):
@@ -86,7 +86,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
         )
 
 
-def exchange_notes(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
+def store_all_gather(topic: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     """Every rank's `text` for `topic`, in rank order, through the store where the default group met.
 
     Raises CommTimeout, naming them, when ranks post none before the `deadline`, and CommError when the store ends.

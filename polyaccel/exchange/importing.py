@@ -17,7 +17,7 @@ from typing import Any
 from polyaccel.checkpoint import Commit, TensorPiece, save_checkpoint
 from polyaccel.checkpoint.tensors import BUFFER, PARAM
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.engine.imported import IMPORTED
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from polyaccel.checkpoint import CheckpointReader, Commit, TensorEntry, TensorPiece, save_checkpoint
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer, read
 from polyaccel.exchange.importing import NO_LIMIT_S

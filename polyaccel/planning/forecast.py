@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
@@ -98,7 +98,7 @@ class Forecast:
 
 
 def forecasts(
-    config: ResolvedConfig, model: ModelShape, world_size: int, speeds: SpeedTable | None = None
+    config: ResolvedConfig, model: ModelShape, world_size: int, speeds: CollectiveTimings | None = None
 ) -> tuple[Forecast, ...]:
     """A forecast for each of `SETTINGS` and the config's own one, on a device whose memory is not the host's. `speeds`
     are those of collectives among the ranks, where somebody has measured them."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import CommError
@@ -105,7 +105,7 @@ class Foreteller:
         *,
         is_remote: bool,
         base_nbytes: int = 0,
-        speeds: SpeedTable | None = None,
+        speeds: CollectiveTimings | None = None,
         rates: Rates = USUAL,
         known: Pass = Pass(),
     ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
@@ -42,7 +42,7 @@ class TuningQuestion:
     plan: TrialPlan
     trials_folder: Path
     limit_nbytes: int | None
-    speeds: SpeedTable | None = None
+    speeds: CollectiveTimings | None = None
     rates: Rates = USUAL
 
     @property

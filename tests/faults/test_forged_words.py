@@ -13,12 +13,12 @@ from fault_table import TABLE, Ends, sample
 from forging import COUNT, forged, garbled, random_of
 
 from polyaccel import comm, tagged_json
-from polyaccel.comm.backends.local.meeting import DictBoard
+from polyaccel.comm.backends.local.thread_group import DictBoard
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.flight_recorder.desync import as_text, find_desync
+from polyaccel.comm.flight_recorder.dump import read_dump
+from polyaccel.comm.flight_recorder.watchdog import WatchedProcess, describe_missing_ranks, have_ended, read_notes
 from polyaccel.comm.members.host_notes import _take
-from polyaccel.comm.watch.divergence import as_text, compare
-from polyaccel.comm.watch.dump import read_dump
-from polyaccel.comm.watch.watchdog import WatchedProcess, have_ended, read_notes, where_ranks_are
 from polyaccel.errors import CommError
 from polyaccel.job_auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
@@ -64,7 +64,7 @@ def test_no_note_on_the_board_is_a_traceback() -> None:
             board.post(1, text if number % 2 else garbled(text.encode(), random).decode(errors="replace"))
             notes = read_notes(board, 2)
             assert set(notes) <= {1}
-            where_ranks_are((0, 1), 0, 5, "barrier", notes, (1,), now_s=1e9, started_s=1e9)
+            describe_missing_ranks((0, 1), 0, 5, "barrier", notes, (1,), now_s=1e9, started_s=1e9)
             have_ended(notes, (0, 1))
 
 
@@ -76,7 +76,7 @@ def test_no_flight_record_is_a_traceback(tmp_path: Path) -> None:
             file.write_bytes(data if number % 2 else garbled(data, random))
             with suppress(CommError):
                 dumps = [read_dump(file)]
-                assert as_text(compare(dumps), dumps)
+                assert as_text(find_desync(dumps), dumps)
 
 
 def test_no_note_of_a_start_is_a_traceback() -> None:

@@ -11,8 +11,8 @@ import pytest
 from fault_table import TABLE, Ends, sample
 
 from polyaccel.comm.base import Communicator, Rendezvous
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.torch_group import join_default_group
-from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError
 from polyaccel.testkit.ranks.threads import run_threads

@@ -19,7 +19,7 @@ ROOMS = {
         "tests/procs/torch/test_parity_processes.py",
         "tests/procs/cli/test_doctor.py",
     ),
-    "polyaccel/comm/watch": ("tests/unit/comm", f"{THREADS}/comm", "tests/procs/comm/test_comm_dumps.py"),
+    "polyaccel/comm/flight_recorder": ("tests/unit/comm", f"{THREADS}/comm", "tests/procs/comm/test_comm_dumps.py"),
     "polyaccel/comm/launchers": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
     "polyaccel/comm/discovery.py": ("tests/unit/discovery", "tests/procs/comm/test_discovery_launchers.py"),
     "polyaccel/comm": ("tests/unit/comm", "tests/unit/discovery", f"{THREADS}/comm", JOINING, CONTRACT),

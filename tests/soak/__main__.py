@@ -28,7 +28,7 @@ from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
-from polyaccel.comm.watch.dump import MOST_OLD_JOBS
+from polyaccel.comm.flight_recorder.dump import MOST_OLD_JOBS
 
 RANKS = Path(__file__).with_name("ranks.py")
 GROWTH_KB = 4096

@@ -47,15 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or start the ranks that do. Returns the exit code. Raises PolyaccelError."""
-    from polyaccel.comm.discovery import look_around
-    from polyaccel.comm.speeds.measure import all_cases, sizes
-    from polyaccel.comm.speeds.table import OPERATIONS
+    from polyaccel.comm.benchmark.measure import all_cases, sizes
+    from polyaccel.comm.benchmark.table import OPERATIONS
+    from polyaccel.comm.discovery import list_sources
     from polyaccel.types import DType
 
     operations = OPERATIONS if args.operations is None else args.operations.split(",")
     wanted = list(all_cases(operations, sizes(args.smallest, max(args.smallest, args.largest), args.factor)))
     dtype = DType.parse(args.dtype)
-    if any(row.matched for row in look_around()):
+    if any(row.matched for row in list_sources()):
         return _measure(args, wanted, dtype)
     from polyaccel.cli.job import job_of
     from polyaccel.cli.run import count_ranks, run_job
@@ -74,10 +74,10 @@ def _own(args: argparse.Namespace) -> list[str]:
 
 def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype: DType) -> int:
     from polyaccel import comm
+    from polyaccel.comm.benchmark.measure import measured
+    from polyaccel.comm.benchmark.table import shown
     from polyaccel.comm.discovery import local_rank
-    from polyaccel.comm.join.hosts import ranks_by_host
-    from polyaccel.comm.speeds.measure import measured
-    from polyaccel.comm.speeds.table import shown
+    from polyaccel.comm.init.hosts import ranks_by_host
     from polyaccel.config import load_config
 
     comm.init_distributed(config=None if args.config is None else load_config(args.config), verbose=False)

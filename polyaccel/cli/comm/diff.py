@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from polyaccel.comm.watch.divergence import Divergence, as_text, compare
-from polyaccel.comm.watch.dump import Dump, read_dump
+from polyaccel.comm.flight_recorder.desync import Divergence, as_text, find_desync
+from polyaccel.comm.flight_recorder.dump import Dump, read_dump
 from polyaccel.errors import CommError
 
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run_diff(args: argparse.Namespace) -> int:
     """Print the comparison; the exit code is 1 when ranks diverged. Raises CommError for what is no dump."""
     dumps = list(read_all(args.dumps))
-    findings = compare(dumps)
+    findings = find_desync(dumps)
     print(as_text(findings, dumps))
     return int(any(isinstance(finding, Divergence) for finding in findings))
 

@@ -265,7 +265,7 @@ def _selection(
 def _is_backend(name: str) -> bool:
     """Whether some package offers `name` to torch, without being a plugin of ours."""
     try:
-        return importlib.import_module("polyaccel.comm.join.backends").comm_backend(name) is not None
+        return importlib.import_module("polyaccel.comm.init.backends").comm_backend(name) is not None
     except Exception:
         return False
 
@@ -273,7 +273,7 @@ def _is_backend(name: str) -> bool:
 def _launcher() -> dict[str, str]:
     """Which source of ranks a program started here would read, and what each of them sees."""
     try:
-        rows = list(importlib.import_module("polyaccel.comm.discovery").look_around())
+        rows = list(importlib.import_module("polyaccel.comm.discovery").list_sources())
     except Exception as error:
         return {"matched": f"unknown ({type(error).__name__}: {error})"}
     matched = next((row.source for row in rows if row.matched), _NO_LAUNCHER)

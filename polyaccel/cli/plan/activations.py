@@ -63,11 +63,11 @@ def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     """Cut `model` as the first of its tensor ranks has it, if there are some. It runs on tensors without values."""
     if (ranks := mesh.size_of(("tensor",))) > 1:
         from polyaccel.accelerators.detect import host_accelerator
-        from polyaccel.comm.parts.absent import AbsentRanks
+        from polyaccel.comm.parts.fake import FakeCommunicator
         from polyaccel.torch.parallel.choose import plan_by
         from polyaccel.torch.parallel.cut import cut_model
 
-        cut_model(model, AbsentRanks(ranks, host_accelerator()), plan_by(model, ranks, cut_rules_of(config)))
+        cut_model(model, FakeCommunicator(ranks, host_accelerator()), plan_by(model, ranks, cut_rules_of(config)))
 
 
 def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -75,12 +75,12 @@ def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     section = config.sequence_parallel
     if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
         from polyaccel.accelerators.detect import host_accelerator
-        from polyaccel.comm.parts.absent import AbsentRanks
+        from polyaccel.comm.parts.fake import FakeCommunicator
         from polyaccel.torch.sequence import use
         from polyaccel.torch.sequence.settings import SequenceSettings
 
         settings = SequenceSettings(section.method, section.core_attention)
-        use(model, AbsentRanks(ranks, host_accelerator()), settings)
+        use(model, FakeCommunicator(ranks, host_accelerator()), settings)
     if config.tiled_compute.enabled:
         from polyaccel.torch.settings import TileSettings
         from polyaccel.torch.tiles.models import TiledModel

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from polyaccel.cli.plan.activations import foretold
 from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, short_count, titled
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import data_ranks
 from polyaccel.planning.assumptions import PlannedConfig
@@ -33,7 +33,7 @@ _SHARE_OF_PEAK = 0.4
 def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape) -> int:
     """Print which settings fit. The exit code is 1 when none does. Raises PolyaccelError."""
     config = planned.config
-    speeds = None if args.comm is None else SpeedTable.read(args.comm)
+    speeds = None if args.comm is None else CollectiveTimings.read(args.comm)
     notes: list[str] = []
     records, told = ([], None) if args.trials is None else read_trials(args.trials)
     is_remote = True if told is None else told.is_remote

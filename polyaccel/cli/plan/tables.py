@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
@@ -57,7 +57,7 @@ class Plan:
     copies: CopiesOfState
     device_limit_nbytes: int | None
     host_limit_nbytes: int | None
-    speeds: SpeedTable | None = None
+    speeds: CollectiveTimings | None = None
     compute_s: float | None = None
     activations: Sequence[ActivationNeeds] = ()
 

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from polyaccel.cli.plan.activations import foretold
     from polyaccel.cli.plan.tables import Plan, print_plan
-    from polyaccel.comm.speeds.table import SpeedTable
+    from polyaccel.comm.benchmark.table import CollectiveTimings
     from polyaccel.config.meshes import mesh_of
     from polyaccel.planning.assumptions import planned_config
     from polyaccel.planning.forecast import cheapest_first, checkpoint_nbytes, copies_of_state, forecasts
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         from polyaccel.cli.plan.fit import run_fit
 
         return run_fit(args, planned, model)
-    speeds = None if args.comm is None else SpeedTable.read(args.comm)
+    speeds = None if args.comm is None else CollectiveTimings.read(args.comm)
     found = forecasts(config, model, args.world_size, speeds)
     activations = foretold(args, config)
     taken = next((each.peak_nbytes for each in activations if each.is_own), 0)

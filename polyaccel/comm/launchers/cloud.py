@@ -13,9 +13,9 @@ from polyaccel.comm.launchers.mpi import OPEN_MPI, place_by
 from polyaccel.comm.launchers.request import (
     DEFAULT_PORT,
     LOOPBACK,
+    Detection,
     LaunchedRank,
     Request,
-    Sighting,
     check_agreement,
     meeting_port,
     shown,
@@ -30,10 +30,10 @@ _AZURE_PORT = 6105
 _AZURE_PORT_ONE_NODE = 54965
 
 
-def look_azure(request: Request) -> Sighting:
+def look_azure(request: Request) -> Detection:
     env = request.environ
     if "DLTS_JOB_ID" in env:
-        return Sighting(False, f"{shown(env, ['DLTS_JOB_ID'])}: not AzureML's own")
+        return Detection(False, f"{shown(env, ['DLTS_JOB_ID'])}: not AzureML's own")
     return _look(request, "AZUREML_EXPERIMENT_ID")
 
 
@@ -45,7 +45,7 @@ def read_azure(request: Request) -> Rendezvous:
     return _meeting(request, here, address, variable, _AZURE_PORT_ONE_NODE if one_node else _AZURE_PORT)
 
 
-def look_sagemaker(request: Request) -> Sighting:
+def look_sagemaker(request: Request) -> Detection:
     return _look(request, "SM_TRAINING_ENV")
 
 
@@ -58,12 +58,12 @@ def read_sagemaker(request: Request) -> Rendezvous:
     return _meeting(request, here, address, "SM_TRAINING_ENV", DEFAULT_PORT)
 
 
-def _look(request: Request, variable: str) -> Sighting:
+def _look(request: Request, variable: str) -> Detection:
     env = request.environ
     if variable not in env:
-        return Sighting(False, f"{variable} unset")
+        return Detection(False, f"{variable} unset")
     # A service's job of one process has no ranks.
-    return Sighting(OPEN_MPI.rank in env, f"{variable} set, {shown(env, OPEN_MPI.variables)}")
+    return Detection(OPEN_MPI.rank in env, f"{variable} set, {shown(env, OPEN_MPI.variables)}")
 
 
 def _meeting(request: Request, here: LaunchedRank, address: str, variable: str, port: int) -> Rendezvous:

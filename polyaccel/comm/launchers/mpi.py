@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from polyaccel.comm.launchers import slurm
 from polyaccel.comm.launchers.request import (
+    Detection,
     LaunchedRank,
     Request,
-    Sighting,
     check_agreement,
     check_rank,
     integer,
@@ -53,16 +53,16 @@ NAMES = tuple(launcher.name for launcher in _LAUNCHERS)
 _OF_SLURM_TOO = ("PMI_RANK", "PMIX_RANK")
 
 
-def look(request: Request) -> Sighting:
+def look(request: Request) -> Detection:
     seen = _seen(request)
     if seen:
-        return Sighting(
+        return Detection(
             True, "; ".join(f"{launcher.name}: {shown(request.environ, launcher.variables)}" for launcher in seen)
         )
     own = [name for name in _OF_SLURM_TOO if name in request.environ]
     if own:
-        return Sighting(False, f"{shown(request.environ, own)}, but from Slurm itself")
-    return Sighting(False, f"none of {', '.join(launcher.rank for launcher in _LAUNCHERS)} is set")
+        return Detection(False, f"{shown(request.environ, own)}, but from Slurm itself")
+    return Detection(False, f"none of {', '.join(launcher.rank for launcher in _LAUNCHERS)} is set")
 
 
 def may_start(environ: Mapping[str, str]) -> bool:

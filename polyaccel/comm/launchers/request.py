@@ -36,7 +36,7 @@ class Request:
         return all(name in self.environ for name in MEETING_VARIABLES)
 
 
-class Sighting(NamedTuple):
+class Detection(NamedTuple):
     """A source's answer: whether it applies, and the variables or the reason that show it."""
 
     applies: bool

@@ -14,9 +14,9 @@ from zlib import crc32
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import (
     LOOPBACK,
+    Detection,
     LaunchedRank,
     Request,
-    Sighting,
     check_agreement,
     check_rank,
     integer,
@@ -33,14 +33,14 @@ _PORTS = range(15000, 29500)
 _BRACKETS = re.compile(r"\[(?P<first>\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 
 
-def look(request: Request) -> Sighting:
+def look(request: Request) -> Detection:
     env = request.environ
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        return Sighting(True, shown(env, _TASK))
+        return Detection(True, shown(env, _TASK))
     if "SLURM_JOB_ID" in env:
         tasks = env.get("SLURM_NTASKS", "1")
-        return Sighting(False, f"job {env['SLURM_JOB_ID']} of {tasks} tasks, but srun did not start this process")
-    return Sighting(False, "SLURM_PROCID, SLURM_STEP_ID unset")
+        return Detection(False, f"job {env['SLURM_JOB_ID']} of {tasks} tasks, but srun did not start this process")
+    return Detection(False, "SLURM_PROCID, SLURM_STEP_ID unset")
 
 
 def place(request: Request) -> LaunchedRank | None:

@@ -27,7 +27,7 @@ _GRACE_S = 10.0  # the others wait longer than rank 0, which then tells them who
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
-def exchange_on_host(where: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
+def all_gather_on_host(where: str, rank: int, world_size: int, text: str, deadline: Deadline) -> list[str]:
     """Every rank's `text`, in rank order; `where` is equal on all ranks and different in other jobs of this user.
 
     Raises CommTimeout, naming them, when ranks do not come by the `deadline`, and CommError when two jobs meet here.

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK
-from polyaccel.comm.members.host_notes import exchange_on_host
+from polyaccel.comm.members.host_notes import all_gather_on_host
 from polyaccel.comm.secret import shared_secret
-from polyaccel.comm.torch_group import exchange_notes, has_torch, join_default_group
+from polyaccel.comm.torch_group import has_torch, join_default_group, store_all_gather
 from polyaccel.errors import CommError
 
 _meetings = count()
@@ -59,9 +59,9 @@ class JobMembers:
             texts = [text]
         elif has_torch():
             topic = f"{self._topic}/{next(self._exchanges)}"
-            texts = exchange_notes(topic, self.rank, self.world_size, text, self.deadline)
+            texts = store_all_gather(topic, self.rank, self.world_size, text, self.deadline)
         else:
-            texts = exchange_on_host(self._where, self.rank, self.world_size, text, self.deadline)
+            texts = all_gather_on_host(self._where, self.rank, self.world_size, text, self.deadline)
         return [self._read(text, rank) for rank, text in enumerate(texts)]
 
     def agree_on_token(self) -> bytes:

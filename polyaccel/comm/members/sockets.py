@@ -29,7 +29,7 @@ _RANK_NBYTES = 4
 _HELLO_NBYTES = job_auth.MAC_NBYTES + _RANK_NBYTES
 
 
-class _Door(NamedTuple):
+class _Endpoint(NamedTuple):
     """Where a member listens, and its mark in this meeting."""
 
     address: str
@@ -49,8 +49,8 @@ def connect_members(members: JobMembers) -> dict[int, socket.socket]:
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=members.world_size) as listener:
-            own = _Door(address, listener.getsockname()[1], secrets.token_hex(16))
-            doors = [_Door(*said) for said in members.exchange(list(own))]
+            own = _Endpoint(address, listener.getsockname()[1], secrets.token_hex(16))
+            doors = [_Endpoint(*said) for said in members.exchange(list(own))]
             for peer in range(members.rank):
                 connected[peer] = _call(members, token, doors, peer)
             _answer_callers(members, token, doors, listener, connected)
@@ -80,7 +80,7 @@ def _outward_address(meeting_host: str) -> str:
     return next(iter(own_addresses()), socket.gethostname())
 
 
-def _call(members: JobMembers, token: bytes, doors: Sequence[_Door], peer: int) -> socket.socket:
+def _call(members: JobMembers, token: bytes, doors: Sequence[_Endpoint], peer: int) -> socket.socket:
     """A connection to `peer`, which has shown that it is one of us."""
     door = doors[peer]
     caller = None
@@ -111,7 +111,7 @@ def _call(members: JobMembers, token: bytes, doors: Sequence[_Door], peer: int) 
 def _answer_callers(
     members: JobMembers,
     token: bytes,
-    doors: Sequence[_Door],
+    doors: Sequence[_Endpoint],
     listener: socket.socket,
     connected: dict[int, socket.socket],
 ) -> None:
@@ -166,12 +166,12 @@ def _received(caller: socket.socket, most: int) -> bytes:
         return b""
 
 
-def _hello(token: bytes, doors: Sequence[_Door], rank: int, peer: int) -> bytes:
+def _hello(token: bytes, doors: Sequence[_Endpoint], rank: int, peer: int) -> bytes:
     """`rank`'s first bytes to `peer`."""
     return job_auth.sign(token, _place(doors, rank, peer), rank.to_bytes(_RANK_NBYTES, "little"))
 
 
-def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Door], awaited: set[int], peer: int) -> int | None:
+def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Endpoint], awaited: set[int], peer: int) -> int | None:
     """Which of the `awaited` ranks has sent this to `peer`; None for anybody else."""
     rank = int.from_bytes(hello[job_auth.MAC_NBYTES :], "little")
     if len(hello) != _HELLO_NBYTES or rank not in awaited:
@@ -179,5 +179,5 @@ def _rank_in(token: bytes, hello: bytes, doors: Sequence[_Door], awaited: set[in
     return rank if job_auth.verify(token, _place(doors, rank, peer), hello) is not None else None
 
 
-def _place(doors: Sequence[_Door], rank: int, peer: int) -> str:
+def _place(doors: Sequence[_Endpoint], rank: int, peer: int) -> str:
     return f"hello {rank} {doors[rank].mark} to {peer} {doors[peer].mark}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.engine.metrics import CallFigures
 
 

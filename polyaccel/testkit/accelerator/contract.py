@@ -18,7 +18,7 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator, Capabilities, Probe
-from polyaccel.comm.join.backends import comm_backend
+from polyaccel.comm.init.backends import comm_backend
 from polyaccel.errors import PluginNotFound, ShardingError
 from polyaccel.testkit.accelerator.kernels import KernelsContract
 from polyaccel.testkit.accelerator.memory import MemoryContract, contents

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.comm.base import Communicator, Rendezvous
-from polyaccel.comm.join.backends import comm_backend
-from polyaccel.comm.join.threads import DEFAULT_TIMEOUT_S, blame
+from polyaccel.comm.init.backends import comm_backend
+from polyaccel.comm.init.threads import DEFAULT_TIMEOUT_S, blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.ports import free_port
 from polyaccel.testkit.progress import listen

@@ -1,5 +1,5 @@
 """Ranks as threads of this process, as tests of plugins start them."""
 
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 
 __all__ = ["run_threads"]

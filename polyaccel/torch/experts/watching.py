@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective
-from polyaccel.comm.watch.log import CommLog
+from polyaccel.comm.flight_recorder.log import CommLog
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.engine.metrics import ExpertFigures

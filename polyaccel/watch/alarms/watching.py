@@ -8,7 +8,7 @@ from logging import getLogger
 
 from polyaccel.accelerators.base import MemoryStats
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.engine.metrics import Alarm, MetricSink, StepMetrics
 from polyaccel.engine.state import TrainedParams
 from polyaccel.engine.timing import PhaseTimer

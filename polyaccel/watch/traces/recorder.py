@@ -12,7 +12,7 @@ from time import time
 from typing import Any
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import Entry, RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import Entry, RecordingCommunicator
 from polyaccel.engine.recording import StepProfiler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.watch.run_folder import TRACE_FILE

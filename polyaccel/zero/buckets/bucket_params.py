@@ -47,7 +47,7 @@ class BucketParams:
     @property
     def private_view(self) -> Buffer | None:
         """The whole bucket as frontends see it, where it exists for good."""
-        return self.full if self.shared is None else self.shared.face
+        return self.full if self.shared is None else self.shared.private_view
 
     @property
     def master_is_view(self) -> bool:

@@ -125,7 +125,7 @@ class ParamBuckets:
     def _seen(self, fqn: str) -> Buffer:
         """The whole parameter as users of this rank see it. Raises ShardingError while it is sharded."""
         place, slot = self.locate(fqn)
-        whole = self.full(place.bucket.index) if place.shared is None else place.shared.face
+        whole = self.full(place.bucket.index) if place.shared is None else place.shared.private_view
         return whole.view(slot.offset, slot.param.numel)
 
     def _bind(self, place: BucketParams) -> BucketParams:
@@ -272,7 +272,7 @@ class ParamBuckets:
         place, slot = self.locate(fqn)
         if place.shared is not None and place.shared.written():
             window = slot.offset, slot.param.numel
-            place.shared.face.view(*window).copy_from(place.shared.whole.view(*window))
+            place.shared.private_view.view(*window).copy_from(place.shared.whole.view(*window))
 
     def locally_modified(self) -> Sequence[str]:
         """The parameters in shared memory that users of this rank have given other values."""

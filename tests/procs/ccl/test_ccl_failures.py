@@ -17,7 +17,7 @@ from backend_marks import needs
 
 from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.ports import free_port
 from polyaccel.testkit.comm.values import get, put

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.cli.main import main
-from polyaccel.comm.speeds.table import OPERATIONS, SpeedTable
+from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings
 
 BENCH = [sys.executable, "-m", "polyaccel", "comm", "bench"]
 QUICK = ["--smallest", "1K", "--largest", "16K", "--rounds", "3", "--budget", "0.01"]
@@ -30,7 +30,7 @@ def test_it_starts_ranks_and_plan_reads_its_table(tmp_path: Path, capsys: pytest
     (tmp_path / "config.json").write_text('{"comm": {"backend": "gloo"}, "train_batch_size": 2}')
     done = bench([*BENCH, *QUICK, "--nproc", "2", "--config", "config.json", "--json", "speeds.json"], tmp_path)
     assert done.returncode == 0, done.stderr
-    table = SpeedTable.read(tmp_path / "speeds.json")
+    table = CollectiveTimings.read(tmp_path / "speeds.json")
     assert (table.backend, table.ranks_on_hosts) == ("gloo", (2,))
     assert [(row.operation, row.nbytes) for row in table.rows] == [
         (operation, nbytes) for operation in OPERATIONS for nbytes in (1 << 10, 1 << 12, 1 << 14)
@@ -50,7 +50,7 @@ def test_ranks_of_another_launcher_measure(tmp_path: Path) -> None:
     started = [str(MPIRUN), "--oversubscribe", "-n", "2", *BENCH, *QUICK, *some]
     done = bench(started, tmp_path)
     assert done.returncode == 0, done.stderr
-    table = SpeedTable.from_json(done.stdout, "what it printed")
+    table = CollectiveTimings.from_json(done.stdout, "what it printed")
     assert table.dtype == "bfloat16"
     assert {row.operation for row in table.rows} == {"all_reduce", "broadcast"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.cli.main import main
-from polyaccel.comm.watch.dump import read_dump
+from polyaccel.comm.flight_recorder.dump import read_dump
 
 PRELUDE = """
 import os, signal, sys, threading, time

@@ -22,7 +22,7 @@ from failing_ranks import (
 )
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.types import DType

@@ -18,8 +18,8 @@ import torch
 from polyaccel import comm
 from polyaccel.comm.backends.shm.backend import ShmBackend
 from polyaccel.comm.base import Communicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.launchers.request import VARIABLES
-from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, PluginNotFound
 from polyaccel.ports import free_port
 from polyaccel.testkit.ranks.procs import RankPool

@@ -151,7 +151,7 @@ def pool(site: Path) -> Iterator[RankPool]:
 def over_acme(inner: Communicator, site: str, body: Callable[..., Any], *args: Any) -> Any:
     """`body` on a communicator of acme's, in a worker whose script has made a group of gloo's."""
     from polyaccel.comm.base import Rendezvous
-    from polyaccel.comm.join.backends import comm_backend
+    from polyaccel.comm.init.backends import comm_backend
 
     if site not in sys.path:
         sys.path.insert(0, site)

@@ -12,7 +12,7 @@ import pytest
 from host_jobs import Hosts
 from ssh_hosts import SshHost
 
-from polyaccel.comm.speeds.table import SpeedTable
+from polyaccel.comm.benchmark.table import CollectiveTimings
 
 SPY = Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py"
 LOUD = f"""
@@ -75,7 +75,7 @@ def test_collectives_between_hosts_are_measured(two_hosts: Hosts, tmp_path: Path
     command = [sys.executable, "-m", "polyaccel", "comm", "bench", *quick, *where]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    table = SpeedTable.read(speeds)
+    table = CollectiveTimings.read(speeds)
     assert (table.backend, table.ranks_on_hosts) == ("shm+gloo", (2, 2))
     assert len(done.stdout.splitlines()) == 2 + len(table.rows)
     assert two_hosts.left() == []

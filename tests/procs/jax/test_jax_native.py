@@ -18,7 +18,7 @@ from jax_models import make_config, torch_gpt, train_torch
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError, ConfigError, PolyaccelError, ShardingError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads

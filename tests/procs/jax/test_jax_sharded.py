@@ -13,7 +13,7 @@ from jax_sharded_models import ZERO, build, model_of, tokens, train_sharded
 from pairwise import combinations
 
 from polyaccel.comm.default import set_default_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.testkit.ranks.threads import run_threads

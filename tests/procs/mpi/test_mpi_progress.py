@@ -15,7 +15,7 @@ from failing_ranks import LIMIT_S, PATIENCE_S, WATCH_S
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.mpi import MpiRankPool
 from polyaccel.types import DType

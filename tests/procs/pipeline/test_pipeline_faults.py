@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator, set_default_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.pipeline import PipelineModule

@@ -11,7 +11,7 @@ from backend_marks import over
 from sequence_rows import gradients_of, marks_of, own_tokens, random_inputs
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.sequence import AttentionRule, TokenShares, ring_attention, ulysses_attention
 

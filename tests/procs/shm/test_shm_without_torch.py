@@ -26,7 +26,7 @@ for turn in range(2):
     own = shared.whole
     own.view(1_000 * ours.rank, 1_000).fill(7.0 + ours.rank)
     ours.all_gather(own, own.view(1_000 * ours.rank, 1_000))
-    seen = shared.face.raw.tolist()
+    seen = shared.private_view.raw.tolist()
     print(ours.backend, type(buffer.raw).__name__, sorted(set(buffer.raw.tolist())), sorted(set(seen)))
     comm.destroy_process_group()
 assert sys.modules["torch"] is None

@@ -14,10 +14,10 @@ from parameter_statements import HONOURED, assert_honoured, config_for, in_turn,
 from parity_models import Params, grouped, parity_loss, parity_model
 
 import polyaccel
-from polyaccel.comm.backends.shm import page_map, private
+from polyaccel.comm.backends.shm import cow_mapping, page_map
 from polyaccel.comm.backends.shm.backend import SYMMETRIC_VARIABLE, ShmBackend
+from polyaccel.comm.backends.shm.cow_mapping import PrivateMapping
 from polyaccel.comm.backends.shm.memory import new_file, rounded_up
-from polyaccel.comm.backends.shm.private import PrivateMapping
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.procs import RankPool
@@ -139,8 +139,8 @@ def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param != "protected":
         monkeypatch.setattr(page_map, "protect", lambda address, nbytes: False)
     if request.param == "read":
-        monkeypatch.setattr(private, "_are_searched", lambda: False)
-    if request.param == "searched" and not private._are_searched():
+        monkeypatch.setattr(cow_mapping, "_are_searched", lambda: False)
+    if request.param == "searched" and not cow_mapping._are_searched():
         pytest.skip("this system does not search its page map")
     return request.param
 

@@ -29,7 +29,7 @@ from parity_models import (
 
 from polyaccel import comm
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.setup import BACKEND_VARIABLE
+from polyaccel.comm.init.setup import BACKEND_VARIABLE
 from polyaccel.comm.launchers.request import VARIABLES
 from polyaccel.testkit.ranks.procs import RankPool
 

@@ -23,7 +23,7 @@ from pipeline_models import batches, pipeline_config, plain_layers, plain_model
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import set_default_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.ranks.procs import RankPool
 
 PROGRAM = os.environ.get("TRACE_PROCESSOR", "")

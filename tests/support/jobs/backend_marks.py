@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polyaccel.comm.join.backends import comm_backend
+from polyaccel.comm.init.backends import comm_backend
 from polyaccel.testkit.ranks.mpi import find_mpirun
 
 

@@ -21,7 +21,7 @@ from parity_models import make_config, parity_loss, parity_model
 
 import polyaccel.torch.initialize
 from polyaccel import comm
-from polyaccel.comm.join.backends import comm_backend
+from polyaccel.comm.init.backends import comm_backend
 from polyaccel.ports import free_port
 
 WORLD, STEPS, LAST = 3, 4, 2

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.types import DType

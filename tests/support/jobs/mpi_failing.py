@@ -11,7 +11,7 @@ import threading
 from polyaccel import comm
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.detect import set_accelerator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.types import DType
 
 HOST = CpuAccelerator("numpy")  # starts sooner than torch

@@ -23,7 +23,7 @@ from polyaccel.checkpoint.retention.rules import Retention
 from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
 from polyaccel.cli.main import main
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError
 from polyaccel.types import DType
 

@@ -15,7 +15,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import open_checkpoint
 from polyaccel.checkpoint.places import saving
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError
 
 State = dict[tuple[str, str], bytes]

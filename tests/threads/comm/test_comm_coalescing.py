@@ -10,7 +10,7 @@ from polyaccel import comm as public
 from polyaccel.buffer import Buffer
 from polyaccel.comm.api.coalescing import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.comm.values import put, values_of
 from polyaccel.testkit.ranks.threads import run_threads

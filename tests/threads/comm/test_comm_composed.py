@@ -16,7 +16,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.local.backend import LocalCommunicator
 from polyaccel.comm.base import Communicator, message_to
 from polyaccel.comm.collective import EQUAL_PARTS, UNEVEN_PARTS, Collective, Operation
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.comm.wrappers.staged import StagedCommunicator

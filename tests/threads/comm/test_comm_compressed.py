@@ -10,7 +10,7 @@ import torch
 
 from polyaccel.comm import CompressedAllReduce
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 

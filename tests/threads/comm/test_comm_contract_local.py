@@ -7,7 +7,7 @@ from typing import Any
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.comm import CommContract
 from polyaccel.testkit.ranks.threads import run_threads
 

@@ -9,8 +9,8 @@ import pytest
 from pretended_hosts import Hosts, on_hosts
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join.hosts import ranks_by_host
-from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
+from polyaccel.comm.init.hosts import ranks_by_host
 from polyaccel.comm.wrappers.hierarchical import HierarchicalCommunicator, is_two_level
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm import contract as contract
@@ -64,7 +64,7 @@ def test_every_rank_sends_its_share_of_what_crosses_hosts(hosts: Hosts) -> None:
         intra = None
         for members in hosts:
             intra = comm.split(members) or intra
-        across = Recorder()
+        across = FlightRecorder()
         inter = None
         for place in zip(*hosts, strict=True):
             inter = comm.split(place) or inter

@@ -182,7 +182,7 @@ def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_ranks_of_one_user_agree_on_a_secret_and_leave_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comm_secret, "_agreed", None)
     monkeypatch.setattr(comm_secret, "runtime_folder", lambda environ: tmp_path / "own")
-    run_threads(3, comm_secret.agree_on_secret)
+    run_threads(3, comm_secret.negotiate_job_secret)
     assert run_threads(2, lambda communicator: gathered({communicator.rank})) == [[{0}, {1}]] * 2
     assert list((tmp_path / "own").iterdir()) == []
 
@@ -200,7 +200,7 @@ def test_without_a_file_that_all_can_read_there_is_no_secret(
         monkeypatch.setattr(comm_secret, "_leave", lambda: "../elsewhere")
         monkeypatch.setattr(comm_secret, "runtime_folder", lambda environ: tmp_path / "own")
         (tmp_path / "elsewhere").write_bytes(bytes(32))
-    run_threads(2, comm_secret.agree_on_secret)
+    run_threads(2, comm_secret.negotiate_job_secret)
 
     def refused(communicator: Communicator) -> None:
         with pytest.raises(CommError, match="need a secret of the job"):

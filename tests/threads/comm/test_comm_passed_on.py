@@ -10,7 +10,7 @@ from pretended_hosts import Hosts, on_hosts, pass_on_up_to
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.comm.wrappers.hierarchical import _SHORT_NBYTES, HierarchicalCommunicator, _short_nbytes
 from polyaccel.errors import CommError
 from polyaccel.testkit.comm.values import put
@@ -128,7 +128,7 @@ def test_one_message_to_each_other_host_has_all_short_parts_for_it(
 
     def body(comm: Communicator) -> tuple[int, float]:
         plain = on_hosts(comm, hosts)
-        directly, across = Recorder(), Recorder()
+        directly, across = FlightRecorder(), FlightRecorder()
         both = HierarchicalCommunicator(
             RecordingCommunicator(comm, directly, watch_s=None),
             plain.intra,

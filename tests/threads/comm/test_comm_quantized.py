@@ -9,7 +9,7 @@ import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.wrappers.quantized import Bits, QuantizedCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.comm.values import get, put, refused, values_of

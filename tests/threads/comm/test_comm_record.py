@@ -12,13 +12,19 @@ import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.local.backend import LocalCommunicator, LocalWorld
-from polyaccel.comm.backends.local.meeting import DictBoard
+from polyaccel.comm.backends.local.thread_group import DictBoard
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
+from polyaccel.comm.flight_recorder import watchdog
+from polyaccel.comm.flight_recorder.record import Entry, FlightRecorder, RecordingCommunicator
+from polyaccel.comm.flight_recorder.watchdog import (
+    ENDED_IN_ORDER,
+    Watchdog,
+    WatchedProcess,
+    describe_missing_ranks,
+    read_notes,
+)
 from polyaccel.comm.host_address import start_of
-from polyaccel.comm.watch import watchdog
-from polyaccel.comm.watch.record import Entry, Recorder, RecordingCommunicator
-from polyaccel.comm.watch.watchdog import ENDED_IN_ORDER, Watchdog, WatchedProcess, read_notes, where_ranks_are
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.testkit.ranks.threads import run_threads
@@ -51,7 +57,7 @@ def test_traffic_is_what_the_formulas_say(world_size: int) -> None:
 
 def test_entries_are_numbered_by_group_and_done_after_wait() -> None:
     def body(inner: LocalCommunicator) -> list[tuple[int, int, str, bool]]:
-        comm = RecordingCommunicator(inner, Recorder(length=4), watch_s=None)
+        comm = RecordingCommunicator(inner, FlightRecorder(length=4), watch_s=None)
         buffer = comm.allocate(4, DType.FLOAT32)
         comm.barrier()
         part = comm.split([0, 1])
@@ -163,7 +169,7 @@ def told(text: str | None, missing: tuple[int, ...], *, started_s: float, is_lat
     if text is not None:
         board.post(2, text)
     notes = read_notes(board, 3)
-    return where_ranks_are(
+    return describe_missing_ranks(
         (0, 1, 2), 0, 42, "all_reduce", notes, missing, now_s=NOW_S, started_s=started_s, is_late=is_late
     )
 
@@ -219,7 +225,7 @@ def test_a_known_missing_rank_is_told_even_if_it_seems_to_be_there() -> None:
     board = DictBoard()
     board.post(1, note(42, "all_reduce", group="0,1"))
     notes = read_notes(board, 2)
-    places = where_ranks_are((0, 1), 0, 42, "all_reduce", notes, (1,), now_s=NOW_S, started_s=NOW_S)
+    places = describe_missing_ranks((0, 1), 0, 42, "all_reduce", notes, (1,), now_s=NOW_S, started_s=NOW_S)
     assert places == {1: "rank 1 entered this call too, but did not carry it through"}
 
 

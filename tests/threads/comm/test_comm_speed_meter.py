@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.speeds.measure import SpeedMeter, all_cases, measured
-from polyaccel.comm.speeds.table import OPERATIONS, SpeedTable
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.benchmark.measure import SpeedMeter, all_cases, measured
+from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
 
-def _measured(comm: Communicator) -> SpeedTable:
+def _measured(comm: Communicator) -> CollectiveTimings:
     cases = list(all_cases(OPERATIONS, [1 << 10, 1 << 14]))
     return measured(comm, DType.FLOAT32, cases, rounds=3, budget_s=0.001, ranks_on_hosts=[2, 1])
 

@@ -11,8 +11,8 @@ from polyaccel import comm
 from polyaccel.accelerators.base import NullEvent, NullStream
 from polyaccel.comm.backends.local.backend import LocalCommunicator
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
-from polyaccel.comm.watch.summary import start_log
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.summary import start_log
 from polyaccel.config import load_config
 from polyaccel.errors import CommError, ConfigError
 from polyaccel.runtime import build

@@ -14,7 +14,7 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Operation
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.experts import Mixture
 
@@ -53,7 +53,7 @@ def trained(hosts: Hosts) -> list[tuple[set[int], list[float], dict[str, bytes]]
         model.load_state_dict(models[0].state_dict())
 
     def train(comm: Communicator) -> Any:
-        recorder = Recorder()
+        recorder = FlightRecorder()
         set_thread_communicator(on_hosts(RecordingCommunicator(comm, recorder, watch_s=None), hosts))
         config = make_config(
             1,

@@ -12,7 +12,7 @@ from parity_models import ParityModel, grouped, make_config, on_threads, parity_
 from torch import nn
 
 import polyaccel
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.config.resolve import load_resolved
 from polyaccel.engine import same_training
 from polyaccel.engine.same_training import require_same_training, training_facts

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformer_models import transformer_batch, transformer_model
 
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.parallel.choose import make_plan

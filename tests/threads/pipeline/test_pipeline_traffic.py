@@ -13,7 +13,7 @@ from pipeline_models import MICRO_BATCHES, pipeline_config
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.zero.plan.traffic import step_traffic
 

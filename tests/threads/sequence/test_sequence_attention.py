@@ -7,7 +7,7 @@ import torch
 from pairwise import combinations
 from sequence_rows import MARKS, gradients_of, marks_of, own_tokens, random_inputs, textbook, visible, whole_of
 
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ShardingError
 from polyaccel.torch.sequence.kernels import FLASH_CPU, PRODUCTS
 from polyaccel.torch.sequence.local import local_attention

@@ -12,7 +12,7 @@ from pairwise import combinations
 from parity_models import SMALL_BUCKET, assert_close, make_config, snapshot
 
 import polyaccel
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
 
 STEPS = 3

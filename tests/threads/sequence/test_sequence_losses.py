@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.torch.sequence.losses import cross_entropy_over_ranks, mean_of_ranks, targets_of_next_tokens
 
 CLASSES = 5

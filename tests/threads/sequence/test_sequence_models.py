@@ -10,7 +10,7 @@ import torch
 from hf_models import VOCABULARY, tiny
 from pairwise import combinations
 
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
 from polyaccel.torch.sequence import SequenceSettings, use
 

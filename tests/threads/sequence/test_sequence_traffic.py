@@ -6,8 +6,8 @@ import pytest
 import torch
 from sequence_rows import gradients_of, own_tokens, random_inputs
 
-from polyaccel.comm.join.threads import run_threads
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.torch.sequence import AttentionRule, TokenMarks, TokenShares, ring_attention, ulysses_attention
 
 ROWS, WIDTH = 2, 8

@@ -12,7 +12,7 @@ from stage3_models import CASES, Case, Gpt, seeded, token_loss
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.zero.plan.traffic import StepTraffic, step_traffic
 
 WORLD = 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import polyaccel
-from polyaccel.comm.join.threads import run_threads
+from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.torch.params.cuts import cuts_of, taken
 from polyaccel.torch.settings import TileSettings

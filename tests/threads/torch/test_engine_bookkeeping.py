@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ConfigError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.api.data import ShardedDataLoader

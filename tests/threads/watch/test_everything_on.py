@@ -10,7 +10,7 @@ import pytest
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.traces.chrome import read_trace
 

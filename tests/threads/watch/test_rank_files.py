@@ -14,7 +14,7 @@ import torch
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.opening import open_stream
 from polyaccel.watch.run_folder import RUN_FILE

@@ -14,7 +14,7 @@ from torch import nn
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.alarms.settings import RankFigures
 from polyaccel.watch.alarms.watching import RunAlarms

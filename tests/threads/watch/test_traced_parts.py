@@ -13,7 +13,7 @@ from traced_training import LAST, ThreeLayers, traced_config
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import Recorder, RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.watch.traces.chrome import read_trace
 from polyaccel.watch.traces.report import report_of
@@ -64,15 +64,15 @@ def test_what_is_computed_again_in_backward_is_told(tmp_path: Path) -> None:
 def test_every_call_of_the_recorder_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of tensor ranks by two of data: calls over all groups, by group, number and operation."""
     kept: dict[int, list[Any]] = {}
-    start = Recorder.start
+    start = FlightRecorder.start
 
-    def keeping(self: Recorder, group: tuple[int, ...], collective: Any, sent_numel: float) -> Any:
+    def keeping(self: FlightRecorder, group: tuple[int, ...], collective: Any, sent_numel: float) -> Any:
         entry = start(self, group, collective, sent_numel)
         if self.kept is not None:
             kept.setdefault(id(self), []).append((group, entry.seq, collective.operation.value))
         return entry
 
-    monkeypatch.setattr(Recorder, "start", keeping)
+    monkeypatch.setattr(FlightRecorder, "start", keeping)
     cuts = (("layers.0", "column"), ("layers.1", "row"))
     rules = {"layer_specs": [{"patterns": [name], "partition_type": kind} for name, kind in cuts]}
     settings = traced_config(tmp_path, 3, tensor_parallel={"autotp_size": 2, "partition_config": rules})

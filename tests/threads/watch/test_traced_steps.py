@@ -12,7 +12,7 @@ from traced_training import FIRST, LAST, ThreeLayers, traced_config
 
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.pipeline.program import TaskTime, spans_of
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
 from polyaccel.testkit.ranks.threads import run_threads

@@ -11,7 +11,7 @@ import transformers
 
 from polyaccel.cli.main import main
 from polyaccel.cli.plan import fit
-from polyaccel.comm.speeds.table import SpeedRow, speed_table
+from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.rates import USUAL

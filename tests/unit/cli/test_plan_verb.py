@@ -11,7 +11,7 @@ import pytest
 from polyaccel.cli.main import main
 from polyaccel.cli.plan.tables import short_bytes, short_count
 from polyaccel.cli.plan.verb import parse_size
-from polyaccel.comm.speeds.table import SpeedRow, speed_table
+from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.config import load_resolved
 from polyaccel.planning.forecast import (
     SETTINGS,

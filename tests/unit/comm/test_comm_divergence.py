@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.comm.watch.divergence import AgreeingGroup, Divergence, as_text, compare, listed
-from polyaccel.comm.watch.dump import Dump, DumpedCall, read_dump, write_dump
+from polyaccel.comm.flight_recorder.desync import AgreeingGroup, Divergence, as_text, find_desync, listed
+from polyaccel.comm.flight_recorder.dump import Dump, DumpedCall, read_dump, write_dump
 from polyaccel.errors import CommError
 
 WORLD = (0, 1, 2)
@@ -56,7 +56,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path, text: str) -> None:
 def test_numbers_far_apart_are_compared_without_counting() -> None:
     far = 10**18
     dumps = [dump(0, [call(0), call(far)]), dump(1, [call(0), call(far)]), dump(2, [call(0), call(far, "other")])]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert isinstance(finding, Divergence)
     assert finding.seq == far
 
@@ -64,7 +64,7 @@ def test_numbers_far_apart_are_compared_without_counting() -> None:
 def test_the_first_call_with_another_size_is_found() -> None:
     own, other = "all_reduce sum 4 x float32", "all_reduce sum 5 x float32"
     dumps = [dump(rank, [call(7), call(8, other if rank == 1 else own, ended=False)]) for rank in WORLD]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert isinstance(finding, Divergence)
     assert (finding.seq, finding.is_waiting) == (8, WORLD)
     text = as_text([finding], dumps)
@@ -75,7 +75,7 @@ def test_the_first_call_with_another_size_is_found() -> None:
 
 def test_a_rank_that_stayed_behind_is_found_with_its_last_call() -> None:
     dumps = [dump(0, [call(0), call(1, ended=False)]), dump(1, [call(0), call(1, ended=False)]), dump(2, [call(0)])]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert isinstance(finding, Divergence)
     assert finding.seq == 1
     assert "rank 2: did not call it, its last was #0 barrier" in as_text([finding], dumps)
@@ -83,7 +83,7 @@ def test_a_rank_that_stayed_behind_is_found_with_its_last_call() -> None:
 
 def test_a_rank_without_a_dump_is_said_to_be_missing() -> None:
     dumps = [dump(0, [call(0, ended=False)]), dump(2, [call(0, ended=False)])]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert finding == AgreeingGroup(WORLD, 0, 0, (0, 2), (0, 2))
     text = as_text([finding], dumps)
     assert "rank 1: no dump" in text
@@ -98,7 +98,7 @@ def test_groups_are_compared_by_themselves_and_messages_not_at_all() -> None:
         dump(1, [call(0), call(1)]),
         dump(2, [call(0), call(0, "all_gather", group=part), call(1)]),
     ]
-    world, pair = compare(dumps)
+    world, pair = find_desync(dumps)
     assert isinstance(world, AgreeingGroup)
     assert isinstance(pair, Divergence)
     assert (pair.group, pair.seq, set(pair.calls)) == (part, 0, {0, 2})
@@ -106,13 +106,13 @@ def test_groups_are_compared_by_themselves_and_messages_not_at_all() -> None:
 
 def test_what_left_a_ring_is_not_missing() -> None:
     dumps = [dump(0, [call(seq) for seq in range(5, 9)], 2), dump(1, [call(seq) for seq in range(7, 9)], 2)]
-    (finding,) = compare([replace(one, calls=tuple(replace(c, group=(0, 1)) for c in one.calls)) for one in dumps])
+    (finding,) = find_desync([replace(one, calls=tuple(replace(c, group=(0, 1)) for c in one.calls)) for one in dumps])
     assert finding == AgreeingGroup((0, 1), 7, 8, (0, 1), ())
 
 
 def test_a_rank_that_never_called_on_the_group_is_found() -> None:
     dumps = [dump(0, [call(0, ended=False)]), dump(1, [call(0, ended=False)]), dump(2, [])]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert isinstance(finding, Divergence)
     assert finding.calls[2] is None
     assert "rank 2: did not call it, nor any" in as_text([finding], dumps)
@@ -125,7 +125,7 @@ def test_one_changed_call_is_always_the_one_found(count: int, at: int, rank: int
         dump(one, [call(seq, "all_gather" if (seq, one) == (at, rank) else "barrier") for seq in range(count)])
         for one in WORLD
     ]
-    (finding,) = compare(dumps)
+    (finding,) = find_desync(dumps)
     assert isinstance(finding, Divergence)
     assert finding.seq == at
 

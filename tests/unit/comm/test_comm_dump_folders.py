@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from polyaccel.comm.flight_recorder.dump import (
+    MOST_OLD_JOBS,
+    FlightRecorderDumper,
+    forget_old_jobs,
+    job_folder,
+    read_dump,
+)
+from polyaccel.comm.flight_recorder.record import FlightRecorder
 from polyaccel.comm.host_address import start_of
-from polyaccel.comm.watch.dump import MOST_OLD_JOBS, Dumper, forget_old_jobs, job_folder, read_dump
-from polyaccel.comm.watch.record import Recorder
 
 
 @pytest.fixture
@@ -26,13 +32,13 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def dumper(runtime: Path) -> Iterator[Dumper]:
-    dumper = Dumper(Recorder(), 1, 2, None)
+def dumper(runtime: Path) -> Iterator[FlightRecorderDumper]:
+    dumper = FlightRecorderDumper(FlightRecorder(), 1, 2, None)
     yield dumper
     dumper.stop()
 
 
-def test_a_dump_goes_to_a_folder_of_the_user_and_the_job(runtime: Path, dumper: Dumper) -> None:
+def test_a_dump_goes_to_a_folder_of_the_user_and_the_job(runtime: Path, dumper: FlightRecorderDumper) -> None:
     path = dumper.write("a test")
     assert path is not None
     assert path == runtime / f"dump-{os.getppid()}-{start_of(os.getppid())}" / "rank-1.json"
@@ -42,7 +48,7 @@ def test_a_dump_goes_to_a_folder_of_the_user_and_the_job(runtime: Path, dumper: 
 
 @pytest.mark.parametrize("planted", ["the runtime folder", "the job's folder", "the record"])
 def test_planted_links_are_not_followed(
-    planted: str, runtime: Path, dumper: Dumper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    planted: str, runtime: Path, dumper: FlightRecorderDumper, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -84,7 +90,7 @@ def test_old_jobs_are_forgotten_but_the_last_ones_and_those_that_run(runtime: Pa
     assert {folder.name for folder in runtime.iterdir()} == {"other", running.name, *(folder.name for folder in dead)}
 
 
-def test_a_start_forgets_old_jobs(runtime: Path, dumper: Dumper) -> None:
+def test_a_start_forgets_old_jobs(runtime: Path, dumper: FlightRecorderDumper) -> None:
     runtime.mkdir(mode=0o700)
     for number in range(MOST_OLD_JOBS + 5):
         (runtime / f"dump-{number}-1").mkdir()
@@ -96,8 +102,8 @@ SIGNAL_WHILE_WRITING = """
 import logging, os, signal, sys
 from pathlib import Path
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.watch import dump
-from polyaccel.comm.watch.record import Recorder
+from polyaccel.comm.flight_recorder import dump
+from polyaccel.comm.flight_recorder.record import Recorder
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 dump._WRITING_S = dump._SAYING_S = 3600.0
 recorder = Recorder()

@@ -8,8 +8,8 @@ import pytest
 
 from polyaccel.accelerators.base import NullEvent, NullStream
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.watch.log import CallKey, CommLog
-from polyaccel.comm.watch.summary import as_dict, as_table, bus_factor, row_of, straggler_ms
+from polyaccel.comm.flight_recorder.log import CallKey, CommLog
+from polyaccel.comm.flight_recorder.summary import as_dict, as_table, bus_factor, row_of, straggler_ms
 from polyaccel.types import DType
 
 BARRIER = Collective(Operation.BARRIER)

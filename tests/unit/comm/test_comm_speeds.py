@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.comm.speeds.measure import all_cases, sizes
-from polyaccel.comm.speeds.table import OPERATIONS, SpeedRow, SpeedTable, bus_factor, shown, speed_table
+from polyaccel.comm.benchmark.measure import all_cases, sizes
+from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings, SpeedRow, bus_factor, shown, speed_table
 from polyaccel.errors import CommError
 
 ROWS = st.builds(
@@ -32,7 +32,7 @@ TABLES = st.builds(
 )
 
 
-def table(*rows: tuple[str, int, float], hosts: tuple[int, ...] = (2, 2)) -> SpeedTable:
+def table(*rows: tuple[str, int, float], hosts: tuple[int, ...] = (2, 2)) -> CollectiveTimings:
     made = [SpeedRow(operation, nbytes, seconds, seconds / 2) for operation, nbytes, seconds in rows]
     return speed_table("shm+gloo", "cpu", "float32", hosts, "2026-11-23 07:00", made)
 
@@ -54,12 +54,12 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 @given(TABLES)
-def test_a_table_travels_as_json(made: SpeedTable) -> None:
-    assert SpeedTable.from_json(made.to_json(), "here") == made
+def test_a_table_travels_as_json(made: CollectiveTimings) -> None:
+    assert CollectiveTimings.from_json(made.to_json(), "here") == made
 
 
 @given(TABLES, st.integers(1, 1 << 41))
-def test_what_is_between_two_rows_lies_between_their_times(made: SpeedTable, nbytes: int) -> None:
+def test_what_is_between_two_rows_lies_between_their_times(made: CollectiveTimings, nbytes: int) -> None:
     operation = made.rows[0].operation
     rows = [row for row in made.rows if row.operation == operation]
     seconds = made.seconds(operation, nbytes)
@@ -101,13 +101,13 @@ def test_another_number_of_ranks_has_the_same_bus_bandwidth() -> None:
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "speeds.json").write_text(text)
     with pytest.raises(CommError, match=r"speeds\.json is no table of speeds") as caught:
-        SpeedTable.read(tmp_path / "speeds.json")
+        CollectiveTimings.read(tmp_path / "speeds.json")
     assert "polyaccel comm bench --json FILE" in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CommError, match=r"absent\.json cannot be read"):
-        SpeedTable.read(tmp_path / "absent.json")
+        CollectiveTimings.read(tmp_path / "absent.json")
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 26), st.integers(2, 16))

@@ -14,7 +14,7 @@ from backend_marks import needs
 
 from polyaccel import deadline
 from polyaccel.comm.members import host_notes
-from polyaccel.comm.members.host_notes import exchange_on_host
+from polyaccel.comm.members.host_notes import all_gather_on_host
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -53,7 +53,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def enter(threads: ThreadPoolExecutor, place: str, rank: int, world: int, limit_s: float = 30.0) -> Future[list[str]]:
-    return threads.submit(exchange_on_host, place, rank, world, f"note {rank}", Deadline(limit_s))
+    return threads.submit(all_gather_on_host, place, rank, world, f"note {rank}", Deadline(limit_s))
 
 
 def test_every_rank_gets_every_note_again_and_again(threads: ThreadPoolExecutor, place: str) -> None:
@@ -85,7 +85,7 @@ def test_who_does_not_come_is_named_by_everybody(
 
 def test_rank_0_that_does_not_come_is_named(place: str) -> None:
     with pytest.raises(CommTimeout, match=r"ranks \[0\] did not come") as caught:
-        exchange_on_host(place, 1, 2, "note", Deadline(0.05))
+        all_gather_on_host(place, 1, 2, "note", Deadline(0.05))
     assert caught.value.missing_ranks == (0,)
 
 
@@ -93,9 +93,9 @@ def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str)
     first = enter(threads, place, 0, 3)
     one = enter(threads, place, 1, 3)
     with pytest.raises(CommError, match="rank 1 is one of 2 ranks, and rank 0 one of 3"):
-        exchange_on_host(place, 1, 2, "stray", Deadline(30.0))
+        all_gather_on_host(place, 1, 2, "stray", Deadline(30.0))
     with pytest.raises(CommError, match=r"another job of yours|cannot be met"):
-        exchange_on_host(place, 0, 3, "stray", Deadline(30.0))
+        all_gather_on_host(place, 0, 3, "stray", Deadline(30.0))
     again = enter(threads, place, 1, 3)  # this or the first rank 1 is one too many, and learns it while they still meet
     wait([one, again], return_when=FIRST_COMPLETED)
     last = enter(threads, place, 2, 3)
@@ -110,7 +110,7 @@ def test_processes_of_another_user_are_neither_heard_nor_told(
     monkeypatch.setattr(host_notes, "_user_of", lambda peer: os.geteuid() + 1)
     listening = enter(threads, place, 0, 2, limit_s=0.5)
     with pytest.raises(CommError, match=rf"a process of user {os.geteuid() + 1} waits at"):
-        exchange_on_host(place, 1, 2, "note", Deadline(30.0))
+        all_gather_on_host(place, 1, 2, "note", Deadline(30.0))
     clock.now_s = 1.0
     with pytest.raises(CommTimeout, match=r"ranks \[1\] did not come"):
         listening.result()

@@ -106,7 +106,7 @@ def test_a_stranger_is_let_go_and_keeps_nobody_waiting(says: str) -> None:
             if says == "something":
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: an.example.of.somebody.else\r\n\r\n")
             elif says == "another token":
-                marks = [sockets._Door(*note) for note in notes]
+                marks = [sockets._Endpoint(*note) for note in notes]
                 stranger.sendall(sockets._hello(b"?" * 32, marks, len(notes) - 1, 0))
             elif says == "and goes":
                 stranger.close()

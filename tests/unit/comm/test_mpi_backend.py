@@ -11,7 +11,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.backends.mpi import backend as mpi
 from polyaccel.comm.backends.mpi.backend import MpiBackend
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.launchers.request import Sighting
+from polyaccel.comm.launchers.request import Detection
 from polyaccel.errors import CommError
 
 PAIR = Rendezvous(0, 2, 0, 2, "127.0.0.1", 29500, "this test")
@@ -29,7 +29,7 @@ def test_without_mpi4py_the_probe_says_so_and_connecting_is_an_error(monkeypatch
 def test_ranks_that_no_mpirun_started_are_refused_before_mpi_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_spec", lambda name: object())
     monkeypatch.setattr(mpi, "may_start", lambda environ: False)
-    monkeypatch.setattr(mpi, "look", lambda request: Sighting(False, "nothing is set"))
+    monkeypatch.setattr(mpi, "look", lambda request: Detection(False, "nothing is set"))
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(CommError, match="no launcher of MPI started this process: nothing is set") as caught:
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)

@@ -9,8 +9,8 @@ import pytest
 
 from polyaccel import tagged_json
 from polyaccel.comm.discovery import discover
-from polyaccel.comm.mpi import meeting as mpi_meeting
-from polyaccel.comm.mpi.meeting import Answer, Note
+from polyaccel.comm.mpi import rendezvous as mpi_meeting
+from polyaccel.comm.mpi.rendezvous import Answer, Note
 from polyaccel.errors import CommError, CommTimeout
 
 

@@ -20,8 +20,8 @@ from polyaccel.comm.backends.shm.memory import AddressBook, Heap, HeapRange, Mem
 from polyaccel.comm.backends.torch.backend import GlooBackend
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.host_address import start_of
-from polyaccel.comm.join import setup
-from polyaccel.comm.join.backends import fitting_backend
+from polyaccel.comm.init import setup
+from polyaccel.comm.init.backends import default_backend
 from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.errors import CommError, RanksApart
 from polyaccel.ops.native.library import native
@@ -143,14 +143,14 @@ def meeting(world_size: int, local_world_size: int) -> Rendezvous:
 
 def test_shm_is_chosen_on_one_host_and_gloo_where_it_cannot_be(monkeypatch, caplog) -> None:
     cpu = CpuAccelerator("torch")
-    assert fitting_backend(meeting(1, 1), cpu) == "local"
-    assert fitting_backend(meeting(2, 2), cpu) == "shm"
-    assert fitting_backend(meeting(2, 2), CpuAccelerator("numpy")) == "shm"
-    assert fitting_backend(meeting(4, 2), cpu) == "gloo"
-    assert fitting_backend(meeting(257, 257), cpu) == "gloo"
+    assert default_backend(meeting(1, 1), cpu) == "local"
+    assert default_backend(meeting(2, 2), cpu) == "shm"
+    assert default_backend(meeting(2, 2), CpuAccelerator("numpy")) == "shm"
+    assert default_backend(meeting(4, 2), cpu) == "gloo"
+    assert default_backend(meeting(257, 257), cpu) == "gloo"
     monkeypatch.setattr(ShmBackend, "probe", classmethod(lambda cls: Probe(False, "csrc/ was not compiled")))
     with caplog.at_level(logging.INFO, "polyaccel"):
-        assert fitting_backend(meeting(2, 2), cpu) == "gloo"
+        assert default_backend(meeting(2, 2), cpu) == "gloo"
     assert [record.getMessage() for record in caplog.records] == [
         "ranks talk by gloo, several times slower than by shared memory: csrc/ was not compiled"
     ]

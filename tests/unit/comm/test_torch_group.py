@@ -17,7 +17,7 @@ import pytest
 from polyaccel.comm import host_address, torch_group
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.host_address import listening_socket
-from polyaccel.comm.join.setup import init_distributed
+from polyaccel.comm.init.setup import init_distributed
 from polyaccel.comm.torch_group import join_default_group, own_part
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout

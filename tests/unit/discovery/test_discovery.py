@@ -12,7 +12,7 @@ import pytest
 
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Rendezvous
-from polyaccel.comm.discovery import SOURCES, discover, look_around, publish
+from polyaccel.comm.discovery import SOURCES, discover, export_torchrun_env, list_sources
 from polyaccel.comm.launchers.request import VARIABLES
 from polyaccel.errors import CommError
 
@@ -157,7 +157,7 @@ def test_a_batch_script_is_one_process(caplog: pytest.LogCaptureFixture) -> None
 
 def test_what_was_found_is_published_and_what_was_set_stays() -> None:
     environ = {"MASTER_PORT": "99", "LOCAL_RANK": "1"}
-    publish(Rendezvous(1, 2, 1, 2, "10.0.0.7", 1234, "Slurm"), environ)
+    export_torchrun_env(Rendezvous(1, 2, 1, 2, "10.0.0.7", 1234, "Slurm"), environ)
     assert environ == {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -180,7 +180,7 @@ def test_nothing_is_published_for_one_process_or_where_everybody_knows(
     found: Rendezvous, expected: Mapping[str, str]
 ) -> None:
     environ: dict[str, str] = {}
-    publish(found, environ)
+    export_torchrun_env(found, environ)
     assert environ == expected
 
 
@@ -191,25 +191,25 @@ def test_between_hosts_gloo_is_told_the_interface_on_the_way_to_rank_0(
     monkeypatch.setattr(host_address, "interface_between_hosts", lambda peer: f"to {peer}")
     apart = Rendezvous(1, 2, 0, 1, "10.0.0.7", 1, source)
     environ: dict[str, str] = {}
-    publish(apart, environ)
+    export_torchrun_env(apart, environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "to 10.0.0.7"
     environ = {"GLOO_SOCKET_IFNAME": "ib0"}
-    publish(apart, environ)
+    export_torchrun_env(apart, environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_looking_around_shows_every_source_and_the_one_that_counts() -> None:
-    rows = {row.source: row for row in look_around({**STEP, **OPEN_MPI})}
+    rows = {row.source: row for row in list_sources({**STEP, **OPEN_MPI})}
     assert [row.source for row in rows.values() if row.matched] == ["MPI"]
     assert "OMPI_COMM_WORLD_RANK=1" in rows["MPI"].text
     assert "SLURM_STEP_ID=0" in rows["Slurm"].text
     assert "RANK unset" in rows["torchrun variables"].text
-    assert not any(row.matched for row in look_around({}))
+    assert not any(row.matched for row in list_sources({}))
 
 
 @pytest.mark.parametrize("left_over", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}])
 def test_looking_around_shows_contradictions(left_over: Mapping[str, str]) -> None:
-    (matched,) = (row for row in look_around({**OPEN_MPI, **left_over}) if row.matched)
+    (matched,) = (row for row in list_sources({**OPEN_MPI, **left_over}) if row.matched)
     assert "PROBLEM: RANK=0 is set, but Open MPI says 1" in matched.text
 
 

@@ -13,8 +13,8 @@ import pytest
 from polyaccel.comm import host_address
 from polyaccel.comm.discovery import discover
 from polyaccel.comm.launchers.mpi import may_start
-from polyaccel.comm.mpi import meeting as mpi_meeting
-from polyaccel.comm.mpi.meeting import Answer, Note, decide
+from polyaccel.comm.mpi import rendezvous as mpi_meeting
+from polyaccel.comm.mpi.rendezvous import Answer, Note, assign_ranks
 from polyaccel.errors import CommError
 
 LAUNCHERS = {
@@ -102,7 +102,7 @@ def test_mpi_is_not_asked_when_told_not_to(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("MPI was asked")
 
     monkeypatch.setattr(mpi_meeting, "find_spec", lambda name: name)
-    monkeypatch.setattr(mpi_meeting, "meet", refuse)
+    monkeypatch.setattr(mpi_meeting, "mpi_rendezvous", refuse)
     assert discover(environ=LAUNCHERS["PMI"] | MEETING, ask_mpi=False).rank == 3
     with pytest.raises(CommError, match="auto_mpi_discovery=False"):
         discover(environ=LAUNCHERS["PMI"], ask_mpi=False)
@@ -121,7 +121,7 @@ def note(host: str, *addresses: str, address: str | None = None, port: str | Non
 
 
 def test_ranks_on_one_host_meet_on_its_loopback() -> None:
-    answers = decide([note("a", "10.0.0.1")] * 3, {}, None)
+    answers = assign_ranks([note("a", "10.0.0.1")] * 3, {}, None)
     assert {answer.address for answer in answers} == {"127.0.0.1"}
     assert len({answer.port for answer in answers}) == 1
     assert 1024 < answers[0].port < 65536
@@ -138,14 +138,14 @@ def test_ranks_on_several_hosts_meet_on_the_way_between_them(monkeypatch: pytest
         note("a", "172.17.0.1", "10.0.0.1"),
         note("b", "172.17.0.1", "192.168.7.2", "10.0.0.2"),
     ]
-    answers = decide(notes, {}, 7)
+    answers = assign_ranks(notes, {}, 7)
     assert {(answer.address, answer.port) for answer in answers} == {("10.0.0.1", 7)}
     assert [(answer.local_rank, answer.local_world_size) for answer in answers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_no_way_between_hosts_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_address, "address_facing", lambda peer: None)
-    answers = decide([note("a", "10.0.0.1"), note("b")], {}, 7)
+    answers = assign_ranks([note("a", "10.0.0.1"), note("b")], {}, 7)
     problem = "rank 0 on a (10.0.0.1) finds no way to the other hosts: b (no address)"
     assert answers == [Answer(problem=problem)] * 2
 
@@ -158,13 +158,13 @@ def test_no_way_between_hosts_is_said_to_all(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_what_only_one_rank_says_is_refused_on_all(theirs: dict[str, str], problem: str) -> None:
-    answers = decide([note("a", "10.0.0.1"), note("a", "10.0.0.1", **theirs)], {}, 7)
+    answers = assign_ranks([note("a", "10.0.0.1"), note("a", "10.0.0.1", **theirs)], {}, 7)
     assert answers == [Answer(problem=problem)] * 2
 
 
 def test_what_the_user_set_holds() -> None:
     said = {"address": "h", "port": "99"}
-    answers = decide([note("a", **said), note("b", **said)], {"MASTER_PORT": "99"}, 7)
+    answers = assign_ranks([note("a", **said), note("b", **said)], {"MASTER_PORT": "99"}, 7)
     assert {(answer.address, answer.port) for answer in answers} == {("h", 99)}
 
 

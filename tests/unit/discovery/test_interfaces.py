@@ -10,8 +10,8 @@ import pytest
 
 from polyaccel.comm import host_address
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.join import interfaces
-from polyaccel.comm.join.interfaces import InterfaceNote, name_interfaces, slips
+from polyaccel.comm.init import interfaces
+from polyaccel.comm.init.interfaces import InterfaceNote, name_interfaces, slips
 from polyaccel.testkit.ranks.threads import run_threads
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyaccel.comm.join.threads import blame
+from polyaccel.comm.init.threads import blame
 from polyaccel.errors import CommError, CommTimeout, LaunchError
 from polyaccel.testkit.ranks.procs import _first
 

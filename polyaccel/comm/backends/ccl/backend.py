@@ -44,7 +44,7 @@ class CclBackend(CommBackend):
             messages = _messages()().connect(rendezvous, accelerator, timeout_s=timeout_s)
             if messages.world_size == 1:
                 return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
-            return CclCommunicator.meet(messages, accelerator, timeout_s)
+            return CclCommunicator.connect(messages, accelerator, timeout_s)
         raise unusable_error(self.name, reason)
 
 

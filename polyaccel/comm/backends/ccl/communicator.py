@@ -87,7 +87,7 @@ class CclCommunicator(Communicator):
         self._closed = False
 
     @classmethod
-    def meet(cls, messages: Communicator, accelerator: Accelerator, timeout_s: float) -> CclCommunicator:
+    def connect(cls, messages: Communicator, accelerator: Accelerator, timeout_s: float) -> CclCommunicator:
         """Join the ranks of `messages` by oneCCL; the first makes the meeting place. Collective."""
         group = CclGroup()
         meeting = Collective(Operation.MEETING, number=0)
@@ -126,7 +126,7 @@ class CclCommunicator(Communicator):
             return SingleCommunicator(
                 self.accelerator, timeout_s=self.timeout_s, global_rank=part.ranks[0], backend=self.backend
             )
-        return type(self).meet(part, self.accelerator, self.timeout_s)
+        return type(self).connect(part, self.accelerator, self.timeout_s)
 
     def close(self) -> None:
         if not self._closed:

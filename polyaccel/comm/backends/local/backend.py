@@ -18,7 +18,7 @@ from zlib import crc32
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members, is_own_part, pieces_of
-from polyaccel.comm.backends.local.meeting import Meeting, MeetingPlace, TracedCall, WorldState
+from polyaccel.comm.backends.local.thread_group import ThreadCollective, ThreadGroup, TracedCall, WorldState
 from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Board, CommBackend, Communicator, Rendezvous
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.parts.reduction import reduce_parts
@@ -57,7 +57,7 @@ class LocalWorld:
         if world_size < 1:
             raise CommError(f"a world of {world_size} ranks", cure="use at least one rank", value=world_size)
         self._state = WorldState(world_size, timeout_s)
-        place = MeetingPlace(tuple(range(world_size)), self._state)
+        place = ThreadGroup(tuple(range(world_size)), self._state)
         self.communicators = tuple(LocalCommunicator(rank, place, accelerator) for rank in range(world_size))
 
     @property
@@ -73,7 +73,7 @@ class LocalWork(Work):
     """A collective between threads. `finish` writes this rank's result, in this rank's `wait`."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, finish: Callable[[], None], guard: tuple[Buffer, int] | None
+        self, meeting: ThreadCollective, rank: int, finish: Callable[[], None], guard: tuple[Buffer, int] | None
     ) -> None:
         self._meeting = meeting
         self._rank = rank
@@ -108,7 +108,7 @@ class LocalCommunicator(Communicator):
     deterministic = True
     backend = "local"
 
-    def __init__(self, rank: int, place: MeetingPlace, accelerator: Accelerator) -> None:
+    def __init__(self, rank: int, place: ThreadGroup, accelerator: Accelerator) -> None:
         self.rank = rank
         self.world_size = len(place.ranks)
         self.ranks = place.ranks
@@ -180,7 +180,7 @@ class LocalCommunicator(Communicator):
         meeting = self._meet(Collective(Operation.SPLIT, number=self.next_number(), members=members), None)
         meeting.wait_for_all(self.rank)
         outer = tuple(self.ranks[rank] for rank in members)
-        place = meeting.once(lambda: MeetingPlace(outer, self._place.state))
+        place = meeting.once(lambda: ThreadGroup(outer, self._place.state))
         meeting.leave(self.rank)
         return LocalCommunicator(members.index(self.rank), place, self.accelerator) if self.rank in members else None
 
@@ -190,10 +190,10 @@ class LocalCommunicator(Communicator):
     def board(self) -> Board:
         return self._place.state.board
 
-    def _meet(self, collective: Collective, brings: Any) -> Meeting:
+    def _meet(self, collective: Collective, brings: Any) -> ThreadCollective:
         if self._closed:
             raise closed_error(collective)
-        return self._place.meet(self.rank, collective.without_buffers(), brings)
+        return self._place.join(self.rank, collective.without_buffers(), brings)
 
     def _message(self, collective: Collective) -> Work:
         if self._closed:
@@ -201,7 +201,7 @@ class LocalCommunicator(Communicator):
         source, target = collective.source, collective.target
         pair = (collective.root, self.rank) if source is None else (self.rank, collective.root)
         brings = None if source is None else self._copy(source)
-        meeting = self._place.meet_pair(self.rank, *pair, collective.without_buffers(), brings)
+        meeting = self._place.join_pair(self.rank, *pair, collective.without_buffers(), brings)
         if target is None:
             return self._work(meeting, lambda: None, collective, source)
         _poison(target)
@@ -244,7 +244,7 @@ class LocalCommunicator(Communicator):
             )
 
     def _work(
-        self, meeting: Meeting, finish: Callable[[], None], collective: Collective, source: Buffer | None
+        self, meeting: ThreadCollective, finish: Callable[[], None], collective: Collective, source: Buffer | None
     ) -> Work:
         is_guarded = collective.async_op and source is not None
         guard = (source, crc32(source.to_bytes())) if is_guarded and source is not None else None
@@ -256,7 +256,7 @@ class LocalCommunicator(Communicator):
         self.accelerator.current_stream().synchronize()  # the ranks that read it have streams of their own
         return copy
 
-    def _reduced(self, meeting: Meeting, op: ReduceOp) -> Buffer:
+    def _reduced(self, meeting: ThreadCollective, op: ReduceOp) -> Buffer:
         """The whole reduction, computed once by the first rank that waits."""
 
         def reduce() -> Buffer:

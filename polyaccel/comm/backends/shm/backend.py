@@ -11,10 +11,10 @@ from typing import ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
 from polyaccel.comm.backends.shm.communicator import ShmCommunicator
+from polyaccel.comm.backends.shm.cow_mapping import can_track_dirty_pages
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
-from polyaccel.comm.backends.shm.private import tells_private_pages
 from polyaccel.comm.base import Board, CommBackend, Communicator, Rendezvous, unusable_error
 from polyaccel.comm.members.ranks import JobMembers
 from polyaccel.comm.parts.single import SingleCommunicator
@@ -87,7 +87,7 @@ def share_memory(
         note = {
             "member": asdict(Member.of_this_process(heap)),
             "control": file,
-            "symmetric": os.environ.get(SYMMETRIC_VARIABLE) != "0" and tells_private_pages(),
+            "symmetric": os.environ.get(SYMMETRIC_VARIABLE) != "0" and can_track_dirty_pages(),
         }
         found = [json.loads(text) for text in exchange(json.dumps(note))]
         members = {one: Member(**said["member"]) for one, said in zip(ranks, found, strict=True)}
@@ -100,7 +100,7 @@ def share_memory(
         host = Host(heap, members, files, board or ShmBoard(blocks[control_nbytes:]), symmetric)
         group = ShmGroup(host, blocks[:control_nbytes], rank, ranks, timeout_s)
         communicator = ShmCommunicator(host, group, rank, ranks, accelerator, timeout_s)
-        communicator.meet(deadline or Deadline(timeout_s))
+        communicator.connect(deadline or Deadline(timeout_s))
     finally:
         if file >= 0:
             os.close(file)

@@ -24,10 +24,10 @@ import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
+from polyaccel.comm.backends.shm.cow_mapping import CowMapping, PrivateMapping
 from polyaccel.comm.backends.shm.group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.backends.shm.library import ShmOp, shm_library
 from polyaccel.comm.backends.shm.memory import map_file, new_file, open_peer, rounded_up
-from polyaccel.comm.backends.shm.private import PrivateMapping, TwiceMapped
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
 from polyaccel.comm.parts.single import SingleCommunicator
@@ -133,7 +133,7 @@ class ShmCommunicator(Communicator):
         later = prepared
         return ended(helper.carry(DeferredWork(lambda: self._run(later.patient, collective))), collective)
 
-    def meet(self, deadline: Deadline) -> None:
+    def connect(self, deadline: Deadline) -> None:
         """Wait until every rank has opened what it needs of the others. Raises CommTimeout at the `deadline`."""
         self._group.limit(deadline.remaining_s())
         self.barrier(label="opening shared memory")
@@ -185,7 +185,7 @@ class ShmCommunicator(Communicator):
         with self._shared_file(nbytes, 0) as file:
             whole = over(map_file(file, nbytes, self._host.heap.book), dtype)
             face = PrivateMapping(file, nbytes)
-            return TwiceMapped(whole, over(face.bytes(), dtype), face)
+            return CowMapping(whole, over(face.bytes(), dtype), face)
 
     @contextmanager
     def _shared_file(self, nbytes: int, owner: int) -> Iterator[int]:

@@ -18,14 +18,14 @@ from polyaccel.comm.default import (
     set_default_communicator,
     set_thread_communicator,
 )
-from polyaccel.comm.discovery import comes_of_launcher, discover, publish
-from polyaccel.comm.join.backends import comm_backend, fitting_backend
-from polyaccel.comm.join.hosts import share_hosts
-from polyaccel.comm.join.interfaces import name_interfaces
-from polyaccel.comm.secret import agree_on_secret
+from polyaccel.comm.discovery import discover, export_torchrun_env, is_torchrun_like
+from polyaccel.comm.flight_recorder.dump import FOLDER_VARIABLE, FlightRecorderDumper
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.comm.init.backends import comm_backend, default_backend
+from polyaccel.comm.init.hosts import make_hierarchical
+from polyaccel.comm.init.interfaces import name_interfaces
+from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
-from polyaccel.comm.watch.dump import FOLDER_VARIABLE, Dumper
-from polyaccel.comm.watch.record import RecordingCommunicator
 from polyaccel.errors import CommError, RanksApart
 from polyaccel.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
 from polyaccel.registry import PROBE_LIMIT_S
@@ -77,7 +77,7 @@ def init_distributed(
         ask_mpi=auto_mpi_discovery,
         timeout_s=timeout_s,
     )
-    publish(rendezvous, os.environ)
+    export_torchrun_env(rendezvous, os.environ)
     if dist_init_required is False and initialized_world() is None:
         raise CommError(
             "dist_init_required=False, but there is no process group",
@@ -92,7 +92,7 @@ def init_distributed(
     accelerator = get_accelerator(limit_s=probe_s)
     if accelerator.device_count() > rendezvous.local_rank:
         accelerator.set_device(rendezvous.local_rank)
-    is_launched = comes_of_launcher(rendezvous)
+    is_launched = is_torchrun_like(rendezvous)
     if is_launched:
         enable_stack_dump_signal()
         report_to_launcher(os.environ, rendezvous.rank, WAITS)
@@ -101,7 +101,7 @@ def init_distributed(
         report_to_launcher(os.environ, rendezvous.rank, JOINED)
     if communicator.world_size > 1:
         folder = _value(section, "dump_dir") or os.environ.get(FOLDER_VARIABLE)
-        dumper = Dumper(
+        dumper = FlightRecorderDumper(
             communicator.recorder,
             communicator.rank,
             communicator.world_size,
@@ -128,7 +128,7 @@ def connect(
     """A recorded communicator over all ranks. `backend` None: `local` for one process, `shm` where ranks on one host
     would use gloo and can do without, else the accelerator's own; gloo between hosts that have equally many ranks each,
     two or more, is joined by `shm` inside them."""
-    name = backend or fitting_backend(rendezvous, accelerator)
+    name = backend or default_backend(rendezvous, accelerator)
 
     def join(name: str) -> Communicator:
         return comm_backend(name)().connect(rendezvous, accelerator, timeout_s=timeout_s)
@@ -145,8 +145,8 @@ def connect(
     if communicator.backend == "gloo" and rendezvous.local_world_size < rendezvous.world_size:
         name_interfaces(communicator)
     if backend is None and communicator.backend == "gloo" and accelerator.works_on_host_memory:
-        communicator = share_hosts(communicator, rendezvous.local_rank)
-    agree_on_secret(communicator)
+        communicator = make_hierarchical(communicator, rendezvous.local_rank)
+    negotiate_job_secret(communicator)
     return RecordingCommunicator(communicator, debug=debug)
 
 

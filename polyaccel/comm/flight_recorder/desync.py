@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyaccel.comm.watch.dump import Dump, DumpedCall
+from polyaccel.comm.flight_recorder.dump import Dump, DumpedCall
 
 _NOTHING = "did not call it"
 
@@ -42,7 +42,7 @@ class AgreeingGroup:
     """The ranks whose last call had not ended."""
 
 
-def compare(dumps: Sequence[Dump]) -> list[Divergence | AgreeingGroup]:
+def find_desync(dumps: Sequence[Dump]) -> list[Divergence | AgreeingGroup]:
     """A finding for each group that at least one of `dumps`, at most one a rank, has calls on; the largest group first.
 
     Calls that have left a rank's ring buffer are not compared. Messages between two ranks are not either.

@@ -31,9 +31,9 @@ from types import TracebackType
 from typing import Any
 
 from polyaccel.comm.collective import MESSAGES
+from polyaccel.comm.flight_recorder.record import Entry, FlightRecorder
+from polyaccel.comm.flight_recorder.watchdog import uncaught
 from polyaccel.comm.host_address import start_of
-from polyaccel.comm.watch.record import Entry, Recorder
-from polyaccel.comm.watch.watchdog import uncaught
 from polyaccel.errors import CommError
 from polyaccel.user_dirs import atomic_write_private, ensure_private_dir, runtime_folder
 
@@ -136,7 +136,7 @@ def forget_old_jobs(runtime: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Dumper:
+class FlightRecorderDumper:
     """Writes this rank's dump when something goes wrong. One a process, from `start` to `stop`.
 
     `folder` is the user's choice; None is the job's in the runtime folder, which is made when there is something to
@@ -145,7 +145,7 @@ class Dumper:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: FlightRecorder,
         rank: int,
         world_size: int,
         folder: Path | None,

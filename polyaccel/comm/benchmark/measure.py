@@ -16,7 +16,7 @@ from time import perf_counter
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator, message_from, message_to
-from polyaccel.comm.speeds.table import OPERATIONS, SpeedRow, SpeedTable, speed_table
+from polyaccel.comm.benchmark.table import OPERATIONS, CollectiveTimings, SpeedRow, speed_table
 from polyaccel.errors import CommError
 from polyaccel.types import DType
 
@@ -111,7 +111,7 @@ def measured(
     rounds: int,
     budget_s: float,
     ranks_on_hosts: Iterable[int],
-) -> SpeedTable:
+) -> CollectiveTimings:
     """The table of the `wanted` operations and sizes; the same on all ranks, which call this together."""
     cases = tuple(wanted)
     meter = SpeedMeter(communicator, max(nbytes for _, nbytes in cases), dtype)

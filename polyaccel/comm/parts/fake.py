@@ -11,7 +11,7 @@ from polyaccel.comm.collective import Collective
 from polyaccel.comm.work import DONE, Work
 
 
-class AbsentRanks(Communicator):
+class FakeCommunicator(Communicator):
     """The first of `world_size` ranks, to which the others send nothing: collectives leave their buffers as they are,
     and of objects the others have the same. For tensors without values, so memory is not looked at either."""
 
@@ -34,7 +34,7 @@ class AbsentRanks(Communicator):
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         check_members("split", tuple(ranks), self.world_size)
-        return AbsentRanks(len(ranks), self.accelerator) if self.rank in ranks else None
+        return FakeCommunicator(len(ranks), self.accelerator) if self.rank in ranks else None
 
     def close(self) -> None:
         return None

@@ -10,8 +10,8 @@ from typing import Any
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
-from polyaccel.comm.watch.log import CallKey, CommLog
-from polyaccel.comm.watch.record import RecordingCommunicator
+from polyaccel.comm.flight_recorder.log import CallKey, CommLog
+from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import CommError
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ _LOOKS = 3
 
 
 @cache
-def rest_at_exit() -> None:
+def join_gloo_threads_at_exit() -> None:
     """Let this process, when it ends, wait until gloo's threads have let go of what they were given."""
     atexit.register(wait_for_rest)
 

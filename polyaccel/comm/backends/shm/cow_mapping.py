@@ -76,22 +76,22 @@ class PrivateMapping:
                 page_map.protect_again(self.address + start, end - start)
 
 
-class TwiceMapped(SharedMemory):
+class CowMapping(SharedMemory):
     """Shared memory whose face is a private mapping of the same file."""
 
-    def __init__(self, whole: Buffer, face: Buffer, mapping: PrivateMapping) -> None:
+    def __init__(self, whole: Buffer, private_view: Buffer, mapping: PrivateMapping) -> None:
         self.whole = whole
-        self.face = face
+        self.private_view = private_view
         self._mapping = mapping
 
     def written(self) -> Sequence[tuple[int, int]]:
-        size = self.face.dtype.itemsize
-        ranges = ((start // size, min(end // size, self.face.numel)) for start, end in self._mapping.written())
+        size = self.private_view.dtype.itemsize
+        ranges = ((start // size, min(end // size, self.private_view.numel)) for start, end in self._mapping.written())
         return [(start, end) for start, end in ranges if start < end]
 
     def forget(self) -> None:
         self._mapping.forget()
-        self.face.mark_written()
+        self.private_view.mark_written()
 
 
 @cache
@@ -108,7 +108,7 @@ def _are_searched() -> bool:
 
 
 @cache
-def tells_private_pages() -> bool:
+def can_track_dirty_pages() -> bool:
     """Whether this system says which pages of a private mapping were written to."""
     try:
         file = new_file("polyaccel-probe", 2 * rounded_up(1))

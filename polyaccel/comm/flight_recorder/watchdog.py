@@ -186,7 +186,7 @@ def wait_for_ends(notes: Mapping[int, Heartbeat], group: Collection[int], closed
         sleep(_ENDING_S / 20)
 
 
-def where_ranks_are(
+def describe_missing_ranks(
     group: tuple[int, ...],
     own_rank: int,
     seq: int,

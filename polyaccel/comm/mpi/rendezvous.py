@@ -49,7 +49,7 @@ def why_not() -> str:
     return "" if find_spec("mpi4py") else "mpi4py is not installed"
 
 
-def meet(here: LaunchedRank, request: Request) -> Rendezvous:
+def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
     """Start MPI, verify `here` against MPI.COMM_WORLD and agree on the meeting place. Collective.
 
     Raises CommError where MPI contradicts the launcher or no address can be found, and CommTimeout naming the ranks
@@ -71,7 +71,7 @@ def meet(here: LaunchedRank, request: Request) -> Rendezvous:
     if world.rank == 0:
         heard = _receive(mpi, set(range(1, world.size)), deadline, request.timeout_s)
         notes = [note, *(Note(*heard[rank]) for rank in range(1, world.size))]
-        answers = decide(notes, env, request.port)
+        answers = assign_ranks(notes, env, request.port)
         for rank in range(1, world.size):
             _send(mpi, answers[rank], rank)
         answer = answers[0]
@@ -86,7 +86,7 @@ def meet(here: LaunchedRank, request: Request) -> Rendezvous:
     return place.meeting(answer.address, answer.port, request.init_method)
 
 
-def decide(notes: Sequence[Note], environ: Mapping[str, str], port: int | None) -> list[Answer]:
+def assign_ranks(notes: Sequence[Note], environ: Mapping[str, str], port: int | None) -> list[Answer]:
     """Rank 0's answers to the notes of all ranks, by rank."""
     try:
         address, port = notes[0].master_addr or _address(notes), _port(notes, environ, port)

@@ -1,4 +1,4 @@
-"""Where threads meet: the n-th collective of a group is one `Meeting`, to which every rank brings a value.
+"""Where threads meet: the n-th collective of a group is one `ThreadCollective`, to which every rank brings a value.
 
 No buffers here, only arrivals, time limits, disagreement and failure.
 """
@@ -62,7 +62,7 @@ class WorldState:
             raise CommError(reason) from cause
 
 
-class MeetingPlace:
+class ThreadGroup:
     """A group of threads: its members' global ranks, and the meetings that are not over."""
 
     def __init__(self, ranks: tuple[int, ...], state: WorldState) -> None:
@@ -70,16 +70,16 @@ class MeetingPlace:
         self.state = state
         self._counts = [0] * len(ranks)
         self._pair_counts: dict[tuple[int, int, int], int] = {}
-        self._meetings: dict[tuple[int, ...], Meeting] = {}
+        self._meetings: dict[tuple[int, ...], ThreadCollective] = {}
 
-    def meet(self, rank: int, collective: Collective, brings: Any) -> Meeting:
+    def join(self, rank: int, collective: Collective, brings: Any) -> ThreadCollective:
         """Arrive at this rank's next collective. Raises CommError when the others are at a different one."""
         with self.state.changed:
             count = self._counts[rank]
             self._counts[rank] += 1
             return self._arrive((count,), tuple(range(len(self.ranks))), rank, collective, brings)
 
-    def meet_pair(self, rank: int, source: int, to: int, collective: Collective, brings: Any) -> Meeting:
+    def join_pair(self, rank: int, source: int, to: int, collective: Collective, brings: Any) -> ThreadCollective:
         """Arrive at this rank's next message from `source` to `to`."""
         with self.state.changed:
             count = self._pair_counts.get((rank, source, to), 0)
@@ -91,22 +91,22 @@ class MeetingPlace:
 
     def _arrive(
         self, key: tuple[int, ...], members: tuple[int, ...], rank: int, collective: Collective, brings: Any
-    ) -> Meeting:
+    ) -> ThreadCollective:
         self.state.check()
         self.state.traces[self.ranks[rank]].append(TracedCall(self.ranks, collective))
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = Meeting(self, key, members, collective)
+            meeting = self._meetings[key] = ThreadCollective(self, key, members, collective)
         meeting.arrive(rank, collective, brings)
         self.state.changed.notify_all()
         return meeting
 
 
-class Meeting:
+class ThreadCollective:
     """One collective: `brought[rank]` is what each member brought, once all are there."""
 
     def __init__(
-        self, place: MeetingPlace, key: tuple[int, ...], members: tuple[int, ...], collective: Collective
+        self, place: ThreadGroup, key: tuple[int, ...], members: tuple[int, ...], collective: Collective
     ) -> None:
         self.collective = collective
         self.brought: dict[int, Any] = {}

@@ -30,7 +30,7 @@ def comm_backend(name: str) -> type[CommBackend]:
     return plugin
 
 
-def fitting_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
+def default_backend(rendezvous: Rendezvous, accelerator: Accelerator) -> str:
     """The name of the backend for these ranks: `local` for one process, shared memory where ranks on one host would use
     gloo and can do without, else the accelerator's own."""
     if rendezvous.world_size == 1:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from polyaccel.comm.base import CommBackend, Communicator
 from polyaccel.comm.host_address import host_name
-from polyaccel.comm.join.backends import WITHIN_HOST, comm_backend
+from polyaccel.comm.init.backends import WITHIN_HOST, comm_backend
 from polyaccel.comm.wrappers.hierarchical import is_two_level, two_level
 from polyaccel.errors import CommError
 
 _log = logging.getLogger(__name__)
 
 
-def share_hosts(flat: Communicator, local_rank: int) -> Communicator:
+def make_hierarchical(flat: Communicator, local_rank: int) -> Communicator:
     """`flat`, or the same group with shared memory inside hosts where every host has the same number of ranks, at least
     two. Collective; rank 0 logs why it stays flat on several hosts. `local_rank` is what the launcher said."""
     within = comm_backend(WITHIN_HOST)

@@ -15,16 +15,16 @@ from time import time
 
 from polyaccel.comm.base import Board, Communicator
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
-from polyaccel.comm.shared_memory import SharedMemory
-from polyaccel.comm.watch.log import CommLog, Timing
-from polyaccel.comm.watch.watchdog import (
+from polyaccel.comm.flight_recorder.log import CommLog, Timing
+from polyaccel.comm.flight_recorder.watchdog import (
     Watchdog,
+    describe_missing_ranks,
     have_ended,
     read_notes,
     shown,
     wait_for_ends,
-    where_ranks_are,
 )
+from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.errors import CommError, CommTimeout
@@ -64,7 +64,7 @@ class Entry:
         return str(self.collective)
 
 
-class Recorder:
+class FlightRecorder:
     """The last calls of this process over all its groups, and the traffic of all of them.
 
     `sent_numel[operation]` counts the elements that this rank sent (`Collective.sent_numel`), `sent_nbytes[operation]`
@@ -134,14 +134,14 @@ class RecordingCommunicator(WrappedCommunicator):
     def __init__(
         self,
         inner: Communicator,
-        recorder: Recorder | None = None,
+        recorder: FlightRecorder | None = None,
         *,
         debug: bool = False,
         watch_s: float | None = 1.0,
     ) -> None:
         super().__init__(inner)
         self.debug = debug
-        self.recorder = recorder or Recorder()
+        self.recorder = recorder or FlightRecorder()
         self.log: CommLog | None = None
         """Where latencies go; see `summary.start_log`."""
         self.at_close: list[Callable[[], object]] = []
@@ -229,7 +229,7 @@ class RecordingCommunicator(WrappedCommunicator):
         notes = read_notes(self._board, max(self.ranks) + 1) if self._board is not None else {}
         if not is_late:
             wait_for_ends(notes, entry.group, known)
-        places = where_ranks_are(
+        places = describe_missing_ranks(
             entry.group,
             self.ranks[self.rank],
             entry.seq,

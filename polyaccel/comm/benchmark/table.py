@@ -1,4 +1,4 @@
-"""`SpeedTable`: the seconds of collectives by operation and size, and what follows from them.
+"""`CollectiveTimings`: the seconds of collectives by operation and size, and what follows from them.
 
 Sizes and bandwidths are those of nccl-tests. The size of an all-gather is that of the gathered whole, of a
 reduce-scatter that of the source, of an all-to-all that of all parts of one rank, of a message that of the message. The
@@ -43,7 +43,7 @@ class SpeedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedTable:
+class CollectiveTimings:
     """What was measured. `ranks_on_hosts` counts the ranks of each host; `rows` are sorted by operation and size."""
 
     backend: str
@@ -97,7 +97,7 @@ class SpeedTable:
         return json.dumps({"format": _FORMAT, "world_size": self.world_size, **tree}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, source: str) -> SpeedTable:
+    def from_json(cls, text: str, source: str) -> CollectiveTimings:
         """The inverse of `to_json`. `source` names the text in errors. Raises CommError for any other text."""
         try:
             tree = json.loads(text)
@@ -117,7 +117,7 @@ class SpeedTable:
             ) from error
 
     @classmethod
-    def read(cls, file: Path) -> SpeedTable:
+    def read(cls, file: Path) -> CollectiveTimings:
         """The table in a file. Raises CommError where there is none."""
         try:
             text = file.read_text(encoding="utf-8")
@@ -129,12 +129,12 @@ class SpeedTable:
 
 def speed_table(
     backend: str, accelerator: str, dtype: str, ranks_on_hosts: Iterable[int], date: str, rows: Iterable[SpeedRow]
-) -> SpeedTable:
+) -> CollectiveTimings:
     """A table of rows in any order."""
-    return SpeedTable(backend, accelerator, dtype, tuple(ranks_on_hosts), date, _sorted(rows))
+    return CollectiveTimings(backend, accelerator, dtype, tuple(ranks_on_hosts), date, _sorted(rows))
 
 
-def shown(table: SpeedTable) -> str:
+def shown(table: CollectiveTimings) -> str:
     """The table for people: sizes in bytes, times in microseconds, bandwidths in GB/s (10^9 bytes)."""
     hosts = table.ranks_on_hosts
     where = f"{len(hosts)} hosts of {', '.join(map(str, hosts))}" if len(hosts) > 1 else "one host"
