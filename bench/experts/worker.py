@@ -117,9 +117,9 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
     of gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in this
     process's own memory (`copied`), once for each way. Tokens choose two of the experts at random; experts put what
     they make where it is sent from."""
-    from polyaccel.torch.experts.ranks import SendingRoom, plan_journey
-    from polyaccel.torch.experts.routing import route
-    from polyaccel.torch.parallel.ranks import even_parts
+    from polyaccel.torch.moe.routing import route
+    from polyaccel.torch.moe.token_dispatch import DispatchBuffers, plan_journey
+    from polyaccel.torch.tensor_parallel.ranks import even_parts
 
     communicator = engine.runtime.process_group_for(("expert",))
     experts = sizes["experts"]
@@ -128,7 +128,7 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
         tokens = longer * sizes["batch"] * sizes["length"]
         chosen = torch.rand(tokens, experts).topk(2, dim=1).indices
         routing = route(chosen, torch.ones(tokens, 2), experts)
-        values, room = torch.randn(tokens, wider * sizes["hidden"]), SendingRoom(communicator)
+        values, room = torch.randn(tokens, wider * sizes["hidden"]), DispatchBuffers(communicator)
         rows = values.index_select(0, routing.tokens)
         copies = torch.empty_like(rows), torch.empty_like(rows)
         taken: dict[str, list[tuple[float, ...]]] = {each: [] for each in ("told", "travelled", "gathered", "copied")}
@@ -137,13 +137,13 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
             began = _now()
             journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size), room)
             told = _now()
-            came = journey.there(values, routing.tokens)
+            came = journey.dispatch(values, routing.tokens)
             arrived = _now()
             if journey.room is not None:
                 came = journey.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
             communicator.barrier()
             leaves = _now()
-            back = journey.back(came)
+            back = journey.combine(came)
             travelled = _now()
             torch.index_select(values, 0, routing.tokens, out=copies[0])
             gathered = _now()

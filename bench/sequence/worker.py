@@ -88,13 +88,23 @@ def _whole(length: int) -> Attention:
 def _ours(way: str, length: int) -> Attention:
     import polyaccel
     from polyaccel.comm.default import default_communicator
-    from polyaccel.torch.sequence import AttentionRule, TokenMarks, TokenShares, ring_attention, ulysses_attention
+    from polyaccel.torch.context_parallel import (
+        AttentionRule,
+        DocumentMask,
+        TokenShares,
+        ring_attention,
+        ulysses_attention,
+    )
 
     polyaccel.init_distributed()
     communicator = default_communicator()
     make = TokenShares.balanced if way == "ring" else TokenShares.contiguous
     attention: Any = ring_attention if way == "ring" else ulysses_attention
-    arguments = {"rule": AttentionRule(), "marks": TokenMarks(length), "shares": make(length, communicator.world_size)}
+    arguments = {
+        "rule": AttentionRule(),
+        "marks": DocumentMask(length),
+        "shares": make(length, communicator.world_size),
+    }
     return lambda q, k, v: attention(q, k, v, communicator, **arguments)
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import polyaccel
 from polyaccel import comm
-from polyaccel.torch.recompute.measuring import SavedMemory
+from polyaccel.torch.activation_checkpointing.measuring import SavedMemory
 
 LAYERS, WORDS = 4, 4096
 WARMUP = 3

@@ -31,7 +31,7 @@ from polyaccel.bridge.handover_torch_jax import Handover, narrow
 from polyaccel.bridge.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.views import CopyCount
-from polyaccel.torch.gathering.sharded import require_unsharded
+from polyaccel.torch.fsdp.sharded import require_unsharded
 
 _SEEDING = Lock()  # torch's generator is one for all threads
 

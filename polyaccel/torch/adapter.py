@@ -17,20 +17,20 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.model_adapter import ModelAdapter
 from polyaccel.errors import ShardingError
-from polyaccel.torch.deferred.values import value_of
+from polyaccel.torch.backward import BackwardRunner
+from polyaccel.torch.deferred_init.values import value_of
 from polyaccel.torch.engine_registry import EngineParameters
-from polyaccel.torch.gathering.arriving import expect
-from polyaccel.torch.gathering.sharded import hide, show, takes_hooks
-from polyaccel.torch.gathering.sites import Sites
-from polyaccel.torch.gathering.state_dicts import StateDicts
+from polyaccel.torch.fsdp.hooks import UnshardHooks
+from polyaccel.torch.fsdp.pending import expect
+from polyaccel.torch.fsdp.sharded import hide, show, takes_hooks
+from polyaccel.torch.fsdp.state_dicts import StateDicts
 from polyaccel.torch.params.buffers import broadcast_buffers
-from polyaccel.torch.params.cuts import Blocks
-from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, conceal, reveal
+from polyaccel.torch.params.gradients import AUTOGRAD_S, GradientAccess, install_grad_property, remove_grad_property
 from polyaccel.torch.params.leaf_modules import set_configured_leaves
 from polyaccel.torch.params.ownership import OwnedParameters, bind
 from polyaccel.torch.params.specs import in_gradient_order, parameter_specs
+from polyaccel.torch.params.tensor_shard import Blocks
 from polyaccel.torch.params.units import external_parameters, find_units, parts_of_parameters, units_of_parameters
-from polyaccel.torch.passes import BackwardPasses
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.engine import ZeroEngine
 
@@ -50,7 +50,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         groups: Sequence[Sequence[nn.Parameter]],
         accelerator: Accelerator,
         param_dtype: DType | None,
-        passes: BackwardPasses,
+        passes: BackwardRunner,
         *,
         along: Callable[[Collection[str]], Communicator] | None = None,
         checks_contents: bool = False,
@@ -72,7 +72,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._bucket_of: dict[str, int] = {}
         self._step: ZeroEngine | None = None
         self._gradients: GradientAccess | None = None
-        self._sites: Sites | None = None
+        self._sites: UnshardHooks | None = None
         self._state_dicts: StateDicts | None = None
 
     # What the step asks.
@@ -119,7 +119,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         self._gradients = GradientAccess(step, trained, self._passes)
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
-            reveal(parameter)
+            install_grad_property(parameter)
         self._passes.attach(
             step, trained, self._sites.end_backward if self._sites is not None else lambda is_whole: None
         )
@@ -137,7 +137,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
                         buckets_of[name].append(index)
         if buckets_of:
             self._require_hooks()
-            self._sites = Sites(self.module, step, buckets_of, self._passes.notice)
+            self._sites = UnshardHooks(self.module, step, buckets_of, self._passes.on_user_backward)
             self._state_dicts = StateDicts(self.module, step)
             for module in self.module.modules():
                 for parameter in external_parameters(module):
@@ -177,7 +177,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
                 hooks.release()
         self._step = self._gradients = self._sites = self._state_dicts = None
         for parameter in self.names:
-            conceal(parameter)
+            remove_grad_property(parameter)
         self._owned.leave()
         if not is_followed:
             set_configured_leaves(self.module, ())
@@ -227,7 +227,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         return self._passes.loss_scale
 
     @property
-    def whereabouts(self) -> tuple[str, str]:
+    def unsharded_access_hint(self) -> tuple[str, str]:
         """Where a parameter without values is, and what its user can do."""
         if self._is_suspended:
             return "is offloaded", "call engine.reload_states() first"
@@ -236,23 +236,23 @@ class TorchAdapter(EngineParameters, ModelAdapter):
             "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks",
         )
 
-    def demand(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Make `parameters` whole if that is safe now; False if it is not."""
         if self._sites is None or self._is_suspended:
             return False
-        return self._sites.demand({self._bucket_of[self.names[parameter]] for parameter in parameters})
+        return self._sites.try_unshard({self._bucket_of[self.names[parameter]] for parameter in parameters})
 
-    def answer(self, func: Callable[..., Any], *args: Any) -> Any:
+    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
         not."""
         if self._state_dicts is None or self._is_suspended:
             return None
-        return self._state_dicts.answer(func, *args)
+        return self._state_dicts.handle(func, *args)
 
-    def enter_notes(self) -> saved_tensors_hooks | None:
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
         """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
         leaves what is returned."""
-        return None if self._sites is None else self._sites.enter_notes()
+        return None if self._sites is None else self._sites.saved_tensor_hooks()
 
     def register_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Gather `parameter` around `module` too, if it is sharded."""

@@ -20,22 +20,22 @@ from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.runtime import EngineBuilder
+from polyaccel.torch.activation_checkpointing.blocks import Recomputation
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
 from polyaccel.torch.api.data import RepeatingLoader, ShardedDataLoader, call_with, cast_floats, loss_of, to_device
 from polyaccel.torch.api.optimizer import ParamGroups, ZeroOptimizer
 from polyaccel.torch.autocast import ForwardAutocast
-from polyaccel.torch.gathering.transforms import explaining_refusal, is_transforming
+from polyaccel.torch.backward import BackwardRunner
+from polyaccel.torch.fsdp.transforms import explaining_refusal, is_transforming
 from polyaccel.torch.linears import Linears
-from polyaccel.torch.passes import BackwardPasses
 from polyaccel.torch.profiling.forward_work import ForwardWork
-from polyaccel.torch.recompute.blocks import Recomputation
 from polyaccel.torch.settings import ModuleSettings
-from polyaccel.torch.states.checkpoint import WantedLoad, frozen_with_states, load_run, optimizer_kind
+from polyaccel.torch.states.checkpoint import LoadOptions, frozen_with_states, load_run, optimizer_kind
 from polyaccel.torch.states.contents import TorchRun, contents_of
 from polyaccel.torch.states.custom_loading import CustomLoad
 from polyaccel.torch.states.offload_states import OffloadedStates, OffloadsStates
-from polyaccel.torch.states.unfreezing import follow, is_due
+from polyaccel.torch.states.unfreezing import is_due, migrate_optimizer_state
 from polyaccel.torch.states.whole_model import HasWholeModel
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -70,7 +70,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         self._autocast = ForwardAutocast(self.device.type, settings.autocast_dtype)
         self._own_data: Iterator[Any] | None = None
         self._losses: list[Tensor] = []
-        self._passes = BackwardPasses(self.accelerator, self.counters, self.loss_scaler, self.timer)
+        self._passes = BackwardRunner(self.accelerator, self.counters, self.loss_scaler, self.timer)
         self._lay_out(slice_optimizer, groups)
         self.optimizer: Any = None
         if slice_optimizer is not None:
@@ -80,7 +80,10 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
             self.optimizer = ZeroOptimizer(groups, self._update, self.zero_grad, evaluates=evaluates)
         self.adapter.broadcast_buffers(self._stage_runtime.communicator)
         self._linears = Linears(module, self.accelerator, self.communicator, settings.matrix_kernels)
-        trace, notes = self._recorder.trace, lambda: self.adapter.enter_notes()  # of an adapter that may be made anew
+        trace, notes = (
+            self._recorder.trace,
+            lambda: self.adapter.saved_tensor_hooks(),
+        )  # of an adapter that may be made anew
         self._recomputation = Recomputation(
             module, settings.recompute, self.accelerator, runtime.process_group_for, notes, trace
         )
@@ -113,7 +116,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         """Lay out anew if parameters were unfrozen, or are `resumed` with a checkpoint's states. Collective then."""
         if is_due(self.adapter, before := self.zero, resumed):
             arguments = before.optimizer, self.optimizer.param_groups, {*before.steps, *resumed}
-            follow(self.adapter, before, partial(self._lay_out, *arguments))
+            migrate_optimizer_state(self.adapter, before, partial(self._lay_out, *arguments))
 
     # Running the module.
 
@@ -314,7 +317,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         """
         self.adapter.require_nothing_away()
         choices = load_optimizer_states, load_lr_scheduler_states, load_module_only
-        wanted = WantedLoad.chosen(load_module_strict, *choices, name_map, custom_load_fn)
+        wanted = LoadOptions.chosen(load_module_strict, *choices, name_map, custom_load_fn)
 
         def load(saved: CheckpointReader) -> tuple[str, dict[str, Any]]:
             resumed = frozen_with_states(self._run(), saved, name_map) if wanted.optimizer_states else ()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator, own_thread_communicator
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, home_of
+from polyaccel.torch.params.ownership import ParameterOwner, record_of
 
 log = getLogger(__name__)
 
@@ -319,13 +319,13 @@ def take_over(model: nn.Module) -> None:
     parameters = list(model.parameters())
     owners: dict[ParameterOwner, int] = {}
     for parameter in parameters:
-        home = home_of(parameter)
+        home = record_of(parameter)
         if home is not None and home.owner is not None:
             owners[home.owner] = owners.get(home.owner, 0) + 1
     to = f"engine {registry_of_rank().next_number} ({type(model).__name__})"
     for owner, shared in owners.items():
         if shared < len(owner.names) and shared < len(parameters):
-            name = next(home.fqn for one in parameters if (home := home_of(one)) and home.owner is owner)
+            name = next(home.fqn for one in parameters if (home := record_of(one)) and home.owner is owner)
             raise ShardingError(
                 f"{owner.engine_name} and {to} share {shared} parameters, {name!r} first, and each has others too",
                 cure="give both parts to one engine, as modules of one model; or call destroy() on the first engine; "

@@ -28,25 +28,25 @@ from polyaccel.torch.api.client_optimizer import ClientOptimizer, needs_closure
 from polyaccel.torch.api.data import ShardedDataLoader, require_dataset
 from polyaccel.torch.api.optimizer import ParamGroups, make_groups, schedule_class, torch_optimizer
 from polyaccel.torch.api.optimizer_proof import check_sliceable
-from polyaccel.torch.deferred.values import is_deferred, prepare
+from polyaccel.torch.context_parallel import SequenceSettings, apply_context_parallel
+from polyaccel.torch.deferred_init.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.engine_registry import take_over
-from polyaccel.torch.experts.balance import following_loads
-from polyaccel.torch.experts.models import has_experts, spread_experts
-from polyaccel.torch.experts.watching import WatchedExperts
-from polyaccel.torch.gathering.sharded import require_unsharded
-from polyaccel.torch.parallel.callers import cut_as_megatron_says, mesh_sizes, require_groups
-from polyaccel.torch.parallel.choose import plan_by
-from polyaccel.torch.parallel.cut import cut_model
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.fsdp.sharded import require_unsharded
+from polyaccel.torch.moe.balance import loss_free_balancer
+from polyaccel.torch.moe.load_metrics import ExpertLoadMetrics
+from polyaccel.torch.moe.models import has_experts, spread_experts
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
-from polyaccel.torch.pipeline.cut import CutModel, cut_of
+from polyaccel.torch.params.tensor_shard import cuts_of
 from polyaccel.torch.pipeline.measured_blocks import measured_blocks
 from polyaccel.torch.pipeline.module import PipelineModule
+from polyaccel.torch.pipeline.stage_module import StageModule, cut_of
 from polyaccel.torch.pipeline_engine import PipelineEngine
-from polyaccel.torch.sequence import SequenceSettings, use
 from polyaccel.torch.settings import ModuleSettings, TileSettings
+from polyaccel.torch.tensor_parallel.make_plan import plan_by
+from polyaccel.torch.tensor_parallel.megatron_compat import cut_as_megatron_says, mesh_sizes, require_groups
+from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
 from polyaccel.torch.tiles.models import TiledModel
 from polyaccel.zero.plan.policy import Placement
 from polyaccel.zero.update.optimizers import SliceOptimizer
@@ -147,7 +147,7 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
             _spread(runtime, model)
             placement = chosen_placement(section.schedule, stages, section.chunks or None)
             stage = runtime.mesh.coordinates(runtime.communicator.rank)["pipe"]
-            CutModel(model, placement, stage, method, partial(measured_blocks, ranks=runtime.communicator))
+            StageModule(model, placement, stage, method, partial(measured_blocks, ranks=runtime.communicator))
             return model, True
         model = PipelineModule(
             list(model),
@@ -191,7 +191,9 @@ def _cut_sequences(runtime: EngineBuilder, model: nn.Module, *, is_own: bool) ->
     if size == 1 or section.method == "own" or is_own:
         return
     settings = SequenceSettings(section.method, section.core_attention)
-    runtime.cleanup_callbacks.append(use(model, runtime.process_group_for(("sequence",)), settings).remove)
+    runtime.cleanup_callbacks.append(
+        apply_context_parallel(model, runtime.process_group_for(("sequence",)), settings).remove
+    )
 
 
 def _tile(runtime: EngineBuilder, model: nn.Module) -> None:
@@ -216,7 +218,7 @@ def _cut(runtime: EngineBuilder, model: nn.Module) -> None:
             raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, cure)])
         return
     ranks = runtime.process_group_for(("tensor",))
-    cut_model(model, ranks, plan_by(model, ranks.world_size, rules))
+    parallelize_module(model, ranks, plan_by(model, ranks.world_size, rules))
 
 
 def _spread(runtime: EngineBuilder, model: nn.Module) -> None:
@@ -236,10 +238,10 @@ def _spread(runtime: EngineBuilder, model: nn.Module) -> None:
 
 def _attend_experts(runtime: EngineBuilder, model: nn.Module, engine: TorchEngine) -> None:
     """Let biases follow loads, and figures be taken where the config asks."""
-    if (follow := following_loads(model, lambda: runtime.process_group_for(("data", "sequence")))) is not None:
+    if (follow := loss_free_balancer(model, lambda: runtime.process_group_for(("data", "sequence")))) is not None:
         engine.after_update.append(follow)
     if runtime.config.expert_parallel.watch:
-        watched = WatchedExperts(model, runtime.process_group_for(("data", "sequence")))
+        watched = ExpertLoadMetrics(model, runtime.process_group_for(("data", "sequence")))
         engine.expert_figures = watched.take
         runtime.cleanup_callbacks.append(watched.release)
 

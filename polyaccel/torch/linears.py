@@ -27,13 +27,13 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable
 from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
-from polyaccel.torch.experts.layer import StackedExperts
-from polyaccel.torch.experts.models import SpreadExperts
-from polyaccel.torch.experts.products import GroupedProducts
-from polyaccel.torch.gathering.arriving import ArrivingParameter
-from polyaccel.torch.gathering.sharded import ShardedParameter
-from polyaccel.torch.parallel.layers import SharedModule
+from polyaccel.torch.fsdp.pending import PendingParameter
+from polyaccel.torch.fsdp.sharded import ShardedParameter
+from polyaccel.torch.moe.layer import StackedExperts
+from polyaccel.torch.moe.models import ExpertParallelExperts
+from polyaccel.torch.moe.products import GroupedProducts
 from polyaccel.torch.params.gradients import kind_of
+from polyaccel.torch.tensor_parallel.layers import SharedModule
 from polyaccel.torch.tiles.logits import TiledHead
 
 LEAST_WORK = 1 << 22
@@ -41,18 +41,18 @@ LEAST_WORK = 1 << 22
 than torch's, and twice as fast a product saves that at about this size."""
 
 _PLAIN = (Tensor, nn.Parameter)
-_ABSENT = (ShardedParameter, ArrivingParameter)
+_ABSENT = (ShardedParameter, PendingParameter)
 _LAYERS_OPS = (LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD)
 """A table without any of them has nothing for linear layers, which then stay torch's: the same products by way of
 Python took 2 % of a step's CPU time more."""
 
 
 _NUMBERS = count()
-_WATCHED: WeakValueDictionary[int, Products] = WeakValueDictionary()
+_WATCHED: WeakValueDictionary[int, MatmulKernels] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
-class Products:
+class MatmulKernels:
     """The three products of a linear layer on matrices, for products of at least `least_work` multiplications."""
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -68,7 +68,7 @@ class Products:
         return number
 
     @classmethod
-    def of(cls, table: KernelTable, device_type: str, least_work: int) -> Products:
+    def of(cls, table: KernelTable, device_type: str, least_work: int) -> MatmulKernels:
         """Those of `table`, torch's own for what it lacks."""
         full = _TORCHS.replaced("", {op: table[op] for op in table})
         return cls(full[LINEAR], full[LINEAR_INPUT_GRAD], full[LINEAR_WEIGHT_GRAD], device_type, least_work)
@@ -130,10 +130,10 @@ def _linear_flops(x: Any, weight: Any, bias: Any, products: int, *, out_shape: A
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer with gradients by `Products`; gradients of gradients by torch's own operations."""
+    """A linear layer with gradients by `MatmulKernels`; gradients of gradients by torch's own operations."""
 
     @staticmethod
-    def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, products: MatmulKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _, input_grad, weight_grad, _ = ctx.needs_input_grad
         ctx.products, ctx.x_shape = products, x.shape
         ctx.save_for_backward(x if weight_grad else None, weight if input_grad else None)
@@ -157,7 +157,7 @@ class _Linear(torch.autograd.Function):
 class LinearForward:
     """`forward` of one layer. A copy of the layer gets the ordinary one, and so does an unpickled layer."""
 
-    def __init__(self, layer: nn.Linear, products: Products) -> None:
+    def __init__(self, layer: nn.Linear, products: MatmulKernels) -> None:
         self.layer = layer
         self.products = products
 
@@ -189,7 +189,7 @@ class Linears:
         self._layers: list[nn.Linear] = []
         self._shared: list[SharedModule] = []
         self._heads: list[TiledHead] = []
-        self._experts: list[SpreadExperts | StackedExperts] = []
+        self._experts: list[ExpertParallelExperts | StackedExperts] = []
         choice = matrix_choice(configured)
         table = agreed_kernels(accelerator, communicator, choice)
         device_type = accelerator.torch_device_type
@@ -199,12 +199,12 @@ class Linears:
         grouped = GroupedProducts.of(table, device_type)
         products = None
         if any(op in table for op in _LAYERS_OPS):
-            products = Products.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
+            products = MatmulKernels.of(table, device_type, 0 if choice == "on" else LEAST_WORK)
         for layer in module.modules():
             if isinstance(layer, SharedModule):  # experts too, whose tensor ranks add up what each of them gives
                 layer.share.ranks.products = products
                 self._shared.append(layer)
-            elif isinstance(layer, (SpreadExperts, StackedExperts)):
+            elif isinstance(layer, (ExpertParallelExperts, StackedExperts)):
                 layer.products = grouped
                 self._experts.append(layer)
             elif products is None:
@@ -264,4 +264,4 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 _TORCHS = KernelTable(
     "torch", {LINEAR: functional.linear, LINEAR_INPUT_GRAD: torch.mm, LINEAR_WEIGHT_GRAD: _weight_grad}
 )
-DIFFERENTIABLE = Products.of(_TORCHS, "", 0)
+DIFFERENTIABLE = MatmulKernels.of(_TORCHS, "", 0)

@@ -21,13 +21,12 @@ from polyaccel.pipeline.picture import foretold_picture
 from polyaccel.pipeline.program import TaskTime, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask
 from polyaccel.torch.api.data import call_with
-from polyaccel.torch.delayed_linears import DelayedLinears
 from polyaccel.torch.pipeline.batches import StageBatches
-from polyaccel.torch.pipeline.cut import CutModel, cut_of
 from polyaccel.torch.pipeline.exchange import StageExchange, gradients_of
+from polyaccel.torch.pipeline.microbatch import NOTHING, MicroBatchState, Results, mean_of
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.pipeline.passing import NOTHING, Passing, Results, mean_of
 from polyaccel.torch.pipeline.programs import StageProgram, StagePrograms, names_by_chunk
+from polyaccel.torch.pipeline.stage_module import StageModule, cut_of
 from polyaccel.torch.pipeline.ties import TiedWeights
 from polyaccel.torch.pipeline.values import (
     StageValue,
@@ -35,10 +34,11 @@ from polyaccel.torch.pipeline.values import (
     aliases_of,
     count_changes,
     leaves_of,
-    put_together,
     take_apart,
+    unflatten,
 )
 from polyaccel.torch.pipeline_states import StagedStates
+from polyaccel.torch.weight_grad import SplitBackwardLinears
 
 _FORWARD = PipelineOp.FORWARD
 _BACKWARD, _INPUT, _WEIGHT = PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
@@ -53,7 +53,7 @@ class PipelineEngine(StagedStates):
         Collective. Raises PipelineError for a schedule for which the model was not cut."""
         self._cut = cut_of(self._own_module)
         module = self._own_module if self._cut is None else self._cut
-        assert isinstance(module, (PipelineModule, CutModel))  # what `initialize` makes
+        assert isinstance(module, (PipelineModule, StageModule))  # what `initialize` makes
         if self._cut is not None:
             dtype = self.runtime.param_dtype
             self._cut.place(self.device, None if dtype is None else torch_dtype(dtype))
@@ -76,7 +76,7 @@ class PipelineEngine(StagedStates):
         self._ties.agree_on_types()
         faster = set(self.accelerator.matrix_kernels("auto")) if training.splits and len(self._linears) else ()
         delays = self._own_module if training.splits else torch.nn.Identity()
-        self._delayed = DelayedLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
+        self._delayed = SplitBackwardLinears(delays, adds_in_place=LINEAR_WEIGHT_GRAD not in faster)
         self._names_of = names_by_chunk(self._own_module, self.adapter.names.values(), module)
         owned = self._ties.owned_parameters()
         self._tied_names = {name for parameter, name in self.adapter.names.items() if parameter in owned}
@@ -89,7 +89,7 @@ class PipelineEngine(StagedStates):
         self._batches = StageBatches(needs, self.device, is_whole=is_whole)
         self._in_batch = self._receives = False
         self._more_losses: dict[str, Tensor] | None = None
-        self._passing: dict[tuple[int, int], Passing] = defaultdict(Passing)
+        self._passing: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)
 
     def _check_accumulation(self, steps: int) -> None:
         super()._check_accumulation(steps)
@@ -236,7 +236,7 @@ class PipelineEngine(StagedStates):
             if trains:
                 self._ties.return_gradients()  # behind the last message of activations
                 if ties_come_last:
-                    self._passes.is_last, self._passes.concerned = True, self._tied_names
+                    self._passes.is_last, self._passes.params_expected = True, self._tied_names
                     self._run_from(self._ties.take_gradients())
             self._exchange.settle()
             self._ties.settle()
@@ -244,7 +244,7 @@ class PipelineEngine(StagedStates):
             raise with_stages(error, at, self._stage, self._line.ranks) from error
         finally:
             self._in_batch = False
-            self._passes.is_last = self._passes.concerned = None
+            self._passes.is_last = self._passes.params_expected = None
             self._passing.clear()
         if trains:
             for _ in batches[1:]:
@@ -314,7 +314,7 @@ class PipelineEngine(StagedStates):
         """What a chunk makes of what it has `received`; the first one of the micro-batch's `inputs`, of which a model
         that was cut by its blocks has something in every chunk."""
         try:
-            before = put_together(received) if chunk else None
+            before = unflatten(received) if chunk else None
         except UnsendableValue as error:
             raise self._refused(chunk - 1, error) from error
         if self._cut is not None:
@@ -332,7 +332,7 @@ class PipelineEngine(StagedStates):
     def _refused(self, chunk: int, error: UnsendableValue) -> PipelineError:
         """What to raise where the output of a chunk cannot pass to the next stage."""
         module = self._own_module if self._cut is None else self._cut
-        assert isinstance(module, (PipelineModule, CutModel))  # see `compose_pipeline`
+        assert isinstance(module, (PipelineModule, StageModule))  # see `compose_pipeline`
         place = module.last_layer_of(chunk)
         return PipelineError(
             f"{place} gives {error.message}, which cannot pass to the next stage",
@@ -348,9 +348,9 @@ class PipelineEngine(StagedStates):
         here = self._passing[task.micro_batch, task.chunk]
         self._passes.is_last = is_last
         if self._names_of is not None:
-            self._passes.concerned = self._names_of[task.chunk] | (self._tied_names if is_last else set())
+            self._passes.params_expected = self._names_of[task.chunk] | (self._tied_names if is_last else set())
         if task.op is _INPUT:
-            with self._passes.leaving(here.left), self._delayed.leaving(here.products):
+            with self._passes.defer_weight_grads(here.left), self._delayed.defer_weight_grads(here.products):
                 self._run_chunk(task, here, [])
             return
         ties = self._ties.take_gradients() if is_last else []
@@ -361,7 +361,7 @@ class PipelineEngine(StagedStates):
         else:
             self._run_chunk(task, here, ties)
 
-    def _run_chunk(self, task: PipelineTask, here: Passing, ties: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _run_chunk(self, task: PipelineTask, here: MicroBatchState, ties: Sequence[tuple[Tensor, Tensor]]) -> None:
         """A backward pass of a chunk, from the loss or from the gradients of what went out, and from those of `ties`,
         which a stage with the loss gets with another chunk."""
         _, micro_batch, chunk = task

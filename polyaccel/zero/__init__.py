@@ -7,7 +7,7 @@ from typing import Any
 
 _HOMES = {
     "GatheredParameters": "polyaccel.torch.api.gathered",
-    "Init": "polyaccel.torch.deferred.init",
+    "Init": "polyaccel.torch.deferred_init.init",
     "register_external_parameter": "polyaccel.torch.params.units",
     "set_leaf_modules": "polyaccel.torch.params.leaf_modules",
     "set_units": "polyaccel.torch.params.units",

@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "config/absent.py": "a key of DeepSpeed's JSON, enable_cuda_graph",
     "launch/commands/mpi.py": "each MPI's command line, under its own name",
     "torch/profiling/operations.py": "an operation of torch, _lstm_mps",
-    "torch/gathering/sharded.py": "attributes of torch's tensors, is_cuda and its like",
+    "torch/fsdp/sharded.py": "attributes of torch's tensors, is_cuda and its like",
 }
 FILES = sorted(
     file.relative_to(PACKAGE).as_posix()

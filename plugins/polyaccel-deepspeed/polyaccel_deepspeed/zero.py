@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.torch.api import gathered
-from polyaccel.torch.deferred.init import Init as DeferredInit
-from polyaccel.torch.deferred.init import is_constructing
-from polyaccel.torch.params.ownership import home_of
+from polyaccel.torch.deferred_init.init import Init as DeferredInit
+from polyaccel.torch.deferred_init.init import is_constructing
+from polyaccel.torch.params.ownership import record_of
 from polyaccel_deepspeed.engine.parameters import describe_parameter
 
 
@@ -95,7 +95,9 @@ class GatheredParameters(gathered.GatheredParameters):
 
     def _without_engine(self) -> list[nn.Parameter]:
         """The parameters of `Init` that no engine has yet, in the order of their making, which is all ranks'."""
-        found = {parameter for parameter in self._params if hasattr(parameter, "ds_id") and home_of(parameter) is None}
+        found = {
+            parameter for parameter in self._params if hasattr(parameter, "ds_id") and record_of(parameter) is None
+        }
         return sorted(found, key=lambda parameter: parameter.ds_id)
 
     def _write_back(self, opening: Any) -> None:

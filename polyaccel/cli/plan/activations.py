@@ -40,8 +40,8 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
             cure="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
+    from polyaccel.torch.activation_checkpointing.memory_estimate import foretell_activations
     from polyaccel.torch.params.meta_shapes import model_of_directory
-    from polyaccel.torch.recompute.foretelling import foretell_activations
 
     def share(model: Any) -> None:
         """Do to a model what `initialize` does on the first rank."""
@@ -64,10 +64,12 @@ def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     if (ranks := mesh.size_of(("tensor",))) > 1:
         from polyaccel.accelerators.detect import host_accelerator
         from polyaccel.comm.parts.fake import FakeCommunicator
-        from polyaccel.torch.parallel.choose import plan_by
-        from polyaccel.torch.parallel.cut import cut_model
+        from polyaccel.torch.tensor_parallel.make_plan import plan_by
+        from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
 
-        cut_model(model, FakeCommunicator(ranks, host_accelerator()), plan_by(model, ranks, cut_rules_of(config)))
+        parallelize_module(
+            model, FakeCommunicator(ranks, host_accelerator()), plan_by(model, ranks, cut_rules_of(config))
+        )
 
 
 def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -76,11 +78,11 @@ def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
         from polyaccel.accelerators.detect import host_accelerator
         from polyaccel.comm.parts.fake import FakeCommunicator
-        from polyaccel.torch.sequence import use
-        from polyaccel.torch.sequence.settings import SequenceSettings
+        from polyaccel.torch.context_parallel import apply_context_parallel
+        from polyaccel.torch.context_parallel.settings import SequenceSettings
 
         settings = SequenceSettings(section.method, section.core_attention)
-        use(model, FakeCommunicator(ranks, host_accelerator()), settings)
+        apply_context_parallel(model, FakeCommunicator(ranks, host_accelerator()), settings)
     if config.tiled_compute.enabled:
         from polyaccel.torch.settings import TileSettings
         from polyaccel.torch.tiles.models import TiledModel

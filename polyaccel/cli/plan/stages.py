@@ -69,8 +69,8 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
             cure="leave --sequence-length out",
             value=expert_ranks,
         )
-    from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
-    from polyaccel.torch.foretold_stages import foretell_stages
+    from polyaccel.torch.moe.models import cut_expert_shapes, has_experts
+    from polyaccel.torch.stage_memory import estimate_stage_memory
 
     def spread(model: Any) -> None:
         if has_experts(model):
@@ -78,7 +78,7 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
 
     rows = args.batch or config.train_micro_batch_size_per_gpu
     method = config.pipeline.partition
-    return foretell_stages(
+    return estimate_stage_memory(
         _builder(args, table.stages),
         None if args.sequence_length is None else (rows, args.sequence_length),
         module_rules_of(config),

@@ -1,5 +1,5 @@
 """Activation checkpointing by DeepSpeed's names, for regions that a model marks itself. The work is done by
-`polyaccel.torch.recompute`."""
+`polyaccel.torch.activation_checkpointing`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.config import load_config
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.policies.modules import recompute_policy_of
-from polyaccel.torch.recompute.regions import PLAIN, RecomputedRegions, configured, present_regions
+from polyaccel.torch.activation_checkpointing.regions import PLAIN, RecomputedRegions, configured, present_regions
 
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 """Methods of an `mpu` that return the ranks that share a model."""

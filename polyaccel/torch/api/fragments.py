@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, home_of
+from polyaccel.torch.params.ownership import ParameterOwner, record_of
 from polyaccel.zero.fragments import GRAD, PARAM, flush_reductions, fragment, read_whole, write_fragment, write_whole
 
 
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
 
 
 def _find(param: nn.Parameter) -> _Place | None:
-    home = home_of(param)
+    home = record_of(param)
     if home is None or home.owner is None:
         return None
     home.owner.step.params.wait_all_gather(home.owner.step.layout.locate(home.fqn)[0].index)

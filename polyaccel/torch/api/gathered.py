@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.ownership import ParameterOwner, has_changed, home_of, is_handed_out, note_version
+from polyaccel.torch.params.ownership import ParameterOwner, has_changed, is_handed_out, note_version, record_of
 from polyaccel.torch.params.units import register_external_parameter
 from polyaccel.zero.buckets.user_writes import writers_of
 
@@ -87,7 +87,7 @@ class GatheredParameters:
                 params.unshard(index)
             for fqn in (*opening.fqns, *opening.neighbours):
                 _open(opening.owner, fqn)
-            opening.notes = opening.owner.enter_notes()
+            opening.notes = opening.owner.saved_tensor_hooks()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -108,7 +108,7 @@ class GatheredParameters:
         """The parameters to open, engine by engine, in the engine's own order, which is the same on every rank."""
         asked: dict[ParameterOwner, set[str]] = {}
         for param in self._params:
-            home = home_of(param)
+            home = record_of(param)
             if home is not None and home.owner is not None:
                 asked.setdefault(home.owner, set()).add(home.fqn)
         openings = []
@@ -169,7 +169,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def _open(owner: ParameterOwner, fqn: str) -> None:
     """Note where a parameter's changes start, unless it is open already."""
     parameter = owner.parameter(fqn)
-    home = home_of(parameter)
+    home = record_of(parameter)
     assert home is not None  # it was found by it
     if home.openings == 0:
         if has_changed(parameter):  # written to while it was kept whole between two uses
@@ -182,7 +182,7 @@ def _close(opening: _Opening) -> None:
     owner = opening.owner
     for fqn in (*opening.fqns, *opening.neighbours):
         parameter = owner.parameter(fqn)
-        home = home_of(parameter)
+        home = record_of(parameter)
         if home is not None:
             home.openings -= 1
             if home.openings == 0 and owner.is_sharded(fqn):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.handed_out import HandsOutMemory
-from polyaccel.torch.params.ownership import home_of
+from polyaccel.torch.params.ownership import record_of
+from polyaccel.torch.params.param_aliases import TracksAliases
 from polyaccel.torch.params.sharded_gradient import LocalPart, ShardedGradient
 from polyaccel.types import ReduceOp
 from polyaccel.zero.engine import ZeroEngine
@@ -32,7 +32,7 @@ AUTOGRAD_S: Any = Tensor.grad
 """torch's own attribute, in which autograd accumulates and from which the engine's hook takes."""
 
 
-class ShowsGradient(HandsOutMemory):
+class ShowsGradient(TracksAliases):
     """The `grad` of an engine's parameter. See [Note: Gradients in buckets]."""
 
     __slots__ = ()
@@ -40,13 +40,13 @@ class ShowsGradient(HandsOutMemory):
     @property
     def grad(self) -> Tensor | None:
         own: Tensor | None = AUTOGRAD_S.__get__(self)
-        home = home_of(self) if own is None else None  # type: ignore[arg-type]
+        home = record_of(self) if own is None else None  # type: ignore[arg-type]
         owner = None if home is None else home.owner
         return own if home is None or owner is None else owner.gradient(home.fqn)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        home = home_of(self)  # type: ignore[arg-type]
+        home = record_of(self)  # type: ignore[arg-type]
         owner = None if home is None else home.owner
         if home is None or owner is None or not owner.set_gradient(home.fqn, value):
             AUTOGRAD_S.__set__(self, value)
@@ -59,34 +59,34 @@ class ShowsGradient(HandsOutMemory):
         copied: Tensor | None = memo.get(id(self))
         if copied is None:
             copied = super().__deepcopy__(memo)  # type: ignore[misc]
-            conceal(copied)  # it belongs to no engine
+            remove_grad_property(copied)  # it belongs to no engine
         return copied
 
 
 _log = getLogger(__name__)
 
 
-def reveal(parameter: nn.Parameter) -> None:
+def install_grad_property(parameter: nn.Parameter) -> None:
     """Let `parameter.grad` be that of its engine from now on."""
     if not isinstance(parameter, ShowsGradient):
         parameter.__class__ = _revealing(type(parameter))
 
 
-def conceal(parameter: Tensor) -> None:
-    """Undo `reveal`."""
+def remove_grad_property(parameter: Tensor) -> None:
+    """Undo `install_grad_property`."""
     if (kind := type(parameter).__dict__.get(_KIND)) is not None:
         parameter.__class__ = kind
 
 
 def kind_of(tensor: Tensor) -> type[Tensor]:
-    """The class of a tensor, without what `reveal` added to it."""
+    """The class of a tensor, without what `install_grad_property` added to it."""
     kind = type(tensor)
     own: type[Tensor] = kind.__dict__.get(_KIND, kind)
     return own
 
 
 _KIND = "_polyaccel_kind"
-"""The attribute of a class that `reveal` made with the class that it was made of."""
+"""The attribute of a class that `install_grad_property` made with the class that it was made of."""
 
 
 @cache

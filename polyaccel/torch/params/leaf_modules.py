@@ -14,7 +14,7 @@ from torch.nn.modules import container
 
 from polyaccel.errors import ConfigError, Problem, ShardingError
 from polyaccel.policies.modules import LeafRules
-from polyaccel.torch.params.ownership import home_of
+from polyaccel.torch.params.ownership import record_of
 
 log = getLogger(__name__)
 
@@ -128,7 +128,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 def require_unsharded(model: nn.Module) -> None:
     """Raise ShardingError if parameters of `model` are sharded, so that it is too late to choose units."""
     for name, parameter in model.named_parameters():
-        home = home_of(parameter)
+        home = record_of(parameter)
         if home is not None and home.owner is not None and home.owner.is_sharded(home.fqn):
             raise ShardingError(
                 f"parameter {name!r} is sharded already", cure="choose units before polyaccel.initialize", value=name

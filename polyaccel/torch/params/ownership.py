@@ -1,6 +1,6 @@
 """Which engine owns a parameter, and whether the parameter still has the values that its engine knows.
 
-`home_of` is the way from a parameter that a user holds to its engine. Homes are kept beside the parameters, not on
+`record_of` is the way from a parameter that a user holds to its engine. Homes are kept beside the parameters, not on
 them, so that parameters pickle and copy like any other.
 """
 
@@ -51,7 +51,7 @@ class ParameterOwner(Protocol):
         """The gradients that the step holds were multiplied with this."""
 
     @property
-    def whereabouts(self) -> tuple[str, str]:
+    def unsharded_access_hint(self) -> tuple[str, str]:
         """Where a parameter without values is, and what its user can do."""
 
     def parameter(self, fqn: str) -> nn.Parameter: ...
@@ -65,14 +65,14 @@ class ParameterOwner(Protocol):
     def is_sharded(self, fqn: str) -> bool:
         """Whether a parameter is whole only while it is gathered."""
 
-    def demand(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Make `parameters` whole if that is safe now; False if it is not."""
 
-    def answer(self, func: Callable[..., Any], *args: Any) -> Any:
+    def handle_state_dict_op(self, func: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation on a sharded parameter as part of saving or loading a module; None if it is
         not."""
 
-    def enter_notes(self) -> saved_tensors_hooks | None:
+    def saved_tensor_hooks(self) -> saved_tensors_hooks | None:
         """Let graphs that are built from now on find gathered parameters in their backward pass, until the caller
         leaves what is returned."""
 
@@ -94,7 +94,7 @@ class ParameterOwner(Protocol):
 
 
 @dataclass(eq=False)
-class Home:
+class ParamRecord:
     """Where a parameter's values live, and which adapter owns it.
 
     `version` is its version counter when its values were last those that the engine knows, and `is_handed_out` says
@@ -123,9 +123,9 @@ class Home:
 _homes = WeakIdKeyDictionary()
 
 
-def home_of(parameter: Tensor) -> Home | None:
+def record_of(parameter: Tensor) -> ParamRecord | None:
     """The home of a parameter; None if it belongs to no engine."""
-    home: Home | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
+    home: ParamRecord | None = _homes.get(parameter)  # type: ignore[no-untyped-call]
     return home
 
 
@@ -136,19 +136,19 @@ def bind(parameter: Tensor, values: Tensor) -> None:
 
 def has_changed(parameter: nn.Parameter) -> bool:
     """Whether somebody wrote to `parameter` since its version was noted."""
-    home = home_of(parameter)
+    home = record_of(parameter)
     return home is not None and parameter._version != home.version
 
 
 def is_handed_out(parameter: nn.Parameter) -> bool:
     """Whether users may write to `parameter` without raising its version ([Note: Memory that was handed out])."""
-    home = home_of(parameter)
+    home = record_of(parameter)
     return home is not None and home.is_handed_out
 
 
 def note_version(parameter: nn.Parameter) -> None:
     """The values of `parameter` are known to its engine now."""
-    home = home_of(parameter)
+    home = record_of(parameter)
     if home is not None:
         home.version = parameter._version
 
@@ -158,7 +158,7 @@ def _references(parameter: Tensor) -> int:
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
-def _require_own_memory(parameter: nn.Parameter, home: Home) -> None:
+def _require_own_memory(parameter: nn.Parameter, home: ParamRecord) -> None:
     """Raise ShardingError where `parameter` stands in other memory than its engine's."""
     if home.memory and parameter.untyped_storage().data_ptr() != home.memory:
         raise ShardingError(
@@ -180,9 +180,9 @@ class OwnedParameters:
         self.by_name = dict(module.named_parameters())
         self.names = {parameter: fqn for fqn, parameter in self.by_name.items()}
         """Each parameter's fully qualified name."""
-        self.homes: dict[str, Home] = {}
+        self.homes: dict[str, ParamRecord] = {}
         for fqn, parameter in self.by_name.items():
-            self.homes[fqn] = _homes[parameter] = Home(fqn, ref(owner), parameter._version)
+            self.homes[fqn] = _homes[parameter] = ParamRecord(fqn, ref(owner), parameter._version)
         self.frozen = {
             fqn: parameter
             for fqn, parameter in self.by_name.items()
@@ -202,10 +202,10 @@ class OwnedParameters:
     def leave(self) -> None:
         """The parameters belong to no engine any more, unless another one has taken them since."""
         for fqn, parameter in self.by_name.items():
-            if home_of(parameter) is self.homes[fqn]:
+            if record_of(parameter) is self.homes[fqn]:
                 del _homes[parameter]
 
-    def whole(self) -> list[tuple[nn.Parameter, Home]]:
+    def whole(self) -> list[tuple[nn.Parameter, ParamRecord]]:
         """The parameters that have their values now."""
         return [(self.by_name[fqn], home) for fqn, home in self.homes.items() if home.is_whole]
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
 from polyaccel.errors import ShardingError
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.params.tensor_shard import cuts_of
 from polyaccel.types import DType, ParamSpec
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from polyaccel.errors import ShardingError
 from polyaccel.torch.params.leaf_modules import is_leaf_module, require_unsharded
-from polyaccel.torch.params.ownership import home_of
+from polyaccel.torch.params.ownership import record_of
 
 _UNIT = "_polyaccel_unit"
 _EXTERNAL = "_polyaccel_external"
@@ -122,7 +122,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     declared: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(parameter is other for other in declared):
         declared.append(parameter)
-    home = home_of(parameter)
+    home = record_of(parameter)
     if home is not None and home.owner is not None:
         home.owner.register_external(module, parameter)
 
@@ -131,7 +131,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Undo `register_external_parameter`; a parameter that was not declared is passed over."""
     declared = external_parameters(module)
     module.__dict__[_EXTERNAL] = [other for other in declared if other is not parameter]
-    home = home_of(parameter)
+    home = record_of(parameter)
     if home is not None and home.owner is not None and len(module.__dict__[_EXTERNAL]) < len(declared):
         home.owner.unregister_external(module, parameter)
 

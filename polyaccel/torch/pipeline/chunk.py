@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.table import PipelineError
+from polyaccel.torch.activation_checkpointing.state import RepeatableRun
 from polyaccel.torch.pipeline.values import copy_of, tensors_in
-from polyaccel.torch.recompute.state import RepeatableRun
 
 Layer = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.api.data import to_device
 from polyaccel.torch.pipeline.chunk import call_layer
-from polyaccel.torch.pipeline.values import aliases_of, leaves_of, put_together, take_apart, tensors_in
+from polyaccel.torch.pipeline.values import aliases_of, leaves_of, take_apart, tensors_in, unflatten
 
 Maker = Callable[[], tuple[nn.Module | None, Callable[..., Any]]]
 _RUNS = 4
@@ -57,7 +57,7 @@ def _measured(
                 for _ in range(_RUNS):
                     accelerator.synchronize()
                     began = perf_counter()
-                    outputs = call_layer(layer, put_together(aliases_of(received)), spreads=spreads)
+                    outputs = call_layer(layer, unflatten(aliases_of(received)), spreads=spreads)
                     roots = [one for one in tensors_in(outputs) if one.requires_grad]
                     if roots:
                         torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])

@@ -20,7 +20,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.api.data import call_with, to_device
 from polyaccel.torch.pipeline.blocks import BlockList
-from polyaccel.torch.pipeline.trial import as_called, evaluating, other_parameters, tensors_in
+from polyaccel.torch.pipeline.trace import as_called, evaluating, other_parameters, tensors_in
 
 _RUNS = 4
 """Of the whole model. The first does not count: it allocates."""

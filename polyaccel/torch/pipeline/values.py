@@ -60,7 +60,7 @@ def take_apart(value: Any, device: torch.device) -> StageValue:
         ) from error
 
 
-def put_together(value: StageValue) -> Any:
+def unflatten(value: StageValue) -> Any:
     """The value whose parts these are. Raises UnsendableValue for a class that this process has not imported."""
     if value.structure == _ONE_TENSOR:
         return value.tensors[0]
@@ -111,7 +111,7 @@ def copy_of(value: Any, *, clones: bool) -> Any:
         structure, tensors = take_apart(value, device)
     except UnsendableValue:
         return value
-    return put_together(StageValue(structure, [tensor.clone() for tensor in tensors] if clones else tensors))
+    return unflatten(StageValue(structure, [tensor.clone() for tensor in tensors] if clones else tensors))
 
 
 class _Alias(torch.autograd.Function):

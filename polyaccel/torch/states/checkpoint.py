@@ -36,7 +36,7 @@ log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class WantedLoad:
+class LoadOptions:
     """What a load takes over, as `load_checkpoint` was asked. `custom` writes the module's tensors."""
 
     strict: bool
@@ -55,7 +55,7 @@ class WantedLoad:
         module_only: bool,
         name_map: NameMap | None,
         custom: CustomLoad | None,
-    ) -> WantedLoad:
+    ) -> LoadOptions:
         """The module alone excludes the others."""
         others = not module_only
         return cls(strict, optimizer_states and others, schedule and others, module_only, name_map, custom)
@@ -69,7 +69,7 @@ class WantedLoad:
 def load_run(
     run: TorchRun,
     saved: CheckpointReader,
-    wanted: WantedLoad,
+    wanted: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     """Take over what is `wanted` of a checkpoint's state. Collective. Returns its path and the client state. About
     `custom`, see [Note: A user's own loading] in `checkpoint.views.given_values`.
@@ -130,7 +130,7 @@ def _check(
     run: TorchRun,
     saved: CheckpointReader,
     base: Mapping[str, str],
-    load: WantedLoad,
+    load: LoadOptions,
     loading: CustomLoading | None,
     members: Mapping[str, int | None],
     buffers_of_stages: Collection[str],

@@ -36,7 +36,7 @@ def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = (
     return bool(resumed) or (adapter.has_unfrozen() and not step.holds_gradients)
 
 
-def follow(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
+def migrate_optimizer_state(adapter: TorchAdapter, before: ZeroEngine, lay_out: Callable[[], ZeroEngine]) -> None:
     """Let the step that `lay_out` builds go on where `before` is, which `adapter` shows to the module until now.
     Collective.
 

@@ -17,7 +17,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
-from polyaccel.torch.gathering.sharded import EngineHook
+from polyaccel.torch.fsdp.sharded import EngineHook
 from polyaccel.zero.engine import ZeroEngine
 
 
@@ -64,7 +64,7 @@ def whole_state_dict(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen:
             state.pop(name, None)
         elif adapter.blocks.is_cut(fqn) and name in state:
             if fqn not in whole:
-                whole[fqn] = adapter.blocks.put_together(fqn, state[name])
+                whole[fqn] = adapter.blocks.gather_full(fqn, state[name])
             state[name] = whole[fqn]
     return state
 
@@ -181,7 +181,7 @@ def entries_of_writer(adapter: TorchAdapter, zero: ZeroEngine, *, exclude_frozen
         with zero.params.unsharded_view(place.bucket.index) as full:
             for slot in place.bucket.slots if is_writer or place.bucket.kind.cut else ():
                 flat = full.view(slot.offset, slot.param.numel).raw
-                whole = adapter.blocks.put_together(slot.param.fqn, flat.detach().view(slot.param.shape))
+                whole = adapter.blocks.gather_full(slot.param.fqn, flat.detach().view(slot.param.shape))
                 if is_writer:
                     values[slot.param.fqn] = whole.to("cpu", copy=True)
     if not is_writer:

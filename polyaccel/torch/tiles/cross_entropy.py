@@ -7,8 +7,8 @@ logits outlive their tile; the backward pass multiplies by the factor. Nothing i
 needed for the backward pass. Three products a token are computed, as many as without tiles. The gradients are kept as
 those of the *sum*, so that numbers of tokens in the denominator do not make fp16 vanish.
 
-Ranks that have some of the words each exchange a few numbers a token (`polyaccel.torch.parallel.cross_entropy`), and
-add up what each finds to be the gradient of the hidden states.
+Ranks that have some of the words each exchange a few numbers a token (`polyaccel.torch.tensor_parallel.cross_entropy`),
+and add up what each finds to be the gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.parallel.cross_entropy import over_ranks
-from polyaccel.torch.parallel.ranks import MatrixProducts, TensorRanks
+from polyaccel.torch.tensor_parallel.cross_entropy import over_ranks
+from polyaccel.torch.tensor_parallel.ranks import MatrixProducts, TensorRanks
 
 IGNORED = -100
 TILE_NUMEL = 1 << 22
@@ -32,7 +32,7 @@ TILE_NUMEL = 1 << 22
 _LEAST_TOKENS = 16
 
 
-class OwnWords(NamedTuple):
+class VocabShard(NamedTuple):
     """The words of a vocabulary that this rank of `ranks` has: as many as its weight has rows, from `first` on."""
 
     ranks: TensorRanks
@@ -50,7 +50,7 @@ def tiled_cross_entropy(
     tile_tokens: int | None = None,
     transform: Callable[[Tensor], Tensor] | None = None,
     products: MatrixProducts | None = None,
-    words: OwnWords | None = None,
+    words: VocabShard | None = None,
 ) -> Tensor:
     """`cross_entropy(transform(linear(hidden, weight, bias)), targets)` without ever having the logits of more than
     `tile_tokens` tokens (None: about 4 million logits).
@@ -84,7 +84,7 @@ class _TiledLoss(Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int, tokens: int,
-        transform: Callable[[Tensor], Tensor] | None, products: MatrixProducts | None, own: OwnWords | None,
+        transform: Callable[[Tensor], Tensor] | None, products: MatrixProducts | None, own: VocabShard | None,
         wants: bool,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -130,7 +130,7 @@ class _TiledLoss(Function):
 
 def _loss_and_gradient(
     logits: Tensor, words: Tensor, ignored: int, wide: torch.dtype, transform: Callable[[Tensor], Tensor] | None,
-    own: OwnWords | None, wants: bool,
+    own: VocabShard | None, wants: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The sum of the losses of a tile, and its gradient in `logits`, which are overwritten."""
     leaf = final = logits

@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.gathering.sites import apart_from_passes
-from polyaccel.torch.recompute.state import RegionState
+from polyaccel.torch.activation_checkpointing.state import RegionState
+from polyaccel.torch.fsdp.hooks import apart_from_passes
 
 OfTile = Callable[..., Tensor]
 
@@ -71,7 +71,7 @@ class _Tiles:
         self._others = [other.detach().reshape(1, -1, *other.shape[len(shape) :]) for other in others]
         self._tokens = tile_tokens
         self._count = x.numel() // max(1, x.shape[-1])
-        self.random = _SameAgain(x.device, function)
+        self.random = _RngReplay(x.device, function)
         """For a second run of all tiles, in the same order."""
 
     @property
@@ -197,7 +197,7 @@ class _Sums:
         return found
 
 
-class _SameAgain:
+class _RngReplay:
     """Makes a second run of `function` draw the random numbers of the first, see the state that the first saw, and
     compute in the types of its autocast."""
 

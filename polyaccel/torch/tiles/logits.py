@@ -1,10 +1,10 @@
 """The head of a model of transformers, whose logits are not computed before the loss is known.
 
 [Note: Logits to come]
-In a pass with a loss the head gives `LogitsToCome`: a tensor with everything but values, which knows the hidden states.
+In a pass with a loss the head gives `LazyLogits`: a tensor with everything but values, which knows the hidden states.
 What a model does with each logit by itself before the loss (a scale, a soft cap, another type) is written down and done
 to each tile later; whatever else asks for values is an error that names it. The model's loss function then calls the
-head once more, with a `LossWanted`, so that parameters that are elsewhere are brought as for any call.
+head once more, with a `LossRequest`, so that parameters that are elsewhere are brought as for any call.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.parallel.layers import ColumnLayer, Share
-from polyaccel.torch.parallel.ranks import MatrixProducts
-from polyaccel.torch.params.cuts import Cut
-from polyaccel.torch.tiles.cross_entropy import IGNORED, OwnWords, tiled_cross_entropy
+from polyaccel.torch.params.tensor_shard import TensorShard
+from polyaccel.torch.tensor_parallel.layers import ColumnLayer, ShardSpec
+from polyaccel.torch.tensor_parallel.ranks import MatrixProducts
+from polyaccel.torch.tiles.cross_entropy import IGNORED, VocabShard, tiled_cross_entropy
 
 _CONVERSIONS = {"aten::_to_copy", "aten::clone", "aten::alias", "aten::detach"}
 
@@ -34,7 +34,7 @@ class _Values:
 _LOGITS = _Values()
 
 
-class LogitsToCome(Tensor):
+class LazyLogits(Tensor):
     """Logits of `hidden` by `head`, after `operations`. See [Note: Logits to come]."""
 
     head: TiledHead
@@ -44,7 +44,7 @@ class LogitsToCome(Tensor):
     @staticmethod
     def __new__(
         cls, head: TiledHead, hidden: Tensor, shape: Sequence[int], dtype: torch.dtype, operations: Sequence[Any] = ()
-    ) -> LogitsToCome:
+    ) -> LazyLogits:
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made.head, made.hidden, made.operations = head, hidden, tuple(operations)
         return made
@@ -56,10 +56,10 @@ class LogitsToCome(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        one: LogitsToCome = next(each for each in (*args, *kwargs.values()) if isinstance(each, LogitsToCome))
+        one: LazyLogits = next(each for each in (*args, *kwargs.values()) if isinstance(each, LazyLogits))
         is_elementwise = torch.Tag.pointwise in func.tags or func._schema.name in _CONVERSIONS
         others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not one]
-        if not is_elementwise or any(each.dim() or isinstance(each, LogitsToCome) for each in others):
+        if not is_elementwise or any(each.dim() or isinstance(each, LazyLogits) for each in others):
             raise _refusal(func._schema.name.removeprefix("aten::"))
         noted = func, tuple(_LOGITS if each is one else each for each in args), kwargs
         if func._schema.name.endswith("_"):
@@ -72,7 +72,7 @@ class LogitsToCome(Tensor):
         return cls(one.head, one.hidden, one.shape, dtype, (*one.operations, noted))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LogitsToCome(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
         raise _refusal("numpy")
@@ -88,16 +88,16 @@ class LogitsToCome(Tensor):
 
     def total_loss(self, targets: Tensor, ignored: int) -> Tensor:
         """The sum of the losses of all tokens whose target is not `ignored`."""
-        wanted = LossWanted(self, targets, ignored)
+        wanted = LossRequest(self, targets, ignored)
         found: Tensor = self.head.layer(wanted)
         return found
 
 
 @dataclass(frozen=True)
-class LossWanted:
+class LossRequest:
     """What the head is called with for a loss."""
 
-    logits: LogitsToCome
+    logits: LazyLogits
     targets: Tensor
     ignored: int
 
@@ -121,10 +121,10 @@ class TiledHead:
 
     def __call__(self, input: Any) -> Any:  # noqa: A002 - the name that nn.Linear's has
         layer = self.layer
-        if isinstance(input, LossWanted):
+        if isinstance(input, LossRequest):
             return self._loss(input)
         if self.is_deferring:
-            return LogitsToCome(self, input, (*input.shape[:-1], self._outputs), input.dtype)
+            return LazyLogits(self, input, (*input.shape[:-1], self._outputs), input.dtype)
         if self.products is not None:
             Tensor.detach(layer.weight)  # has its values brought here, should they be elsewhere
             return self.products.apply(input, layer.weight, layer.bias)
@@ -136,11 +136,11 @@ class TiledHead:
         share = _share_of(self.layer)
         return self.layer.out_features if share is None or share.sizes is None else sum(share.sizes)
 
-    def _loss(self, wanted: LossWanted) -> Tensor:
+    def _loss(self, wanted: LossRequest) -> Tensor:
         layer, logits = self.layer, wanted.logits
         products, words = self.products, None
         if (share := _share_of(layer)) is not None:
-            products, words = share.ranks.products, OwnWords(share.ranks, _first_word(layer))
+            products, words = share.ranks.products, VocabShard(share.ranks, _first_word(layer))
         for parameter in (layer.weight, layer.bias):
             if parameter is not None:
                 Tensor.detach(parameter)  # has its values brought here, should they be elsewhere
@@ -183,7 +183,7 @@ class TiledLoss:
     ) -> Any:
         """The mean over the tokens that count, or the sum divided by `num_items_in_batch`. The label of a token is the
         next one's, but where `shift_labels` has them."""
-        if not isinstance(logits, LogitsToCome):
+        if not isinstance(logits, LazyLogits):
             named = {
                 "num_items_in_batch": num_items_in_batch,
                 "ignore_index": ignore_index,
@@ -198,13 +198,13 @@ class TiledLoss:
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
-def _share_of(head: nn.Module) -> Share | None:
+def _share_of(head: nn.Module) -> ShardSpec | None:
     """What a head knows that tensor ranks share, each with some of the words."""
     return head.share if isinstance(head, ColumnLayer) else None
 
 
 def _first_word(head: nn.Module) -> int:
-    cuts: Mapping[str, Cut] = head.parallel_cuts  # type: ignore[assignment]
+    cuts: Mapping[str, TensorShard] = head.parallel_cuts  # type: ignore[assignment]
     return cuts["weight"].block.runs[0][0][0]
 
 

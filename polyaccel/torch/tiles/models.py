@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import ConfigError, Problem
-from polyaccel.torch.parallel.cross_entropy import VocabularyLoss
-from polyaccel.torch.parallel.layers import ColumnLayer
 from polyaccel.torch.params.units import find_blocks
 from polyaccel.torch.settings import TileSettings
+from polyaccel.torch.tensor_parallel.cross_entropy import VocabularyLoss
+from polyaccel.torch.tensor_parallel.layers import ColumnLayer
 from polyaccel.torch.tiles.functions import tiled_map
-from polyaccel.torch.tiles.logits import LogitsToCome, TiledHead, TiledLoss
+from polyaccel.torch.tiles.logits import LazyLogits, TiledHead, TiledLoss
 
 _LEAST_TOKENS = 256
 _LEAST_LINEARS = 2
@@ -83,10 +83,10 @@ class _TiledModelLoss:
             return None
         self._head.is_deferring = False
         if isinstance(outputs, Mapping):
-            left = {name: None if isinstance(one, LogitsToCome) else one for name, one in outputs.items()}
+            left = {name: None if isinstance(one, LazyLogits) else one for name, one in outputs.items()}
             return type(outputs)(**left)
         if isinstance(outputs, tuple):
-            return tuple(None if isinstance(one, LogitsToCome) else one for one in outputs)
+            return tuple(None if isinstance(one, LazyLogits) else one for one in outputs)
         return None
 
 

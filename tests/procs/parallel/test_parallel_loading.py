@@ -16,9 +16,9 @@ from polyaccel import zero
 from polyaccel.comm.base import Communicator
 from polyaccel.mesh.block import Block
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.torch.deferred.log import return_holes
-from polyaccel.torch.parallel import cut
-from polyaccel.torch.parallel.choose import make_plan
+from polyaccel.torch.deferred_init.log import return_holes
+from polyaccel.torch.tensor_parallel import parallelize
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
 MIB = 2**20
@@ -56,14 +56,14 @@ def load_and_cut(communicator: Communicator, folder: str) -> tuple[float, float]
         peak = max(peak, anonymous_mib())
         return found
 
-    original, cut.taken = cut.taken, watched  # type: ignore[attr-defined]
+    original, parallelize.local_slice = parallelize.local_slice, watched  # type: ignore[attr-defined]
     try:
         with zero.Init():
             model = AutoModelForCausalLM.from_pretrained(folder)
-        cut.cut_model(model, communicator, make_plan(model, communicator.world_size))
+        parallelize.parallelize_module(model, communicator, make_plan(model, communicator.world_size))
         return peak - start, touched_mib(folder)
     finally:
-        cut.taken = original  # type: ignore[attr-defined]
+        parallelize.local_slice = original  # type: ignore[attr-defined]
 
 
 def test_a_rank_has_its_half_in_memory_and_touches_its_part_of_the_file(

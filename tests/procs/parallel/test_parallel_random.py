@@ -13,10 +13,10 @@ from transformer_models import transformer_batch, transformer_model
 
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.cut import cut_model
-from polyaccel.torch.parallel.ranks import TensorRanks
-from polyaccel.torch.parallel.regions import Regions
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
+from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks
+from polyaccel.torch.tensor_parallel.regions import Regions
 
 Pools = Callable[..., RankPool]
 RESIDUAL = {"gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.2}, "bert": {"hidden_dropout_prob": 0.3}}
@@ -37,7 +37,7 @@ def loss_and_gradients(model: nn.Module, kind: str) -> tuple[float, list[torch.T
 
 def cut(kind: str, communicator: Communicator, changes: dict[str, Any]) -> nn.Module:
     model = transformer_model(kind, **changes)
-    cut_model(model, communicator, make_plan(model, communicator.world_size))
+    parallelize_module(model, communicator, make_plan(model, communicator.world_size))
     return model
 
 

@@ -13,7 +13,7 @@ from sequence_rows import gradients_of, marks_of, own_tokens, random_inputs
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.torch.sequence import AttentionRule, TokenShares, ring_attention, ulysses_attention
+from polyaccel.torch.context_parallel import AttentionRule, TokenShares, ring_attention, ulysses_attention
 
 LENGTH, ROWS = 23, 2
 

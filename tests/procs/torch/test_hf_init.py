@@ -13,8 +13,8 @@ import torch
 import polyaccel
 from polyaccel import zero
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.deferred.log import return_holes
-from polyaccel.torch.deferred.values import is_deferred, prepare, value_of
+from polyaccel.torch.deferred_init.log import return_holes
+from polyaccel.torch.deferred_init.values import is_deferred, prepare, value_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from polyaccel.accelerators.memory.torch import wrap_torch
 from polyaccel.comm.base import Communicator
 from polyaccel.mesh import Block, Mesh, MeshAxis
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.cuts import Cut
+from polyaccel.torch.params.tensor_shard import TensorShard
 
 
 class _Copied(torch.autograd.Function):
@@ -54,10 +54,10 @@ class CutParityModel(ParityModel):
         low, high = bounds(ranks.rank, ranks.world_size)
         units = Block.whole((33, 6)).cut(0, (low, high - low))
         self.wide.parallel_cuts = {
-            "weight": Cut(units),
-            "bias": Cut(Block.whole((33,)).cut(0, (low, high - low))),
+            "weight": TensorShard(units),
+            "bias": TensorShard(Block.whole((33,)).cut(0, (low, high - low))),
         }
-        self.narrow.parallel_cuts = {"weight": Cut(Block.whole((6, 33)).cut(1, (low, high - low)))}
+        self.narrow.parallel_cuts = {"weight": TensorShard(Block.whole((6, 33)).cut(1, (low, high - low)))}
         with torch.no_grad():
             self.wide.weight.data = self.wide.weight[low:high].clone()
             self.wide.bias.data = self.wide.bias[low:high].clone()

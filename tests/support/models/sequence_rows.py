@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyaccel.torch.sequence.shares import TokenShares
-from polyaccel.torch.sequence.visibility import AttentionRule, TokenMarks
+from polyaccel.torch.context_parallel.block_mask import AttentionRule, DocumentMask
+from polyaccel.torch.context_parallel.shares import TokenShares
 
 MARKS = ("plain", "packed", "padded", "packed and padded", "scattered")
 
 
-def marks_of(kind: str, rows: int, length: int) -> TokenMarks:
+def marks_of(kind: str, rows: int, length: int) -> DocumentMask:
     """Documents and padding of a batch: rows differ where they can."""
     generator = torch.Generator().manual_seed(7)
     segments = is_key = None
@@ -25,10 +25,10 @@ def marks_of(kind: str, rows: int, length: int) -> TokenMarks:
     if kind == "scattered":
         is_key = torch.rand(rows, length, generator=generator) < 0.6
         segments = torch.randint(3, (rows, length), generator=generator).sort(-1).values
-    return TokenMarks(length, segments, is_key)
+    return DocumentMask(length, segments, is_key)
 
 
-def visible(marks: TokenMarks, rule: AttentionRule, rows: int) -> Tensor:
+def visible(marks: DocumentMask, rule: AttentionRule, rows: int) -> Tensor:
     """(rows, 1, queries, keys): which query sees which key."""
     segments = torch.stack([row.segments for row in marks.rows]).expand(rows, -1)
     is_key = torch.stack([row.is_key for row in marks.rows]).expand(rows, -1)

@@ -21,7 +21,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.ops import matrix_choice
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.params.cuts import cuts_of, taken
+from polyaccel.torch.params.tensor_shard import cuts_of, local_slice
 from polyaccel.utils import safe_get_full_optimizer_state
 
 STEPS = 3
@@ -210,7 +210,7 @@ def test_checkpoints_move_between_numbers_of_expert_ranks(tmp_path: Any) -> None
         assert set(cuts) == {name for name in states if ".experts." in name}
         for name, state in states_of_rank.items():
             whole = states[name]
-            assert torch.equal(state, taken(whole, cuts[name].block) if name in cuts else whole), name
+            assert torch.equal(state, local_slice(whole, cuts[name].block) if name in cuts else whole), name
 
 
 def test_16_bits_and_a_loss_scale_that_overflows_on_one_rank() -> None:

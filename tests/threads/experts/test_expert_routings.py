@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.experts.models import spread_experts
+from polyaccel.torch.moe.models import spread_experts
 
 WIDTH = 6
 
@@ -159,7 +159,7 @@ def test_what_is_frozen_stays_and_stops_nobody(stage: int, frozen: str) -> None:
 
 def test_backward_passes_that_compute_again_travel_again() -> None:
     batches = [[[[0, 1], [1, 2]], [[0, 2], [0, 1]]]] * 2
-    recompute = {"activation_checkpointing": {"enabled": True, "blocks": ["Experts", "SpreadExperts"]}}
+    recompute = {"activation_checkpointing": {"enabled": True, "blocks": ["Experts", "ExpertParallelExperts"]}}
     assert_trains(made(3), 3, 2, batches, **recompute)
 
 

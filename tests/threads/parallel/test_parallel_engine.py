@@ -20,8 +20,8 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.parallel.cut import taken
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.tensor_parallel.parallelize import local_slice
 from polyaccel.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 STEPS = 3
@@ -119,7 +119,7 @@ def test_checkpoints_move_between_numbers_of_tensor_ranks(kind: str, tmp_path: A
         for name, kinds in states.items():
             for state, value in kinds.items():
                 wanted = whole[name][state]
-                wanted = taken(wanted, cuts[name].block) if name in cuts else wanted
+                wanted = local_slice(wanted, cuts[name].block) if name in cuts else wanted
                 assert torch.equal(value, wanted), (name, state)
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.parallel.cross_entropy import vocabulary_cross_entropy
-from polyaccel.torch.parallel.functions import (
+from polyaccel.torch.tensor_parallel.cross_entropy import vocabulary_cross_entropy
+from polyaccel.torch.tensor_parallel.functions import (
     gathered,
     gathered_shared,
     part_of,
@@ -23,8 +23,8 @@ from polyaccel.torch.parallel.functions import (
     summed_part,
     to_shared,
 )
-from polyaccel.torch.parallel.products import column_product, row_product
-from polyaccel.torch.parallel.ranks import TensorRanks, even_parts
+from polyaccel.torch.tensor_parallel.products import column_product, row_product
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks, even_parts
 
 LENGTH = 7  # what is cut: uneven for every number of ranks
 SIZES = [1, 2, 3, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.parallel.heads import cut_heads
+from polyaccel.torch.tensor_parallel.heads import cut_heads
 
 CASES = [(q, k, r) for k in range(1, 9) for q in range(k, 25, k) for r in range(1, 9) if q >= r]
 

@@ -15,12 +15,12 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.errors import ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.cut import cut_model
-from polyaccel.torch.parallel.layers import Share, SharedTail, shared_as
-from polyaccel.torch.parallel.ranks import TensorRanks
-from polyaccel.torch.parallel.regions import Regions
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.tensor_parallel.layers import ShardSpec, SharedTail, shared_as
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
+from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks
+from polyaccel.torch.tensor_parallel.regions import Regions
 
 
 def on_ranks(model: nn.Module, body: Any, ranks: int = 2, **options: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def on_ranks(model: nn.Module, body: Any, ranks: int = 2, **options: Any) -> lis
     def cut(communicator: Communicator) -> Any:
         recording = RecordingCommunicator(communicator, watch_s=None)
         mine = copies[communicator.rank]
-        cut_model(mine, recording, plan)
+        parallelize_module(mine, recording, plan)
         return body(mine, recording)
 
     return run_threads(ranks, cut)
@@ -46,7 +46,7 @@ def test_classes_names_and_parameters_stay_and_hooks_run() -> None:
     model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, out: seen.append(str(out.shape[-1])))
 
     def body(communicator: Communicator) -> None:
-        cut_model(model, communicator, make_plan(model, 1))
+        parallelize_module(model, communicator, make_plan(model, 1))
 
     run_threads(1, body)
     assert all(isinstance(module, kinds[name]) for name, module in model.named_modules())
@@ -186,7 +186,7 @@ def test_outputs_that_all_heads_share_have_the_sum_of_their_gradients() -> None:
         ranks = TensorRanks(communicator)
         layer = nn.Linear(4, 5, bias=False)
         layer.weight.data = weight.clone()
-        shared_as(layer, SharedTail, Share(ranks, Regions(ranks), rows=((3, 2),)))
+        shared_as(layer, SharedTail, ShardSpec(ranks, Regions(ranks), rows=((3, 2),)))
         (layer(x)[:, 3:] * factors[ranks.rank]).sum().backward()
         return layer.weight.grad
 
@@ -202,16 +202,16 @@ def test_a_model_is_cut_once_and_by_the_plan_of_all() -> None:
         found = []
         for plan in plans[1:]:
             with pytest.raises(ShardingError) as caught:
-                cut_model(model, communicator, plan)
+                parallelize_module(model, communicator, plan)
             found.append(str(caught.value))
         mine = copy.deepcopy(model)
-        cut_model(mine, communicator, plans[0])
+        parallelize_module(mine, communicator, plans[0])
         with pytest.raises(ShardingError, match="has been cut already"):
-            cut_model(mine, communicator, plans[0])
+            parallelize_module(mine, communicator, plans[0])
         other = copy.deepcopy(model)
         differing = make_plan(model, 2, gather_logits=communicator.rank == 0)
         with pytest.raises(ShardingError, match="plans that differ"):
-            cut_model(other, communicator, differing)
+            parallelize_module(other, communicator, differing)
         return found
 
     for found in run_threads(2, refusals):

@@ -14,9 +14,9 @@ from transformer_models import KINDS, transformer_batch, transformer_model
 from polyaccel.comm.base import Communicator
 from polyaccel.mesh.block import are_disjoint
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.cut import cut_model, taken
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
+from polyaccel.torch.tensor_parallel.parallelize import local_slice, parallelize_module
 
 Result = dict[str, Any]
 
@@ -39,7 +39,7 @@ def on_ranks(model: nn.Module, ranks: int, body: Any) -> list[Any]:
 
     def cut(communicator: Communicator) -> Any:
         mine = copies[communicator.rank]
-        cut_model(mine, communicator, plan)
+        parallelize_module(mine, communicator, plan)
         return body(mine, communicator)
 
     return run_threads(ranks, cut)
@@ -57,7 +57,7 @@ def assert_same(found: list[Result], wanted: Result, cuts: list[dict[str, Any]])
             assert are_disjoint([each[name].block for each in cuts])
             assert sum(each[name].block.numel for each in cuts) == whole.numel()
             for result, each in zip(found, cuts, strict=True):
-                assert_close(name, result["grads"][name], taken(whole, each[name].block))
+                assert_close(name, result["grads"][name], local_slice(whole, each[name].block))
         else:
             assert_close(name, torch.stack([result["grads"][name] for result in found]).mean(0), whole)
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformer_models import transformer_model
 
 from polyaccel.errors import ShardingError
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.wishes import LayerRule
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
+from polyaccel.torch.tensor_parallel.styles import LayerRule
 
 TABLE = """\
 Qwen3ForCausalLM over 2 tensor ranks

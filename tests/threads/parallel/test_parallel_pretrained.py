@@ -20,10 +20,10 @@ from polyaccel import zero
 from polyaccel.comm.base import Communicator
 from polyaccel.mesh.block import Block
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.deferred.values import is_deferred
-from polyaccel.torch.parallel import cut
-from polyaccel.torch.parallel.ranks import TensorRanks
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.deferred_init.values import is_deferred
+from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.tensor_parallel import parallelize
+from polyaccel.torch.tensor_parallel.ranks import TensorRanks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc says what is mapped")
 STEPS = 2
@@ -70,7 +70,7 @@ def train(communicator: Communicator, copies: list[nn.Module], kind: str, stage:
     return found, mine
 
 
-original_taken = cut.taken
+original_taken = parallelize.local_slice
 
 
 @pytest.mark.parametrize("shard", ["10GB", "20KB"], ids=["one-file", "several-files"])
@@ -93,7 +93,7 @@ def test_ranks_read_their_blocks_and_train_the_loaded_model(
     def refused(ranks: TensorRanks, tensor: Tensor) -> None:
         raise AssertionError(f"a weight of shape {tuple(tensor.shape)} was sent whole")
 
-    monkeypatch.setattr(cut, "taken", counted)
+    monkeypatch.setattr(parallelize, "local_slice", counted)
     monkeypatch.setattr(TensorRanks, "broadcast", refused)
     results = run_threads(ranks, train, copies, kind, stage)
     for found, _ in results:
@@ -159,6 +159,6 @@ def test_ranks_that_loaded_other_values_take_the_first_ones(change: str, tmp_pat
 def test_a_summary_is_for_loaded_models_only() -> None:
     def work(communicator: Communicator) -> str | None:
         parameters = {"weight": nn.Parameter(torch.ones(2, 2))}
-        return cut.WholeValues(parameters, TensorRanks(communicator)).summary()
+        return parallelize.WholeValues(parameters, TensorRanks(communicator)).summary()
 
     assert run_threads(2, work) == [None, None]

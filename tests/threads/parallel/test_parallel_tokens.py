@@ -19,9 +19,9 @@ import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.parallel.choose import make_plan
-from polyaccel.torch.parallel.cut import cut_model, taken
-from polyaccel.torch.params.cuts import cuts_of
+from polyaccel.torch.params.tensor_shard import cuts_of
+from polyaccel.torch.tensor_parallel.make_plan import make_plan
+from polyaccel.torch.tensor_parallel.parallelize import local_slice, parallelize_module
 
 KINDS = ["llama", "llama_two_keys", "gpt2", "qwen3", "phi3", "gpt_neox"]
 STEPS = 3
@@ -41,7 +41,7 @@ def on_ranks(model: nn.Module, ranks: int, body: Any, *, shared: bool = True) ->
     copies = [copy.deepcopy(model) for _ in range(ranks)]
 
     def cut(communicator: Communicator) -> Any:
-        cut_model(copies[communicator.rank], communicator, plan)
+        parallelize_module(copies[communicator.rank], communicator, plan)
         return body(copies[communicator.rank], communicator)
 
     return run_threads(ranks, cut)
@@ -59,7 +59,7 @@ def assert_same(results: list[Any], wanted: dict[str, Any]) -> None:
         close = {"rtol": 1e-5, "atol": bound, "msg": lambda text, name=name: f"{name}: {text}"}
         if name in results[0][1]:
             for found, blocks in results:
-                torch.testing.assert_close(found["grads"][name], taken(whole, blocks[name]), **close)
+                torch.testing.assert_close(found["grads"][name], local_slice(whole, blocks[name]), **close)
         else:
             mean = torch.stack([found["grads"][name] for found, _ in results]).mean(0)
             torch.testing.assert_close(mean, whole, **close)

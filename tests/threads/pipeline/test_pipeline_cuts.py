@@ -18,8 +18,8 @@ from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.pipeline.blocks import find_block_list
-from polyaccel.torch.pipeline.cut import CutModel
-from polyaccel.torch.pipeline.trial import try_model
+from polyaccel.torch.pipeline.stage_module import StageModule
+from polyaccel.torch.pipeline.trace import trace_model
 
 CONFIG = pipeline_config(1, pipeline={"stages": 2})
 
@@ -115,14 +115,14 @@ def test_a_cut_model_alone_is_not_run():
 
 
 def test_a_block_that_is_left_out_is_named():
-    cut = CutModel(Drops(4), (0, 1), 1, "uniform")
+    cut = StageModule(Drops(4), (0, 1), 1, "uniform")
     received = [torch.ones(2, 6), torch.arange(2), None]
     with pytest.raises(PipelineError, match=r"Drops did not call gates\.3 on stage 1\n  cure: let the model call all"):
         cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
 
 
 def test_a_block_that_gives_something_else_than_before_is_named():
-    cut = CutModel(deepcopy(gates()), (0, 1), 0, "uniform")
+    cut = StageModule(deepcopy(gates()), (0, 1), 0, "uniform")
     cut.model.gates[1].forward = lambda *_: (torch.ones(2, 6), None)
     with pytest.raises(PipelineError, match=r"gates\.1 gave .*, None\) and not what it gave when the model was"):
         cut.run(lambda: cut.model(torch.ones(2, 6)), 0, [])
@@ -131,7 +131,7 @@ def test_a_block_that_gives_something_else_than_before_is_named():
 def test_a_stage_may_have_several_chunks():
     """Chunks 0 and 2 of four on stage 0, 1 and 3 on stage 1; a value that stages share is lent, here by hand."""
     inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-    stages = [CutModel(deepcopy(gates()), (0, 1, 0, 1), stage, "uniform") for stage in (0, 1)]
+    stages = [StageModule(deepcopy(gates()), (0, 1, 0, 1), stage, "uniform") for stage in (0, 1)]
     for tie in stages[1].ties.values():
         for part, name in tie.lent:
             setattr(part, name, gates().get_parameter("scale").detach())
@@ -148,7 +148,7 @@ def test_the_trial_changes_nothing():
     model = tiny("bert", dtype=torch.float32, num_hidden_layers=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters, state = dict(model.named_parameters()), torch.get_rng_state()
-    trial = try_model(model, find_block_list(model))
+    trial = trace_model(model, find_block_list(model))
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
     assert all(after[name] is parameter and parameter.grad is None for name, parameter in parameters.items())

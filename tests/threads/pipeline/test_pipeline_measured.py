@@ -14,7 +14,7 @@ import polyaccel
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, measured, measured_blocks
-from polyaccel.torch.pipeline.cut import cut_of
+from polyaccel.torch.pipeline.stage_module import cut_of
 
 
 class _Clock(threading.local):

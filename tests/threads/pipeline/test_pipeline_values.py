@@ -17,7 +17,7 @@ import polyaccel
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.pipeline import PipelineModule
-from polyaccel.torch.pipeline.values import StageValue, UnsendableValue, put_together, take_apart
+from polyaccel.torch.pipeline.values import StageValue, UnsendableValue, take_apart, unflatten
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 STEPS = 2
@@ -183,7 +183,7 @@ def test_a_value_that_contains_itself_is_refused():
 def test_a_class_that_the_next_stage_has_not_imported_is_refused():
     structure, tensors = take_apart(State(torch.ones(1), 1), torch.device("cpu"))
     with pytest.raises(UnsendableValue) as refused:
-        put_together(StageValue(structure.replace(b"value_models", b"other_models"), tensors))
+        unflatten(StageValue(structure.replace(b"value_models", b"other_models"), tensors))
     assert refused.value.value == "other_models.State"
 
 

@@ -9,12 +9,12 @@ from sequence_rows import MARKS, gradients_of, marks_of, own_tokens, random_inpu
 
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ShardingError
-from polyaccel.torch.sequence.kernels import FLASH_CPU, PRODUCTS
-from polyaccel.torch.sequence.local import local_attention
-from polyaccel.torch.sequence.ring import ring_attention
-from polyaccel.torch.sequence.shares import TokenShares
-from polyaccel.torch.sequence.ulysses import DistributedAttention, ulysses_attention
-from polyaccel.torch.sequence.visibility import AttentionRule, TokenMarks
+from polyaccel.torch.context_parallel.block_mask import AttentionRule, DocumentMask
+from polyaccel.torch.context_parallel.kernels import FLASH_CPU, PRODUCTS
+from polyaccel.torch.context_parallel.local import local_attention
+from polyaccel.torch.context_parallel.ring import ring_attention
+from polyaccel.torch.context_parallel.shares import TokenShares
+from polyaccel.torch.context_parallel.ulysses import DistributedAttention, ulysses_attention
 
 ROWS = 2
 RULES = {"all": AttentionRule(causal=False), "causal": AttentionRule(), "window": AttentionRule(window=5)}
@@ -78,7 +78,7 @@ def test_attention_over_ranks_is_that_of_one(way, world, rule, marks, heads, len
 def test_lengths_of_any_kind(attention):
     """Ranks may have very different numbers of tokens, one among them."""
     lengths = [11, 1, 6]
-    shares, known = TokenShares.of_lengths(lengths), TokenMarks.of_boundaries([0, 3, 12, 18])
+    shares, known = TokenShares.of_lengths(lengths), DocumentMask.of_boundaries([0, 3, 12, 18])
     *inputs, grad = random_inputs(1, 18, 4, 2, 8, 8)
     mask = visible(known, AttentionRule(), 1)
     expected = gradients_of(lambda q, k, v: textbook(q, k, v, mask), inputs, grad)
@@ -99,7 +99,7 @@ def test_bfloat16_is_as_near_as_torch_is(attention):
     """The distance from float64 is not that of several roundings: parts are merged in float32."""
     length, shares = 64, TokenShares.contiguous(64, 4)
     *inputs, grad = random_inputs(1, length, 4, 2, 16, 16, torch.bfloat16)
-    known = TokenMarks(length)
+    known = DocumentMask(length)
     exact = gradients_of(
         lambda q, k, v: textbook(q, k, v, visible(known, AttentionRule(), 1)),
         [one.double() for one in inputs],
@@ -132,7 +132,7 @@ def test_distributed_attention_serves_any_order_of_dims(scatter, gather, heads):
     length, world = 15, 3
     *inputs, grad = random_inputs(ROWS, length, *HEADS[heads], 4, 4)
     shares = TokenShares.contiguous(length, world)
-    mask = visible(TokenMarks(length), AttentionRule(), ROWS)
+    mask = visible(DocumentMask(length), AttentionRule(), ROWS)
     order = [0, 0, 0, 3]
     order[scatter], order[gather] = 1, 2
     expected = gradients_of(lambda q, k, v: textbook(q, k, v, mask, 0.5), inputs, grad)
@@ -163,10 +163,10 @@ def test_what_does_not_fit_is_refused():
     def run(communicator):
         q, shares = torch.zeros(1, 2, 3, 4), TokenShares.contiguous(6, 2)
         with pytest.raises(ShardingError, match="3 queries and 3 keys of 7 tokens"):
-            ring_attention(q, q, q, communicator, rule=AttentionRule(), marks=TokenMarks(7), shares=shares)
+            ring_attention(q, q, q, communicator, rule=AttentionRule(), marks=DocumentMask(7), shares=shares)
         balanced = TokenShares.balanced(6, 2)
         with pytest.raises(ShardingError, match="tokens in order"):
-            ulysses_attention(q, q, q, communicator, rule=AttentionRule(), marks=TokenMarks(6), shares=balanced)
+            ulysses_attention(q, q, q, communicator, rule=AttentionRule(), marks=DocumentMask(6), shares=balanced)
         with pytest.raises(ShardingError, match="2 query heads cannot share 3 key heads"):
             DistributedAttention(textbook, communicator, 1, 2)(q, torch.zeros(1, 3, 3, 4), torch.zeros(1, 3, 3, 4))
         with pytest.raises(ShardingError, match="says that it has 4 tokens"):
@@ -177,8 +177,8 @@ def test_what_does_not_fit_is_refused():
         DistributedAttention(textbook, None, 2, 2)
     with pytest.raises(ShardingError, match="window"):
         AttentionRule(causal=False, window=3)
-    three, two = torch.zeros(3, 2, 4, 4), TokenMarks(4, torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    three, two = torch.zeros(3, 2, 4, 4), DocumentMask(4, torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
     with pytest.raises(ShardingError, match="marks of 2 rows for a batch of 3"):
         local_attention(three, three, three, rule=AttentionRule(), marks=two)
     with pytest.raises(ShardingError, match="cumulated"):
-        TokenMarks.of_boundaries([0, 3, 3])
+        DocumentMask.of_boundaries([0, 3, 3])

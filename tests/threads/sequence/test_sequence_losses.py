@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyaccel.comm.init.threads import run_threads
-from polyaccel.torch.sequence.losses import cross_entropy_over_ranks, mean_of_ranks, targets_of_next_tokens
+from polyaccel.torch.context_parallel.losses import cross_entropy_over_ranks, mean_of_ranks, targets_of_next_tokens
 
 CLASSES = 5
 

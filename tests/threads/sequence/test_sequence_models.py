@@ -12,7 +12,7 @@ from pairwise import combinations
 
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.sequence import SequenceSettings, use
+from polyaccel.torch.context_parallel import SequenceSettings, apply_context_parallel
 
 ROWS = 2
 RING = SequenceSettings("ring")
@@ -54,7 +54,7 @@ def over_ranks(model, world, settings, batch):
 
     def run(communicator):
         own = copy.deepcopy(model)
-        use(own, communicator, settings)
+        apply_context_parallel(own, communicator, settings)
         return loss_and_gradients(own, batch)
 
     found = run_threads(world, run)
@@ -147,7 +147,7 @@ def test_outputs_are_those_of_a_rank_and_may_be_tuples():
 
     def run(communicator):
         own = copy.deepcopy(model)
-        parallel = use(own, communicator, RING)
+        parallel = apply_context_parallel(own, communicator, RING)
         loss, logits = own(**batch)
         torch.testing.assert_close(logits, parallel.own_part(expected[1]), rtol=1e-9, atol=1e-9)
         without = own(batch["input_ids"])  # a loss of one's own
@@ -169,7 +169,7 @@ def test_evaluation_without_labels_and_generation_are_whole():
     @torch.no_grad()
     def run(communicator):
         own = copy.deepcopy(model)
-        parallel = use(own, communicator, SequenceSettings())
+        parallel = apply_context_parallel(own, communicator, SequenceSettings())
         assert torch.equal(own(batch["input_ids"]).logits, expected.logits)
         assert torch.equal(own.generate(batch["input_ids"], max_new_tokens=4, do_sample=False), generated)
         loss = own(**batch).loss
@@ -192,14 +192,14 @@ def test_dropout_of_attention_is_left_to_the_model_or_refused():
 
     def exchanged(communicator):
         own = copy.deepcopy(model)
-        use(own, communicator, SequenceSettings())
+        apply_context_parallel(own, communicator, SequenceSettings())
         return bool(own(**batch).loss.isfinite())
 
     assert run_threads(2, exchanged) == [True, True]
 
     def ring(communicator):
         own = copy.deepcopy(model)
-        use(own, communicator, RING)
+        apply_context_parallel(own, communicator, RING)
         with pytest.raises(PolyaccelError, match=r"a dropout of 0.5\n.*ulysses"):
             own(**batch)
 
@@ -215,13 +215,13 @@ def test_what_cannot_be_cut_is_named():
     def run(communicator):
         for model, reason in ((t5, "an encoder and a decoder"), (mamba, "no position_ids")):
             with pytest.raises(PolyaccelError, match=reason):
-                use(model, communicator, RING)
+                apply_context_parallel(model, communicator, RING)
         with pytest.raises(PolyaccelError, match="no model of transformers is in it"):
-            use(torch.nn.Linear(2, 2), communicator, RING)
+            apply_context_parallel(torch.nn.Linear(2, 2), communicator, RING)
         model = tiny("llama").train()
-        use(model, communicator, RING)
+        apply_context_parallel(model, communicator, RING)
         with pytest.raises(PolyaccelError, match="cut over ranks already"):
-            use(model, communicator, RING)
+            apply_context_parallel(model, communicator, RING)
         ids = torch.ones(1, 8, dtype=torch.int64)
         with pytest.raises(PolyaccelError, match=r"attention_mask: \(1, 1, 8, 8\)"):
             model(ids, attention_mask=torch.ones(1, 1, 8, 8))

@@ -8,7 +8,7 @@ from sequence_rows import gradients_of, own_tokens, random_inputs
 
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
 from polyaccel.comm.init.threads import run_threads
-from polyaccel.torch.sequence import AttentionRule, TokenMarks, TokenShares, ring_attention, ulysses_attention
+from polyaccel.torch.context_parallel import AttentionRule, DocumentMask, TokenShares, ring_attention, ulysses_attention
 
 ROWS, WIDTH = 2, 8
 
@@ -24,7 +24,7 @@ def sent_numel(attention, world, length, heads, key_heads, dtype=torch.float32):
         forward = {}
 
         def compute(q, k, v):
-            out = attention(q, k, v, communicator, rule=AttentionRule(), marks=TokenMarks(length), shares=shares)
+            out = attention(q, k, v, communicator, rule=AttentionRule(), marks=DocumentMask(length), shares=shares)
             forward.update(recorder.sent_numel)
             return out
 

@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import ConfigError, PolyaccelError
-from polyaccel.torch.params.cuts import cuts_of, taken
+from polyaccel.torch.params.tensor_shard import cuts_of, local_slice
 from polyaccel.torch.settings import TileSettings
 from polyaccel.torch.tiles.models import TiledModel, find_mlps
 
@@ -83,7 +83,7 @@ def test_training_in_tiles_is_training_without(stage, data, sequence, tensor, mo
         cuts, parameters = cuts_of(own), dict(own.named_parameters())
         for name, gradient in found.items():
             cut = cuts.get(parameters[name])
-            wanted = gradients[name] if cut is None else taken(gradients[name], cut.block)
+            wanted = gradients[name] if cut is None else local_slice(gradients[name], cut.block)
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
         assert not any("forward" in module.__dict__ for module in own.modules())
 

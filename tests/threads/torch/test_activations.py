@@ -22,9 +22,9 @@ from polyaccel.accelerators.named_random import named_random_states
 from polyaccel.errors import ConfigError
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.testkit.ranks.threads import run_threads
+from polyaccel.torch.activation_checkpointing import inputs
+from polyaccel.torch.activation_checkpointing.regions import RecomputedRegions, configured
 from polyaccel.torch.api import activations
-from polyaccel.torch.recompute import inputs
-from polyaccel.torch.recompute.regions import RecomputedRegions, configured
 
 VOCAB, WIDTH = 17, 12
 OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}

@@ -13,7 +13,7 @@ import polyaccel
 from polyaccel import zero
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError, ShardingError
-from polyaccel.torch.deferred.values import is_deferred
+from polyaccel.torch.deferred_init.values import is_deferred
 
 WORLD = 2
 STEPS = 2

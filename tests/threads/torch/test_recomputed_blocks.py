@@ -24,9 +24,9 @@ import polyaccel
 from polyaccel.errors import ConfigError, PolyaccelError
 from polyaccel.planning.recomputation import Level
 from polyaccel.runtime import EngineBuilder
+from polyaccel.torch.activation_checkpointing.blocks import RecomputedBlocks
+from polyaccel.torch.activation_checkpointing.inputs import KeptInputs
 from polyaccel.torch.params.units import find_blocks
-from polyaccel.torch.recompute.blocks import RecomputedBlocks
-from polyaccel.torch.recompute.inputs import KeptInputs
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

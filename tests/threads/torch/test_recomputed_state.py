@@ -17,9 +17,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import polyaccel
 from polyaccel import checkpointing
+from polyaccel.torch.activation_checkpointing import state
+from polyaccel.torch.activation_checkpointing.plans import ModulePlans
 from polyaccel.torch.pipeline.module import PipelineModule
-from polyaccel.torch.recompute import state
-from polyaccel.torch.recompute.plans import ModulePlans
 from polyaccel.torch.tiles import tiled_map, tiled_sum
 
 WIDTH = 8

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.experts import gates
-from polyaccel.torch.experts.gates import Choice
-from polyaccel.torch.experts.routing import Routing, capacity_of, chosen_by_experts, kept_choices, route
+from polyaccel.torch.moe import gates
+from polyaccel.torch.moe.gates import RoutingDecision
+from polyaccel.torch.moe.routing import Routing, capacity_of, chosen_by_experts, kept_choices, route
 
 
 def drawn(tokens: int, experts: int, seed: int = 0) -> Tensor:
@@ -97,7 +97,7 @@ def test_one_choice_trains_the_router_by_the_task(gate: str) -> None:
 
 
 @pytest.mark.parametrize("choice", [gates.softmax_choice, gates.sigmoid_choice])
-def test_a_router_that_would_not_be_trained_is_refused(choice: Callable[..., Choice]) -> None:
+def test_a_router_that_would_not_be_trained_is_refused(choice: Callable[..., RoutingDecision]) -> None:
     with pytest.raises(PolyaccelError) as caught:
         choice(drawn(3, 4), 1, normalize=True)
     assert caught.value.value == 1
@@ -165,13 +165,13 @@ def test_capacity(tokens: int, k: int, factor: float, least: int, expected: int)
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> Choice:
+def choices(draw: st.DrawFn) -> RoutingDecision:
     """Any routing: experts without tokens, over-full ones, no tokens at all."""
     experts = draw(st.integers(1, 6))
     k = draw(st.integers(1, experts))
     rows = draw(st.lists(st.permutations(range(experts)), max_size=12))
     chosen = torch.tensor([row[:k] for row in rows], dtype=torch.int64).reshape(len(rows), k)
-    return Choice(chosen, torch.rand(len(rows), k, dtype=torch.float64), torch.zeros(len(rows), experts))
+    return RoutingDecision(chosen, torch.rand(len(rows), k, dtype=torch.float64), torch.zeros(len(rows), experts))
 
 
 def pairs(routing: Routing) -> list[tuple[int, int, float]]:
@@ -180,7 +180,7 @@ def pairs(routing: Routing) -> list[tuple[int, int, float]]:
 
 
 @given(choices())
-def test_without_a_capacity_every_choice_is_a_pair(choice: Choice) -> None:
+def test_without_a_capacity_every_choice_is_a_pair(choice: RoutingDecision) -> None:
     expected = sorted(
         (int(choice.experts[token, at]), token, float(choice.weights[token, at]))
         for token in range(len(choice.experts))
@@ -190,7 +190,7 @@ def test_without_a_capacity_every_choice_is_a_pair(choice: Choice) -> None:
 
 
 @given(choices(), st.integers(0, 5), st.booleans(), st.integers(0, 2**31))
-def test_experts_take_first_choices_first(choice: Choice, capacity: int, shuffled: bool, seed: int) -> None:
+def test_experts_take_first_choices_first(choice: RoutingDecision, capacity: int, shuffled: bool, seed: int) -> None:
     """Against a loop over choices, then tokens in their order."""
     tokens = len(choice.experts)
     order = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) if shuffled else None

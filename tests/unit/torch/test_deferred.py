@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 from polyaccel import zero
 from polyaccel.errors import ConfigError, PolyaccelError
-from polyaccel.torch.deferred.log import SMALL_NUMEL, Memory
-from polyaccel.torch.deferred.values import is_deferred, prepare, value_of
+from polyaccel.torch.deferred_init.log import SMALL_NUMEL, FakeStorage
+from polyaccel.torch.deferred_init.values import is_deferred, prepare, value_of
 
 
 def layers() -> nn.Module:
@@ -243,14 +243,14 @@ def test_tied_parameters_stay_one_object_that_an_optimizer_holds():
 
 def test_nothing_of_the_log_lives_longer_than_the_deferred_tensors():
     gc.collect()
-    before = sum(type(thing) is Memory for thing in gc.get_objects())
+    before = sum(type(thing) is FakeStorage for thing in gc.get_objects())
     with zero.Init():
         model = copied_layers()
-    assert sum(type(thing) is Memory for thing in gc.get_objects()) > before
+    assert sum(type(thing) is FakeStorage for thing in gc.get_objects()) > before
     for parameter in model.parameters():
         parameter.data = value_of(parameter)
     gc.collect()
-    assert sum(type(thing) is Memory for thing in gc.get_objects()) <= before
+    assert sum(type(thing) is FakeStorage for thing in gc.get_objects()) <= before
 
 
 def test_values_are_answered_where_python_asks_for_them():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from polyaccel import zero
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.deferred.values import is_deferred, prepare, value_of
+from polyaccel.torch.deferred_init.values import is_deferred, prepare, value_of
 
 RANK = 4
 

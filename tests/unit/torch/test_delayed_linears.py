@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from polyaccel.accelerators.memory.torch import wrap_torch
-from polyaccel.torch.delayed_linears import DelayedLinears
-from polyaccel.torch.linears import LinearForward, Products
-from polyaccel.torch.passes import LaterProduct
+from polyaccel.torch.backward import LaterProduct
+from polyaccel.torch.linears import LinearForward, MatmulKernels
+from polyaccel.torch.weight_grad import SplitBackwardLinears
 
 
 def model_of(*, bias: bool = True) -> nn.Sequential:
@@ -43,7 +43,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def test_gradients_of_inputs_come_first_and_those_of_parameters_later(shape: tuple[int, ...], way: str) -> None:
     plain = model_of(bias=way != "without_bias")
     split = deepcopy(plain)
-    delayed = DelayedLinears(split)
+    delayed = SplitBackwardLinears(split)
     assert len(delayed) == 2
     inputs = torch.randn(shape, requires_grad=True)
     same = inputs.detach().clone().requires_grad_()
@@ -51,7 +51,7 @@ def test_gradients_of_inputs_come_first_and_those_of_parameters_later(shape: tup
     run_forward(plain, inputs, **settings).backward()
     loss = run_forward(split, same, **settings)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         loss.backward()
     linears = (split[0], split[3])
     assert all(parameter.grad is None for layer in linears for parameter in layer.parameters())
@@ -76,10 +76,10 @@ def test_nothing_is_computed_twice(recomputes: bool) -> None:
     inputs = torch.randn(8, 16, requires_grad=True)
     whole = run_forward(model, inputs, recomputes=recomputes, autocast=False)
     expected = counted(whole.backward)
-    delayed = DelayedLinears(model)
+    delayed = SplitBackwardLinears(model)
     loss = run_forward(model, inputs, recomputes=recomputes, autocast=False)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         of_inputs = counted(loss.backward)
     of_parameters = counted(lambda: run_later(left))
     one_product = 2 * 8 * 16 * 16
@@ -89,7 +89,7 @@ def test_nothing_is_computed_twice(recomputes: bool) -> None:
 
 def test_a_layer_that_is_used_twice_gets_one_gradient() -> None:
     layer = nn.Linear(4, 4)
-    delayed = DelayedLinears(layer)
+    delayed = SplitBackwardLinears(layer)
     arrivals: list[Tensor] = []
 
     def note(parameter: Tensor) -> None:
@@ -99,7 +99,7 @@ def test_a_layer_that_is_used_twice_gets_one_gradient() -> None:
     layer.weight.register_post_accumulate_grad_hook(note)
     inputs = torch.randn(2, 4, requires_grad=True)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         layer(layer(inputs)).sum().backward()
     assert not arrivals
     run_later(left)
@@ -116,7 +116,7 @@ def test_weights_that_are_transposed_wait_too(way: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Conv1D(8, 5), nn.GELU(), Conv1D(3, 8))
     split = deepcopy(plain)
-    delayed = DelayedLinears(split)
+    delayed = SplitBackwardLinears(split)
     assert len(delayed) == 2
     inputs = torch.randn(2, 3, 5, requires_grad=True)
     same = inputs.detach().clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_weights_that_are_transposed_wait_too(way: str) -> None:
     loss = run_forward(split, same, **settings)
     assert torch.equal(loss, expected)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         loss.backward()
     assert all(parameter.grad is None for parameter in split.parameters())
     torch.testing.assert_close(same.grad, inputs.grad)
@@ -152,9 +152,9 @@ def test_frozen_parameters_and_those_that_are_computed_go_the_ordinary_way() -> 
     frozen, computed = nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     frozen.weight.requires_grad_(False)
     model = nn.Sequential(frozen, computed)
-    delayed = DelayedLinears(model)
+    delayed = SplitBackwardLinears(model)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
     assert not left
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
@@ -163,7 +163,7 @@ def test_frozen_parameters_and_those_that_are_computed_go_the_ordinary_way() -> 
 def test_outside_of_a_split_pass_layers_are_as_ever() -> None:
     plain = model_of()
     split = deepcopy(plain)
-    delayed = DelayedLinears(split)
+    delayed = SplitBackwardLinears(split)
     inputs = torch.randn(4, 5)
     for model in (plain, split):
         model(inputs).sum().backward()
@@ -182,7 +182,7 @@ def test_products_of_the_accelerator_are_used() -> None:
         return lambda *args: (calls.append(name), function(*args))[1]
 
     layer = nn.Linear(4, 3)
-    products = Products(
+    products = MatmulKernels(
         told("forward", nn.functional.linear),
         told("input", torch.mm),
         told("weight", lambda grad, x: grad.t() @ x),
@@ -190,9 +190,9 @@ def test_products_of_the_accelerator_are_used() -> None:
         0,
     )
     layer.__dict__["forward"] = own = LinearForward(layer, products)
-    delayed = DelayedLinears(layer)
+    delayed = SplitBackwardLinears(layer)
     left: list[LaterProduct] = []
-    with delayed.leaving(left):
+    with delayed.defer_weight_grads(left):
         layer(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert calls == ["forward", "input"]
     run_later(left)
@@ -206,10 +206,10 @@ def test_products_of_the_accelerator_are_used() -> None:
 def test_products_are_written_to_their_place_and_added_up_there(in_place: bool, held_as: torch.dtype) -> None:
     """Where a bucket holds another type, too."""
     layer = nn.Linear(6, 4)
-    delayed = DelayedLinears(layer, adds_in_place=in_place)
+    delayed = SplitBackwardLinears(layer, adds_in_place=in_place)
     left: list[LaterProduct] = []
     for _ in range(3):
-        with delayed.leaving(left):
+        with delayed.defer_weight_grads(left):
             layer(torch.randn(5, 6, requires_grad=True)).square().sum().backward()
     weight, bias = (wrap_torch(torch.full((numel,), 7.0, dtype=held_as)) for numel in (24, 4))
     before = weight.generation

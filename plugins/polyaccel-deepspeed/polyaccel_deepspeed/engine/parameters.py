@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from polyaccel.torch.params.ownership import home_of
+from polyaccel.torch.params.ownership import record_of
 
 _ids = count()
 
@@ -48,7 +48,7 @@ class LiveStatus:
     @property
     def now(self) -> ZeroParamStatus:
         parameter = self._parameter()
-        home = None if parameter is None else home_of(parameter)
+        home = None if parameter is None else record_of(parameter)
         is_whole = home is None or home.is_whole
         return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 

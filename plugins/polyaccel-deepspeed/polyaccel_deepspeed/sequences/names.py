@@ -17,10 +17,10 @@ from torch import distributed as dist
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.sequence import DistributedAttention as OurAttention
-from polyaccel.torch.sequence import SequenceSettings, TokenMarks, TokenShares
-from polyaccel.torch.sequence.batches import WholeBatch
-from polyaccel.torch.sequence.exchange import gather_tokens
+from polyaccel.torch.context_parallel import DistributedAttention as OurAttention
+from polyaccel.torch.context_parallel import DocumentMask, SequenceSettings, TokenShares
+from polyaccel.torch.context_parallel.batches import WholeBatch
+from polyaccel.torch.context_parallel.exchange import gather_tokens
 
 
 def communicator_of(group: Any) -> Communicator:
@@ -238,11 +238,11 @@ class UlyssesSPDataLoaderAdapter:
         return WholeBatch(whole).cut(shares, self._communicator.rank)
 
 
-def marks_of_parts(communicator: Communicator, positions: Tensor | None, lengths: list[int]) -> TokenMarks:
+def marks_of_parts(communicator: Communicator, positions: Tensor | None, lengths: list[int]) -> DocumentMask:
     """Documents of the whole sequence, of which each rank knows the positions of its own tokens. Collective."""
     if positions is None:
-        return TokenMarks(sum(lengths))
-    return TokenMarks.of_positions(gather_tokens(communicator, positions, lengths))
+        return DocumentMask(sum(lengths))
+    return DocumentMask.of_positions(gather_tokens(communicator, positions, lengths))
 
 
 def ulysses_settings(core: str) -> SequenceSettings:

@@ -17,9 +17,9 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from polyaccel.comm.base import Communicator
-from polyaccel.torch.sequence.huggingface import CutForward, SequenceMask, core_attention
-from polyaccel.torch.sequence.shares import TokenShares
-from polyaccel.torch.sequence.visibility import AttentionRule
+from polyaccel.torch.context_parallel.block_mask import AttentionRule
+from polyaccel.torch.context_parallel.huggingface import CutForward, SequenceMask, core_attention
+from polyaccel.torch.context_parallel.shares import TokenShares
 from polyaccel_deepspeed.sequences.names import marks_of_parts, ulysses_settings
 
 _ORIGINAL = "polyaccel_original_"

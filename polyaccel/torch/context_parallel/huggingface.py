@@ -1,0 +1,245 @@
+"""Attention over ranks under transformers' names: in its tables of attention functions and of masks.
+
+A model asks the first table for its attention by `config._attn_implementation`, and the second for the mask that goes
+with it. Under our names the mask is a value that knows how attention is computed over ranks, so a layer that is
+computed anew in a backward pass has all it needs. A forward pass that is not cut gets the masks and the attention that
+the model had before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from polyaccel.comm.base import Communicator
+from polyaccel.errors import PolyaccelError
+from polyaccel.torch.context_parallel.block_mask import AttentionRule, DocumentMask
+from polyaccel.torch.context_parallel.kernels import kernel_for
+from polyaccel.torch.context_parallel.local import Plan, local_attention
+from polyaccel.torch.context_parallel.ring import ring_attention, ring_plans
+from polyaccel.torch.context_parallel.settings import SequenceSettings
+from polyaccel.torch.context_parallel.shares import HeadShares, TokenShares
+from polyaccel.torch.context_parallel.ulysses import exchanged_attention
+
+PREFIX = "polyaccel_"
+MaskFunction = Callable[..., Any]
+"""Of transformers': (row, head, query, key), all integers, to whether the query sees the key."""
+current: ContextVar[CutForward | None] = ContextVar("polyaccel_sequence", default=None)
+"""The forward pass under way in this thread, if it is cut over ranks."""
+
+
+def registered(core: str) -> str:
+    """The name under which transformers finds our attention, with `core` where a forward pass is not cut."""
+    name = PREFIX + core
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(_make_mask, core))
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, core))
+    return name
+
+
+@dataclass
+class CutForward:
+    """One forward pass, cut over the ranks of `communicator`: what each has, and which masks its layers asked for."""
+
+    communicator: Communicator
+    settings: SequenceSettings
+    core: str
+    shares: TokenShares
+    marks: DocumentMask
+    rows: int
+    calls: int = 0
+    """Attentions over ranks so far."""
+    masks: dict[Any, SequenceMask] = field(default_factory=dict)
+
+
+@dataclass
+class SequenceMask:
+    """A mask of transformers', for the whole sequence, which no rank has in memory."""
+
+    cut: CutForward
+    function: MaskFunction
+    rule: AttentionRule | None
+    """What the function says; None for what is neither causal, a window nor all."""
+    arguments: dict[str, Any]
+    """Those of transformers for the mask of the core attention."""
+    _plans: tuple[Plan, ...] | None = None
+    _whole: Any = None
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, named: dict[str, Any]
+    ) -> Tensor:
+        """Attention of this rank's tokens, (rows, heads, tokens, width)."""
+        cut = self.cut
+        cut.calls += 1
+        unlike = _unsupported_features(self.rule, named)
+        if cut.settings.method == "ring":
+            if unlike is not None:
+                raise PolyaccelError(
+                    f"ring attention cannot compute {type(module).__name__}: {unlike}",
+                    cure='use the method "ulysses", which has any attention in between',
+                    value=unlike,
+                )
+            return self._ring(q, k, v, scaling)
+        is_ours = unlike is None and cut.settings.core_attention == "blockwise"
+        if named.get("s_aux") is not None:
+            first, last = HeadShares.of(q.shape[1], k.shape[1], cut.communicator.world_size).query[
+                cut.communicator.rank
+            ]
+            named = {**named, "s_aux": named["s_aux"][first:last]}
+
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if is_ours:
+                assert self.rule is not None
+                return local_attention(q, k, v, rule=self.rule, marks=cut.marks, scale=scaling)
+            heads = _WithHeads(module, q.shape[1] // k.shape[1])
+            out, _ = core_attention(cut.core, module)(heads, q, k, v, self._core_mask(), scaling=scaling, **named)
+            found: Tensor = out.transpose(1, 2)
+            return found
+
+        return exchanged_attention(q, k, v, cut.communicator, cut.shares.lengths, compute)
+
+    def _ring(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+        cut, rule = self.cut, self.rule
+        assert rule is not None
+        if self._plans is None:
+            self._plans = ring_plans(cut.marks, rule, cut.shares, cut.communicator.rank, kernel_for(q))
+        return ring_attention(
+            q, k, v, cut.communicator, rule=rule, marks=cut.marks, shares=cut.shares, scale=scaling, plans=self._plans
+        )
+
+    def _core_mask(self) -> Any:
+        """The mask of the whole sequence, as the core attention has it."""
+        if self._whole is None:
+            cut, function = self.cut, self.function
+            segments = torch.stack([row.segments for row in cut.marks.rows]).expand(cut.rows, -1)
+            is_packed = bool((segments != 0).any())
+            device = self.arguments["device"]
+            if is_packed:
+                function = and_masks(function, packed_sequence_mask_function(segments.to(device)))
+            is_key = torch.stack([row.is_key for row in cut.marks.rows]).expand(cut.rows, -1).to(device)
+            arguments = {**self.arguments}
+            arguments["allow_is_causal_skip"] = arguments.get("allow_is_causal_skip", True) and not is_packed
+            make = ALL_MASK_ATTENTION_FUNCTIONS[cut.core]
+            length = cut.marks.length
+            arguments.update(batch_size=cut.rows, q_length=length, kv_length=length, q_offset=0, kv_offset=0)
+            self._whole = (make(mask_function=function, attention_mask=is_key, **arguments),)
+        return self._whole[0]
+
+
+class _WithHeads:
+    """A layer, as a core attention sees it: with as many query heads to a key head as this rank has."""
+
+    def __init__(self, module: nn.Module, group: int) -> None:
+        self._module = module
+        self.num_key_value_groups = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def core_attention(core: str, module: nn.Module) -> Callable[..., Any]:
+    """transformers' attention of that name; "eager" is the model's own, which stands in the file of its layers."""
+    if core != "eager":
+        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[core]
+        return found
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise PolyaccelError(
+            f"{type(module).__name__} has no eager attention that can be called by itself",
+            cure='use core_attention "blockwise" or "sdpa"',
+            value="eager",
+        )
+    return own  # type: ignore[no-any-return]
+
+
+def _attend(
+    core: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' attention function: (rows, heads, tokens, width) to (rows, tokens, heads, width)."""
+    if isinstance(attention_mask, SequenceMask):
+        out = attention_mask.attend(module, query, key, value, scaling, named)
+        return out.transpose(1, 2).contiguous(), None
+    cut = current.get()
+    if cut is not None and query.shape[2] == cut.shares.lengths[cut.communicator.rank]:
+        raise PolyaccelError(
+            f"{type(module).__name__} attends to this rank's tokens alone: its model did not ask for a mask",
+            cure="this model cannot be cut along its sequence; set sequence_parallel_size to 1",
+            value=type(module).__name__,
+        )
+    found: tuple[Tensor, Any] = core_attention(core, module)(
+        module, query, key, value, attention_mask, scaling=scaling, **named
+    )
+    return found
+
+
+def _make_mask(core: str, **arguments: Any) -> Any:
+    """transformers' mask function: the mask of a forward pass that is cut, or what the core attention has."""
+    cut = current.get()
+    if cut is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[core](**arguments)
+    function = arguments.pop("mask_function", causal_mask_function)
+    for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask"):
+        arguments.pop(name, None)
+    rule = _rule_of(function, cut.marks.length, cut.rows)
+    key = rule or function
+    if key not in cut.masks:
+        cut.masks[key] = SequenceMask(cut, function, rule, arguments)
+    return cut.masks[key]
+
+
+def _rule_of(function: MaskFunction, length: int, rows: int) -> AttentionRule | None:
+    """What `function` says of `rows` of `length` tokens, found by asking it; None where that is no rule of ours."""
+    if function is causal_mask_function:
+        return AttentionRule()
+    if function is bidirectional_mask_function:
+        return AttentionRule(causal=False)
+    every, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
+
+    def seen_by(query: int, row: int = 0) -> Tensor:
+        found: Tensor = function(torch.tensor(row), zero, torch.tensor(query), every)
+        return found.expand(length)
+
+    try:
+        window = int(seen_by(length - 1).sum())
+        for query in {0, length // 3, length // 2, window - 1, window, window + 1, length - 1}:
+            if 0 <= query < length:
+                expected = (every <= query) & (every > query - window)
+                if not all(torch.equal(seen_by(query, row), expected) for row in {0, rows - 1}):
+                    return None
+    except (IndexError, RuntimeError, TypeError):  # it depends on more than places
+        return None
+    return AttentionRule() if window == length else AttentionRule(window=window)
+
+
+def _unsupported_features(rule: AttentionRule | None, named: dict[str, Any]) -> str | None:
+    """What our own attention does not compute of what a layer asks for, in words; None if it computes all."""
+    if rule is None:
+        return "its mask is neither causal, a window nor all"
+    if named.get("dropout"):
+        return f"its attention has a dropout of {named['dropout']:g}"
+    for name in ("softcap", "s_aux", "position_bias"):
+        if named.get(name) is not None:
+            return f"its attention has {name}"
+    return None

@@ -1,0 +1,237 @@
+"""Tokens travel to the ranks of their experts, and what was computed of them travels back.
+
+[Note: One copy each way]
+Rows of tokens are ordered by expert where they are sent, and by own expert, then by rank, where they are computed.
+Where ranks can read each other's memory (`takes_pieces`), rows are gathered right into memory that the others see, and
+each rank copies what is for it to where it belongs: one copy there, and one back. Elsewhere rows are put in order
+before and after.
+
+[Note: Gradients of experts]
+An expert gets the tokens of all ranks along the axis `expert`, so its gradient is the sum of theirs, and other ranks
+along that axis have no part of it. The engine takes the mean over ranks that hold the same ([Note: Means over ranks]),
+which would be the mean over fewer. So gradients are divided by the ranks along `expert` when they set out to experts,
+and multiplied again when they set out from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from polyaccel.accelerators.memory.torch import dtype_of
+from polyaccel.buffer import Buffer
+from polyaccel.comm.arguments import Pieces
+from polyaccel.comm.base import Communicator
+from polyaccel.torch.moe.routing import Routing
+
+_LEAST_NBYTES = 128 << 10
+
+
+class DispatchBuffers:
+    """Memory of `communicator` from which rows are sent, kept from one journey to the next."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._counts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def rows(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """(count, width) with anything in it: until the next call."""
+        numel = count * width
+        room = self._rooms.get(dtype)
+        if room is None or room.numel() < numel:
+            rounded = max(numel + numel // 8, _LEAST_NBYTES // dtype.itemsize)
+            room = self._rooms[dtype] = self._communicator.allocate(rounded, dtype_of(dtype)).raw
+        return room.as_strided((count, width), (width, 1))
+
+    def counts(self, sent: int, received: int) -> tuple[Tensor, Tensor]:
+        """Two int64 tensors on the host, of these lengths, with anything in them: until the next call."""
+        if (sent, received) not in self._counts:
+            self._counts[sent, received] = tuple(torch.empty(each, dtype=torch.int64) for each in (sent, received))  # type: ignore[assignment]
+        return self._counts[sent, received]
+
+
+class TokenDispatch(NamedTuple):
+    """Where the pairs of a `Routing` go: rows of tokens, in the pairs' order, to the ranks that have their experts."""
+
+    communicator: Communicator
+    room: DispatchBuffers | None
+    """None where rows are put in order here."""
+    sent: tuple[int, ...]
+    """How many rows go to each rank."""
+    received: tuple[int, ...]
+    """How many come from each."""
+    longest: int | None
+    """The most rows that some rank sends another one; None where the communicator has no use for it."""
+    order: Tensor
+    """What comes from rank after rank, ordered by own expert, then by rank. With a `room`, (ranks, own experts, 2),
+    int64: in this order the first row of each part, and its rows. Else (rows,), int64: which of the rows that came.
+    Empty on one rank, where rows stay where they are."""
+    parts: tuple[tuple[int, ...], ...]
+    """The rows of each own expert, by the rank that they come from."""
+    tables: dict[int, Buffer]
+    """By features of a row, the numbers of `order` in elements; as they are asked for."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The rows of each own expert."""
+        return tuple(map(sum, self.parts))
+
+    def dispatch(self, tokens: Tensor, numbers: Tensor) -> Tensor:
+        """(rows of own experts, features), ordered by expert, then by the rank that they come from, for the pairs whose
+        tokens are `tokens[numbers]`: (tokens, features) and (pairs,). Collective, in backward too."""
+        if self.communicator.world_size == 1:
+            return tokens.index_select(0, numbers)
+        out: Tensor = _There.apply(tokens, numbers, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """(pairs, features) of (rows of own experts, features): the reverse of `dispatch`. Collective, in backward
+        too."""
+        if self.communicator.world_size == 1:
+            return rows
+        out: Tensor = _Back.apply(rows, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+def plan_journey(
+    communicator: Communicator, routing: Routing, experts: Sequence[int], room: DispatchBuffers | None = None
+) -> TokenDispatch:
+    """Tell the other ranks how many rows come; rank r has the next `experts[r]` experts. Collective."""
+    rank, ranks = communicator.rank, communicator.world_size
+    if ranks == 1:
+        rows = len(routing.tokens)
+        counts = tuple((int(one),) for one in routing.counts.tolist())
+        return TokenDispatch(communicator, None, (rows,), (rows,), None, routing.tokens[:0], counts, {})
+    ends = [0, *accumulate(experts)]
+    own = experts[rank]
+    sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
+    bounds = int(communicator.passes_on and not sees_others)
+    room = (room or DispatchBuffers(communicator)) if sees_others else None
+    if room is None:
+        mine = _with_bounds(routing.counts, experts) if bounds else routing.counts.contiguous()
+        told = mine.new_empty(ranks * (own + bounds))
+    else:
+        mine, told = room.counts(len(routing.counts), ranks * own)
+        mine.copy_(routing.counts)
+    wrap = communicator.accelerator.wrap
+    communicator.all_to_all(
+        wrap(told),
+        wrap(mine),
+        counts=[own + bounds] * ranks,
+        source_counts=[one + bounds for one in experts],
+        longest=max(experts) + bounds,
+        label="tokens of experts",
+    )
+    table = told.view(ranks, own + bounds)[:, :own]
+    lines: list[list[int]] = table.tolist() if own else [[] for _ in range(ranks)]
+    everywhere: list[int] = routing.counts.tolist()
+    return TokenDispatch(
+        communicator,
+        room,
+        tuple(sum(everywhere[ends[other] : ends[other + 1]]) for other in range(ranks)),
+        tuple(map(sum, lines)),
+        max(told[own :: own + 1].tolist()) if bounds else None,
+        _order(table) if room is None else _starts(table),
+        tuple(zip(*lines, strict=True)),
+        {},
+    )
+
+
+def _with_bounds(counts: Tensor, experts: Sequence[int]) -> Tensor:
+    """`counts`, and behind those for each rank the most rows that this one sends to any."""
+    parts = torch.split(counts, list(experts))
+    longest = torch.stack([part.sum() for part in parts]).max().view(1)
+    return torch.cat([piece for part in parts for piece in (part, longest)])
+
+
+def _order(table: Tensor) -> Tensor:
+    ranks, own = table.shape
+    experts = torch.arange(own, device=table.device).repeat(ranks)
+    return torch.sort(torch.repeat_interleave(experts, table.reshape(-1)), stable=True).indices
+
+
+def _starts(table: Tensor) -> Tensor:
+    ranks, own = table.shape
+    by_expert = table.T.reshape(-1)
+    starts = (torch.cumsum(by_expert, 0) - by_expert).view(own, ranks).T
+    return torch.stack((starts, table), dim=2)
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, numbers: Tensor, journey: TokenDispatch) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.journey, ctx.shape = journey, tokens.shape
+        room = None if journey.room is None else journey.room.rows(len(numbers), tokens.shape[1], tokens.dtype)
+        return _sent(torch.index_select(tokens, 0, numbers, out=room), journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (numbers,) = ctx.saved_tensors
+        arrived = _returned(_scaled(gradient, float(ctx.journey.communicator.world_size), ctx.journey), ctx.journey)
+        return arrived.new_zeros(ctx.shape).index_add_(0, numbers, arrived), None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: TokenDispatch) -> Tensor:
+        ctx.journey = journey
+        if journey.room is not None:
+            ours = journey.room.rows(len(rows), rows.shape[1], rows.dtype)
+            rows = rows if rows.data_ptr() == ours.data_ptr() else ours.copy_(rows)
+        return _returned(rows, journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sent(_scaled(gradient, 1.0 / ctx.journey.communicator.world_size, ctx.journey), ctx.journey), None
+
+
+def _scaled(gradient: Tensor, factor: float, journey: TokenDispatch) -> Tensor:
+    """See [Note: Gradients of experts]."""
+    room = None if journey.room is None else journey.room.rows(len(gradient), gradient.shape[1], gradient.dtype)
+    return torch.mul(gradient, factor, out=room)
+
+
+def _sent(rows: Tensor, journey: TokenDispatch) -> Tensor:
+    if journey.room is not None:
+        return _moved(rows, journey, journey.sent, journey.received, returns=False)
+    return _moved(rows, journey, journey.sent, journey.received, returns=False).index_select(0, journey.order)
+
+
+def _returned(rows: Tensor, journey: TokenDispatch) -> Tensor:
+    if journey.room is None:
+        before = torch.empty_like(rows)
+        rows = before.index_copy_(0, journey.order, rows)
+    return _moved(rows, journey, journey.received, journey.sent, returns=True)
+
+
+def _moved(
+    rows: Tensor, journey: TokenDispatch, sent: Sequence[int], received: Sequence[int], *, returns: bool
+) -> Tensor:
+    communicator, width = journey.communicator, rows.shape[1]
+    rows = rows.contiguous()
+    out = rows.new_empty(sum(received), width)
+    wrap = communicator.accelerator.wrap
+    pieces = None
+    if journey.room is not None:
+        if width not in journey.tables:
+            journey.tables[width] = wrap((journey.order * width).view(-1))
+        pieces = Pieces(journey.tables[width], journey.order.shape[1], cuts_source=returns)
+    communicator.all_to_all(
+        wrap(out),
+        wrap(rows),
+        counts=[count * width for count in received],
+        source_counts=[count * width for count in sent],
+        pieces=pieces,
+        longest=None if journey.longest is None else journey.longest * width,
+        label="tokens to experts",
+    )
+    return out

@@ -1,0 +1,299 @@
+"""Making a plan: what a user says, what the model says of itself, else what its structure shows.
+
+[Note: Structure before styles]
+A style says that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between
+the key heads that several queries share. So where the structure shows a region whose layers are all wished to be cut,
+the region says how; only what no region covers is cut evenly, as its style says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from polyaccel.errors import ShardingError
+from polyaccel.policies.modules import CutRules
+from polyaccel.torch.tensor_parallel.plan import (
+    CutHeads,
+    CutModule,
+    CutPlan,
+    RunsOfRanks,
+    beside,
+    even_runs,
+    lengths,
+    shifted,
+)
+from polyaccel.torch.tensor_parallel.sequence_parallel.plan import with_shared_tokens
+from polyaccel.torch.tensor_parallel.structure import (
+    CutRegion,
+    Structure,
+    column,
+    inputs_of,
+    is_linear,
+    outputs_of,
+    query_heads,
+    row,
+)
+from polyaccel.torch.tensor_parallel.styles import LayerRule, ParallelStyle, wishes_of_hugging_face, wishes_of_specs
+
+
+def make_plan(
+    model: nn.Module,
+    ranks: int,
+    *,
+    specs: Sequence[LayerRule] = (),
+    use_defaults: bool = True,
+    gather_logits: bool = True,
+    share_tokens: bool = False,
+) -> CutPlan:
+    """How to cut `model` over `ranks` ranks; it may be on the meta device.
+
+    `specs` come first; with `use_defaults` follows what the model says of itself, or the structure where it says
+    nothing. Without `gather_logits` the outputs of the output layer stay cut, for a loss that takes them so. With
+    `share_tokens` ranks share the tokens between the layers too. Raises ShardingError, naming the module, for a model
+    that cannot be cut.
+    """
+    structure = Structure(model, ranks)
+    named = wishes_of_specs(structure.modules, specs)
+    source = "tensor_parallel.partition_config"
+    wished: dict[str, ParallelStyle] | None = dict(named)
+    if use_defaults:
+        own = wishes_of_hugging_face(model, structure.modules)
+        output = output_layer(model)
+        found = [structure.modules.get(name) for name in own]
+        if all(each is output or isinstance(each, nn.Embedding) for each in found):
+            own = {}  # a plan for words alone says nothing of the layers
+        source = "the model's own tp_plan" if own else "by structure"
+        wished = {**own, **named} if own else None
+    chosen = _Chosen(model, structure, ranks)
+    regions: list[CutRegion] = []
+    for region in structure.regions():
+        if _is_wished(region, wished, named):
+            chosen.add(region.modules, region.heads)
+            regions.append(region)
+    chosen.add_words(wished, gather_logits)
+    if wished:
+        chosen.add_styled(wished)
+    if not chosen.modules:
+        raise ShardingError(
+            f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers that are known as "
+            "attention or feed-forward",
+            cure="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
+            value=type(model).__name__,
+        )
+    plan = chosen.plan(source)
+    if share_tokens:
+        plan = with_shared_tokens(plan, model, regions)
+    return plan if gather_logits else replace(plan, loss_sizes=_loss_sizes(model, structure, plan))
+
+
+def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[int, ...]:
+    """Each rank's words. Raises ShardingError for a model whose output layer is not cut, or that computes its loss
+    where nobody can exchange it."""
+    key = "tensor_parallel.vocab_parallel_lm_head"
+    output = next((m for m in plan.modules if structure.modules[m.name] is output_layer(model)), None)
+    if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
+        raise ShardingError(
+            f"{key}: {type(model).__name__} has no causal loss over an output layer that is cut",
+            cure=f"leave {key} out",
+            value=type(model).__name__,
+        )
+    return lengths(output.cuts["weight"][1])
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer that gives logits, as the model names it."""
+    try:
+        return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def plan_by(model: nn.Module, ranks: int, rules: CutRules) -> CutPlan:
+    """`make_plan` by the rules of a config."""
+    return make_plan(
+        model,
+        ranks,
+        specs=[LayerRule(*layer) for layer in rules.layers],
+        use_defaults=rules.use_defaults,
+        gather_logits=rules.gather_logits,
+        share_tokens=rules.share_tokens,
+    )
+
+
+def _is_wished(
+    region: CutRegion, wished: Mapping[str, ParallelStyle] | None, named: Mapping[str, ParallelStyle]
+) -> bool:
+    """Whether a region is to be cut as it shows: all of it is wished, and nobody says of which sections."""
+    if any(
+        len(named[layer].sections) > 1 or named[layer].style == "whole" for layer in region.layers if layer in named
+    ):
+        return False
+    return wished is None or all(layer in wished and wished[layer].style != "whole" for layer in region.layers)
+
+
+class _Chosen:
+    """The modules of a plan that is being made."""
+
+    def __init__(self, model: nn.Module, structure: Structure, ranks: int) -> None:
+        self._model = model
+        self._structure = structure
+        self._ranks = ranks
+        self.modules: dict[str, CutModule] = {}
+        self._heads: list[CutHeads] = []
+
+    def plan(self, source: str) -> CutPlan:
+        shapes = {name: tuple(each.shape) for name, each in self._model.named_parameters(remove_duplicate=False)}
+        modules = tuple(self.modules.values())
+        return CutPlan(type(self._model).__name__, self._ranks, modules, tuple(self._heads), shapes, source)
+
+    def add(self, modules: Iterable[CutModule], heads: Iterable[CutHeads] = ()) -> None:
+        """Raises ShardingError for a module that is cut twice."""
+        for module in modules:
+            if module.name in self.modules:
+                raise ShardingError(f"{module.name} belongs to two regions that are cut", value=module.name)
+            self.modules[module.name] = module
+        self._heads += heads
+
+    def add_styled(self, wished: Mapping[str, ParallelStyle]) -> None:
+        """What no region covers, as its style says."""
+        by_parent: dict[str, list[str]] = {}
+        for name, wish in wished.items():
+            is_done = name in self.modules or name not in self._structure.modules or wish.style == "whole"
+            if not is_done and wish.style not in ("vocabulary", "experts"):
+                by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+        for parent, names in by_parent.items():
+            heads = self._heads_of(parent, names, wished)
+            for name in names:
+                self.add([self._styled(parent, name, wished[name], heads)])
+        for name, wish in wished.items():
+            if wish.style == "experts" and name not in self.modules and name in self._structure.modules:
+                raise ShardingError(
+                    f"the experts {name} are no plain stacks of gate_up_proj and down_proj",
+                    cure="leave them whole: tensor_parallel.partition_config with use_default_specs false",
+                    value=name,
+                )
+
+    def _styled(self, parent: str, name: str, wish: ParallelStyle, heads: int) -> CutModule:
+        layer = self._structure.modules[name]
+        if wish.style == "shared weights":
+            return CutModule(name, "shared weights", names=tuple(each for each, _ in layer.named_parameters()))
+        if wish.style == "shared tail":
+            tail = getattr(self._structure.modules[parent], "qk_rope_head_dim", None)
+            if not isinstance(tail, int):
+                raise _unknown(name, "its attention has no qk_rope_head_dim")
+            first = outputs_of(layer) - tail
+            return CutModule(name, "shared tail", rows=(((first, tail),),) * self._ranks, why="whole")
+        if wish.style == "features" and isinstance(layer, nn.Embedding):
+            runs = even_runs(layer.embedding_dim, self._ranks)
+            return CutModule(name, "features", {"weight": (1, runs)}, sizes=lengths(runs))
+        if not is_linear(layer):
+            raise _unknown(name, f"a {type(layer).__name__} is no plain linear layer")
+        width = inputs_of(layer) if wish.style == "row" else outputs_of(layer)
+        runs = self._runs(name, width, wish, heads)
+        if wish.style == "row":
+            return row(name, layer, runs, split=wish.is_split)
+        return column(name, layer, runs, gathered=wish.is_gathered)
+
+    def _runs(self, name: str, width: int, wish: ParallelStyle, heads: int) -> RunsOfRanks:
+        sections = wish.sections
+        if -1 in sections:
+            if width % len(sections):
+                raise _unknown(name, f"{width} features are not {len(sections)} equal parts")
+            sections = (width // len(sections),) * len(sections)
+        if wish.is_gathered or wish.is_split:
+            return even_runs(width, self._ranks)  # in order, or what is gathered would not be
+        pieces, first = [], 0
+        for length in sections:
+            units = heads if heads and length % heads == 0 else length
+            if units < self._ranks:
+                raise _unknown(name, f"{self._ranks} tensor ranks cannot share {units} heads or features")
+            pieces.append(shifted(even_runs(units, self._ranks, unit=length // units), first))
+            first += length
+        return beside(*pieces)
+
+    def _heads_of(self, parent: str, names: Sequence[str], wished: Mapping[str, ParallelStyle]) -> int:
+        """The heads of an attention module whose layers are cut as their styles say; 0 for any other module."""
+        module = self._structure.modules.get(parent)
+        cut = [wished[name] for name in names if wished[name].style in ("column", "row")]
+        is_whole = all(wish.is_gathered or wish.is_split for wish in cut)
+        if module is None or is_whole or "attention" not in type(module).__name__.lower():
+            return 0
+        heads = query_heads(module) or query_heads(self._structure.config_of(module)) or 0
+        if heads:
+            parts = lengths(even_runs(heads, self._ranks))
+            if 0 in parts:
+                raise _unknown(parent, f"{self._ranks} tensor ranks cannot share {heads} heads")
+            own = {each: parts for each in ("num_heads", "num_attention_heads") if getattr(module, each, 0) == heads}
+            self._heads.append(CutHeads(parent, own, dict.fromkeys(own, parts)))
+        return heads
+
+    def add_words(self, wished: Mapping[str, ParallelStyle] | None, gather_logits: bool) -> None:
+        """Embeddings and output layers, by words: all that share a weight alike."""
+        words = self._input_words()
+        for parameter, owners in self._owners().items():
+            modules = {name: self._structure.modules[name] for name in owners}
+            embeddings = [each for each in modules.values() if isinstance(each, nn.Embedding)]
+            outputs = [name for name, each in modules.items() if is_linear(each) and name not in self.modules]
+            if len(embeddings) + len(outputs) < len(modules) or any(not _is_plain(each) for each in embeddings):
+                continue
+            if wished is None:
+                is_wanted = parameter is words or (bool(embeddings) and bool(outputs))
+                is_wanted = is_wanted or (parameter.shape[0] == _length(words) and self._is_output(outputs))
+            else:
+                is_wanted = any(wished.get(name, ParallelStyle("whole")).style != "whole" for name in owners)
+                is_wanted = is_wanted and (bool(embeddings) or parameter.shape[0] == _length(words))
+            if not is_wanted or parameter.shape[0] < self._ranks:
+                continue
+            runs = even_runs(parameter.shape[0], self._ranks)
+            self.add(self._of_words(modules, runs, gather_logits))
+
+    def _of_words(self, modules: Mapping[str, nn.Module], runs: RunsOfRanks, gathered: bool) -> Iterator[CutModule]:
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding):
+                own = {"num_embeddings": lengths(runs)}
+                yield CutModule(name, "vocabulary", {"weight": (0, runs)}, rows=runs, attributes=own)
+            else:
+                yield column(name, module, runs, gathered=gathered)
+
+    def _owners(self) -> dict[nn.Parameter, list[str]]:
+        """By weight the modules that have it, where it is a matrix."""
+        found: dict[nn.Parameter, list[str]] = {}
+        for name, module in self._structure.modules.items():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and (isinstance(module, nn.Embedding) or is_linear(module)):
+                found.setdefault(weight, []).append(name)
+        return found
+
+    def _input_words(self) -> nn.Parameter | None:
+        try:
+            found = self._model.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            return None
+        return found._parameters["weight"] if isinstance(found, nn.Embedding) else None
+
+    def _is_output(self, names: Sequence[str]) -> bool:
+        output = output_layer(self._model)
+        return any(self._structure.modules[name] is output for name in names)
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Whether an embedding may be cut by words: nothing looks at the whole weight, and its class may do more only
+    around what `nn.Embedding` does."""
+    own = type(embedding).forward
+    wraps = own is nn.Embedding.forward or "super" in getattr(getattr(own, "__code__", None), "co_names", ())
+    return wraps and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def _length(parameter: nn.Parameter | None) -> int:
+    return -1 if parameter is None else parameter.shape[0]
+
+
+def _unknown(name: str, why: str) -> ShardingError:
+    return ShardingError(
+        f"{name} cannot be cut: {why}",
+        cure="leave it out, or say how: tensor_parallel.partition_config.layer_specs",
+        value=name,
+    )

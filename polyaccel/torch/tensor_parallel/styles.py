@@ -1,0 +1,132 @@
+"""What is to be cut of a model, as others say it: Hugging Face's plans, DeepSpeed's layer specs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from polyaccel.errors import ShardingError
+
+Style = Literal["column", "row", "vocabulary", "features", "experts", "shared weights", "shared tail", "whole"]
+Sections = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """That one module be cut. `is_gathered` columns give whole outputs, `is_split` rows take whole inputs; `sections`
+    are the lengths of the parts that a fused layer consists of, (-1,) a single one."""
+
+    style: Style
+    is_gathered: bool = False
+    is_split: bool = False
+    sections: Sections = (-1,)
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """DeepSpeed's `layer_specs`: modules whose weights' names match one of `patterns`, cut by columns or rows or not at
+    all. `shape` are the lengths of the weight's dimensions as a fused layer has them, such as (3, -1) or
+    ((4096, 1024, 1024), -1), and `partition_dim` the dimension that is cut."""
+
+    patterns: tuple[str, ...]
+    partition_type: Literal["column", "row", "skip"] = "column"
+    shape: tuple[int | tuple[int, ...], ...] | None = None
+    partition_dim: int | None = None
+
+    def matches(self, module: str) -> bool:
+        return any(re.match(pattern, f"{module}.weight") or re.fullmatch(pattern, module) for pattern in self.patterns)
+
+
+def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]) -> dict[str, ParallelStyle]:
+    """What the first spec that matches says of each linear layer and embedding. Raises ShardingError for patterns of a
+    spec that match none."""
+    found: dict[str, ParallelStyle] = {}
+    used: set[LayerRule] = set()
+    for name, module in modules.items():
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() != 2:
+            continue
+        spec = next((spec for spec in specs if spec.matches(name)), None)
+        if spec is not None:
+            used.add(spec)
+            found[name] = _wish_of_spec(spec, weight.shape)
+    for spec in specs:
+        if spec not in used:
+            raise ShardingError(
+                f"no layer of the model matches {list(spec.patterns)}",
+                cure="tensor_parallel.partition_config.layer_specs: patterns match names such as "
+                f"{next(iter(_weights(modules)), 'layer.weight')!r} from their beginning",
+                value=spec.patterns,
+            )
+    return found
+
+
+def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, ParallelStyle]:
+    """What `model` says of itself: its `_tp_plan`, or that of its config. Empty where it says nothing. Raises
+    ShardingError for a style that is not known."""
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    if not plan:
+        plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    found: dict[str, ParallelStyle] = {}
+    for name in names:
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is None:
+            continue
+        if style not in _STYLES:
+            raise ShardingError(
+                f"the plan of {type(model).__name__} wants {name} cut as {style!r}, which polyaccel does not do",
+                cure="say how by tensor_parallel.partition_config with use_default_specs false",
+                value=style,
+            )
+        found[name] = _STYLES[style]
+    return found
+
+
+_STYLES: dict[str, ParallelStyle] = {
+    "colwise": ParallelStyle("column"),
+    "colwise_rep": ParallelStyle("column", is_gathered=True),
+    "colwise_gather_output": ParallelStyle("column", is_gathered=True),
+    "packed_colwise": ParallelStyle("column", sections=(-1, -1)),
+    "rowwise": ParallelStyle("row"),
+    "rowwise_rep": ParallelStyle("row", is_split=True),
+    "rowwise_split_input": ParallelStyle("row", is_split=True),
+    "embedding_rowwise": ParallelStyle("vocabulary"),
+    "embedding_colwise": ParallelStyle("features"),
+    "replicated_with_grad_allreduce": ParallelStyle("shared weights"),
+    "mla_kv_a_proj": ParallelStyle("shared tail"),
+    "moe_tp_experts": ParallelStyle("experts"),
+    "replicate": ParallelStyle("whole"),
+    "sequence_parallel": ParallelStyle("whole"),
+}
+
+
+def _wish_of_spec(spec: LayerRule, shape: Sequence[int]) -> ParallelStyle:
+    if spec.partition_type == "skip":
+        return ParallelStyle("whole")
+    if spec.shape is None:
+        return ParallelStyle(spec.partition_type)
+    dim = spec.partition_dim
+    if dim is None:
+        dim = 0 if spec.partition_type == "column" else 1
+    lengths: Any = spec.shape[dim] if dim < len(spec.shape) else None
+    if isinstance(lengths, int) and len(spec.shape) > len(shape):  # (3, -1, hidden): three equal parts before the rest
+        lengths = (shape[dim] // lengths,) * lengths if lengths > 0 else (shape[dim],)
+    elif isinstance(lengths, int):
+        parts = lengths if lengths > 0 else 1
+        lengths = (shape[dim] // parts,) * parts
+    if lengths is None or sum(lengths) != shape[dim]:
+        raise ShardingError(
+            f"a weight of shape {tuple(shape)} that {list(spec.patterns)} match is no {spec.shape}",
+            cure="tensor_parallel.partition_config.layer_specs.shape: the parts of the dimension add up to its length",
+            value=spec.shape,
+        )
+    return ParallelStyle(spec.partition_type, sections=tuple(lengths))
+
+
+def _weights(modules: Mapping[str, nn.Module]) -> Iterable[str]:
+    return (f"{name}.weight" for name, module in modules.items() if isinstance(module, nn.Linear))
