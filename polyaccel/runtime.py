@@ -28,12 +28,12 @@ from polyaccel.comm.wrappers.quantized import QuantizedCommunicator
 from polyaccel.config import Config, ResolvedConfig, resolve_config
 from polyaccel.config.meshes import mesh_of
 from polyaccel.config.sections.offload import OffloadDevice
-from polyaccel.engine.about import about_run
+from polyaccel.engine.about import run_metadata
 from polyaccel.engine.base import EngineParts
 from polyaccel.engine.console import show_log
 from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.model_adapter import ModelAdapter
-from polyaccel.engine.same_training import require_same_training, training_facts
+from polyaccel.engine.rank_consistency import require_same_training, training_facts
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.mesh import Mesh
@@ -109,9 +109,9 @@ class EngineBuilder:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What `about_run` tells of this run."""
+        """What `run_metadata` tells of this run."""
         storage = self.config.checkpoint.storage_plugin[0]
-        return about_run(self.config.public_tree(), storage, self.accelerator, self.mesh)
+        return run_metadata(self.config.public_tree(), storage, self.accelerator, self.mesh)
 
     def apply_to_process(self) -> None:
         """Do what concerns the whole process: keep freed memory for the next step, show the log, tell what the config

@@ -90,7 +90,7 @@ def train(job: Job, result: Path, *, apart: bool) -> None:
     from bench.measure import PhaseClock
     from bench.steps.model import Gpt, draw_batch, load_corpus
     from bench.steps.trainers import build_trainer, load_library
-    from polyaccel.checkpoint.replica.replicas import ReplicaPolicy, Replicas
+    from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy, Replicas
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -4,7 +4,7 @@ from polyaccel.checkpoint.commit import Commit
 from polyaccel.checkpoint.manifest import BlobEntry, Manifest
 from polyaccel.checkpoint.pieces import TensorPiece
 from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.steps import TagValidation
+from polyaccel.checkpoint.save_protocol import TagValidation
 from polyaccel.checkpoint.storage import FileStorage, Storage
 from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.checkpoint.writer import save_checkpoint

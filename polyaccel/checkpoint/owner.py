@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"([0-9a-f]{8})-(\d{1,12})-(\d{1,20})")
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class ProcessIdentity:
     """A process. `machine` stands for a boot of a kernel and a space of process ids; `started` is when the process
     began, in the system's own ticks (0 where it does not say)."""
 
@@ -33,12 +33,12 @@ class Owner:
     started: int
 
     @classmethod
-    def me(cls) -> Owner:
+    def me(cls) -> ProcessIdentity:
         """This process."""
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Owner:
+    def of(cls, pid: int) -> ProcessIdentity:
         """The living process of that id on this machine."""
         return cls(_machine(), pid, _started(pid) or 0)
 
@@ -48,7 +48,7 @@ class Owner:
         return f"{self.machine:08x}-{self.pid}-{self.started}"
 
     @classmethod
-    def in_name(cls, name: str) -> Owner | None:
+    def in_name(cls, name: str) -> ProcessIdentity | None:
         """The owner whose token is in a file's name; None if there is none."""
         found = _TOKEN.search(name)
         return None if found is None else cls(int(found[1], 16), int(found[2]), int(found[3]))
@@ -73,13 +73,13 @@ class OwnerNote(BaseModel):
     since_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
     @classmethod
-    def by(cls, owner: Owner, now_s: float) -> OwnerNote:
+    def by(cls, owner: ProcessIdentity, now_s: float) -> OwnerNote:
         """The note of a process of this machine."""
         return cls(host=socket.gethostname(), since_s=now_s, **asdict(owner))
 
     @property
-    def owner(self) -> Owner:
-        return Owner(self.machine, self.pid, self.started)
+    def owner(self) -> ProcessIdentity:
+        return ProcessIdentity(self.machine, self.pid, self.started)
 
 
 @cache

@@ -15,16 +15,16 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.background.client import settle
+from polyaccel.checkpoint.async_save.client import settle
+from polyaccel.checkpoint.collective_call import barrier, on_rank_0, run_on_all
 from polyaccel.checkpoint.commit import Commit, check_tag, read_commit, read_latest, read_manifest, tag_names
+from polyaccel.checkpoint.cooperative_read.blobs import read_blobs
+from polyaccel.checkpoint.cooperative_read.extents import Extent, ExtentTable, FileLocations
+from polyaccel.checkpoint.cooperative_read.reading import CooperativeReader
+from polyaccel.checkpoint.cooperative_read.windows import MemoryGroups
 from polyaccel.checkpoint.manifest import Manifest
-from polyaccel.checkpoint.places.choosing import choose_apart
+from polyaccel.checkpoint.per_node.choosing import select_checkpoint
 from polyaccel.checkpoint.recognition import recognise, recognise_file
-from polyaccel.checkpoint.shared_outcome import agreed, meet, on_rank_0
-from polyaccel.checkpoint.sharing.blobs import read_blobs
-from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
-from polyaccel.checkpoint.sharing.reading import SharedReading
-from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage, as_storage
 from polyaccel.checkpoint.tensors import Piece, TensorEntry
 from polyaccel.comm.base import Communicator
@@ -60,14 +60,14 @@ class CheckpointReader:
     """The complete checkpoint that `commit` names, for reading. Holds no file open."""
 
     def __init__(
-        self, storage: Storage, commit: Commit, manifest: Manifest, whereabouts: Whereabouts | None = None
+        self, storage: Storage, commit: Commit, manifest: Manifest, whereabouts: FileLocations | None = None
     ) -> None:
         self.storage = storage
         self.commit = commit
         self._manifest = manifest
         self._whereabouts = whereabouts
         self._verified: set[Piece] = set()
-        self._together: SharedReading | None = None
+        self._together: CooperativeReader | None = None
         self._blobs: dict[int, dict[str, bytes]] = {}
         """Those of some ranks, already read."""
 
@@ -124,7 +124,7 @@ class CheckpointReader:
         self._check_dtype(tensor, dtype, may_cast=True)
         for piece, _ in tensor.touched(block, start, length):
             if self._together is not None:
-                self._together.want(Extent.of_piece(tensor, piece))
+                self._together.request(Extent.of_piece(tensor, piece))
             elif piece not in self._verified:
                 self._read_piece(tensor, piece)
                 self._verified.add(piece)
@@ -185,20 +185,20 @@ class CheckpointReader:
     @contextmanager
     def together(
         self, communicator: Communicator, step: str, *, most_nbytes: int | None = None
-    ) -> Iterator[SharedReading]:
+    ) -> Iterator[CooperativeReader]:
         """All ranks of `communicator`, which opened the same save, read it together: each byte range once per host.
 
         Blobs of rank 0 and of this rank are read at once. In the block `verify` notes what this rank will read, then
-        `SharedReading.verify` reads it, then `read_into` is for `SharedReading.take_over`. Collective. `most_nbytes`
+        `CooperativeReader.verify` reads it, then `read_into` is for `CooperativeReader.load`. Collective. `most_nbytes`
         is as there. Raises CheckpointError on every rank, naming `step`.
         """
-        where = self._whereabouts or Whereabouts.shared(communicator.world_size)
+        where = self._whereabouts or FileLocations.shared(communicator.world_size)
         groups = MemoryGroups.found(communicator, where.places)
         try:
             folder = self.commit.folder
             self._blobs |= read_blobs(communicator, self.storage, folder, self._manifest, where, groups, step)
             table = ExtentTable.of_tensors(self._manifest)
-            with SharedReading(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
+            with CooperativeReader(communicator, self.storage, folder, table, where, groups, most_nbytes) as reading:
                 self._together = reading
                 yield reading
         finally:
@@ -208,7 +208,7 @@ class CheckpointReader:
     def _read_piece(self, tensor: TensorEntry, piece: Piece) -> bytes | memoryview:
         extent = Extent.of_piece(tensor, piece)
         if self._together is not None and self._together.is_wanted(extent):
-            return self._together.get(extent)
+            return self._together.read(extent)
         return self._read_alone(extent)
 
     def _read_alone(self, extent: Extent) -> bytes:
@@ -291,9 +291,9 @@ def open_checkpoint(
     storage = as_storage(source)
     if communicator is None:
         return _choose(storage, tag, fallback)
-    meet(communicator, "open_checkpoint")
+    barrier(communicator, "open_checkpoint")
     if not storage.is_shared:
-        chosen = choose_apart(storage, tag, communicator, fallback=fallback)
+        chosen = select_checkpoint(storage, tag, communicator, fallback=fallback)
         return CheckpointReader(storage, chosen.commit, chosen.manifest, chosen.whereabouts)
     readers: list[CheckpointReader] = []
 
@@ -307,7 +307,7 @@ def open_checkpoint(
 
     marker = on_rank_0(communicator, "opening a checkpoint", choose)
     commit = Commit.from_bytes(marker, "the commit marker that rank 0 read")
-    agreed(communicator, f"opening {commit.folder}", follow)
+    run_on_all(communicator, f"opening {commit.folder}", follow)
     return readers[0]
 
 

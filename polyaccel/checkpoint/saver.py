@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 from polyaccel.accelerators.memory.host import memory_stats
-from polyaccel.checkpoint.background import client
-from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.places.beside import SavingThread, communicator_beside
-from polyaccel.checkpoint.places.saving import save_places, write_apart
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
+from polyaccel.checkpoint.async_save import client
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
+from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
+from polyaccel.checkpoint.per_node.save_thread import SavingThread, communicator_beside
+from polyaccel.checkpoint.per_node.saving import save_places, write_per_node
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
-from polyaccel.checkpoint.saves import adopt, begin_hold, clear_leftovers, end_hold, new_folder, note_owner
-from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
-from polyaccel.checkpoint.steps import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
+from polyaccel.checkpoint.save_folders import adopt, clear_leftovers, end_hold, lock_folder, new_folder, note_owner
+from polyaccel.checkpoint.save_protocol import SaveContents, SavePart, TagValidation, abandon, agree_on_parts
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.checkpoint.writer import write_parts
 from polyaccel.comm.base import Communicator
@@ -193,7 +193,7 @@ class _UnderWay:
         self._communicator = communicator
         self._tag, self._storage, self._folder = tag, storage, folder
         self._pending: client.Save | None = None
-        self._outcomes: list[client.Ending | None] = []
+        self._outcomes: list[client.SaveOutcome | None] = []
 
     @classmethod
     def begin(
@@ -214,7 +214,7 @@ class _UnderWay:
             storage.check_space(nbytes)
             folder = new_folder(storage, tag)
             adopt(client.owner())
-            begin_hold(storage, f"{tag}/{folder}")
+            lock_folder(storage, f"{tag}/{folder}")
             try:
                 note_owner(storage, f"{tag}/{folder}", client.owner())
             except BaseException:
@@ -241,7 +241,7 @@ class _UnderWay:
             )
 
         try:
-            agreed(communicator, f"staging {tag!r}", hand_over)
+            run_on_all(communicator, f"staging {tag!r}", hand_over)
         except CheckpointError:
             save._give_up()
             raise
@@ -253,7 +253,7 @@ class _UnderWay:
         communicator: Communicator,
         beside: Communicator,
         storage: Storage,
-        places: Places,
+        places: StorageNodes,
         policy: SavePolicy,
         tag: str,
         part: SavePart,
@@ -263,10 +263,10 @@ class _UnderWay:
         """Copy every rank's part, and let threads beside the ranks, whose communicator is `beside`, write them on the
         hosts' own storages. Collective."""
         images: list[Image] = []
-        agreed(communicator, f"staging {tag!r}", lambda: images.append(filled(part)))
+        run_on_all(communicator, f"staging {tag!r}", lambda: images.append(filled(part)))
         save = cls(communicator, tag, storage, "")
         write = partial(
-            write_apart,
+            write_per_node,
             storage,
             places,
             tag,
@@ -277,7 +277,7 @@ class _UnderWay:
             read=images[0].reading(part.layout),
         )
         save._pending = SavingThread(write)
-        client.look_after(save._pending)
+        client.register_pending(save._pending)
         return save
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
@@ -286,7 +286,7 @@ class _UnderWay:
         assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
         told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.cure))
-        self._outcomes = [None if each is None else client.Ending(*each) for each in told]
+        self._outcomes = [None if each is None else client.SaveOutcome(*each) for each in told]
         if all(outcome is not None for outcome in self._outcomes):
             end_hold(self._storage, f"{self._tag}/{self._folder}")
             return True
@@ -309,7 +309,7 @@ class _UnderWay:
     def close(self) -> None:
         """Wait for this rank's part alone. Raises CheckpointError if it failed."""
         assert self._pending is not None  # unless `begin` raised
-        self._pending.last()
+        self._pending.finish_soon()
         self._outcomes = [self._pending.outcome(timeout_s=None)]
         end_hold(self._storage, f"{self._tag}/{self._folder}")
         self.check()

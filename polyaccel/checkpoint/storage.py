@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
 from polyaccel.accelerators.base import Probe
-from polyaccel.checkpoint.owner import Owner
+from polyaccel.checkpoint.owner import ProcessIdentity
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.registry import PluginGroup, load_plugin
 
@@ -146,7 +146,7 @@ class FileStorage(Storage):
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         target = self._resolve(path)
-        temporary = target.with_name(f".{target.name}.{Owner.me().token}-{next(_writes)}{_UNFINISHED}")
+        temporary = target.with_name(f".{target.name}.{ProcessIdentity.me().token}-{next(_writes)}{_UNFINISHED}")
         with self._explain(path, "write"):
             try:
                 with self._open_new(temporary) as file:
@@ -222,7 +222,7 @@ class FileStorage(Storage):
         with self._explain(path, "clear"), suppress(FileNotFoundError):
             for name in os.listdir(folder):
                 if name.startswith(".") and name.endswith(_UNFINISHED):
-                    owner, place = Owner.in_name(name), folder / name
+                    owner, place = ProcessIdentity.in_name(name), folder / name
                     with suppress(FileNotFoundError):  # it was finished just now
                         if owner is None or not owner.is_alive(age_s=time.time() - place.stat().st_mtime):
                             place.unlink()

@@ -11,15 +11,15 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.commit import Commit
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
+from polyaccel.checkpoint.per_node.saving import save_places, write_per_node
 from polyaccel.checkpoint.pieces import RankFile, TensorPiece, reading
-from polyaccel.checkpoint.places.saving import save_places, write_apart
-from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
-from polyaccel.checkpoint.saves import clear_leftovers, new_save
-from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
-from polyaccel.checkpoint.steps import (
+from polyaccel.checkpoint.save_folders import clear_leftovers, new_save
+from polyaccel.checkpoint.save_protocol import (
     SaveContents,
     SavePart,
     TagValidation,
@@ -78,14 +78,14 @@ def write_parts(
     communicator: Communicator,
     save_latest: bool,
     retention: Retention,
-    places: Places | None = None,
+    places: StorageNodes | None = None,
 ) -> Commit:
     """The rest of `save_checkpoint`: write what the ranks agreed on, `nbytes` in all. Collective. `places`: where that
     is known already."""
     if not storage.is_shared:
         places = places or save_places(storage, communicator)
         if places.count > 1:
-            return write_apart(
+            return write_per_node(
                 storage, places, tag, part, communicator=communicator, save_latest=save_latest, retention=retention
             )
     with ExitStack() as owned:
@@ -95,7 +95,7 @@ def write_parts(
         file = RankFile(part.layout.name)
         path = f"{tag}/{folder}/{file.name}"
         try:
-            agreed(
+            run_on_all(
                 communicator,
                 f"writing {tag!r}",
                 lambda: storage.write(path, file.chunks(part.layout, reading(part.contents))),

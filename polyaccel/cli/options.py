@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
         type=_count,
         metavar="N",
         help="start the ranks again when one fails, at most N times, and keep replicas in memory for them meanwhile "
-        '("checkpoint.replica" in the config); not when the job was asked to end by a signal (default: 0, and 3 with '
+        '("checkpoint.in_memory" in the config); not when the job was asked to end by a signal (default: 0, and 3 with '
         "--elastic-training)",
     )
     add(

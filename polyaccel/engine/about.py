@@ -15,7 +15,7 @@ from polyaccel.registry import PluginGroup, find_plugin
 _PACKAGES = ("polyaccel", "torch", "jax", "numpy", "safetensors", "transformers")
 
 
-def about_run(config: Mapping[str, Any], storage: str, accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
+def run_metadata(config: Mapping[str, Any], storage: str, accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
     """Plain values: versions of packages, the plugins and where they are from, the mesh, and `config`, a tree of JSON.
     `storage` is the name of the storage's plugin."""
     return {

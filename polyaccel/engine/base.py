@@ -10,18 +10,18 @@ from typing import Any
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.checkpoint import CheckpointReader, Storage, open_checkpoint
-from polyaccel.checkpoint.replica.replicas import Replicas
+from polyaccel.checkpoint.in_memory.replicas import Replicas
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.saver import Saver
-from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.config import ResolvedConfig
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.loss_scale import LossScaler
-from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink
 from polyaccel.engine.progress import EngineSettings, RunProgress
+from polyaccel.engine.rank_consistency import warn_of_uneven_batches
 from polyaccel.engine.recording import StepAlarms, StepRecorder, StepTrace
-from polyaccel.engine.same_training import warn_of_uneven_batches
+from polyaccel.engine.stats.work import WorkCounter
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh

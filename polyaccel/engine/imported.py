@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.tensors import BUFFER, PARAM
 from polyaccel.checkpoint.views.name_map import RenamedReader
-from polyaccel.engine.resuming import TrainingRun
+from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.zero.update.optimizers import PeerState
 

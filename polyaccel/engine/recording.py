@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from polyaccel.accelerators.base import Accelerator, MemoryStats
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
-from polyaccel.engine.measures.calls import CallCounter
-from polyaccel.engine.measures.device_laps import DeviceLaps
-from polyaccel.engine.measures.memory import by_purpose, memory_in_use
-from polyaccel.engine.measures.work import WorkCounter
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
 from polyaccel.engine.state import TrainedMemory, TrainedParams
+from polyaccel.engine.stats.calls import CallCounter
+from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
+from polyaccel.engine.stats.memory import by_purpose, memory_in_use
+from polyaccel.engine.stats.work import WorkCounter
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
 from polyaccel.readiness import STEP, report_to_launcher
 from polyaccel.zero.update.optimizer_step import StepResult
@@ -111,7 +111,7 @@ class StepRecorder:
         self.work = work
         self.rank = communicator.rank
         marks = (reporting.phases or alarms is not None) and accelerator.capabilities().streams
-        self.timer = PhaseTimer(DeviceLaps(lambda: accelerator.current_stream().record()) if marks else None)
+        self.timer = PhaseTimer(DevicePhaseTimer(lambda: accelerator.current_stream().record()) if marks else None)
         self.last: StepMetrics | None = None
         self._accelerator = accelerator
         self._communicator = communicator

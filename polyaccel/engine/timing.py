@@ -7,7 +7,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, get_args
 
-from polyaccel.engine.measures.device_laps import DeviceLaps
+from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
 
 Phase = Literal["data", "forward", "backward", "reduce", "update", "publish", "other"]
 """`data`: waiting for the next micro-batch. `reduce`: starting and awaiting gradient reductions. `publish`: making the
@@ -27,7 +27,7 @@ class PhaseTimer:
     `laps` has the device's own. One thread at a time (autograd's threads run while the caller's waits for them).
     """
 
-    def __init__(self, laps: DeviceLaps | None = None) -> None:
+    def __init__(self, laps: DevicePhaseTimer | None = None) -> None:
         self._device = laps
         self.on_lap: Callable[[str, bool], object] | None = None
         """Called where a phase begins (its name, True) and where the last one that began ends (its name, False)."""

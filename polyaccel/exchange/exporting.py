@@ -24,7 +24,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
+class ExportTensor:
     """A tensor on its way out, as `dtype`."""
 
     reader: CheckpointReader
@@ -52,7 +52,7 @@ class OutTensor:
             yield data.tobytes()
 
 
-def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) -> tuple[OutTensor, ...]:
+def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) -> tuple[ExportTensor, ...]:
     """The tensors of these `kinds`, sorted by name, the floating ones as `dtype` (None: as they were saved).
 
     A tied weight was saved once, under its first name. Raises CheckpointError where nothing is of a kind, or two kinds
@@ -79,7 +79,7 @@ def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) 
                 )
             names[tensor.fqn] = kind
     return tuple(
-        OutTensor(reader, tensor, dtype if dtype is not None and tensor.dtype.is_floating else tensor.dtype)
+        ExportTensor(reader, tensor, dtype if dtype is not None and tensor.dtype.is_floating else tensor.dtype)
         for tensor in sorted((each for tensors in found.values() for each in tensors), key=lambda each: each.fqn)
     )
 
@@ -89,9 +89,9 @@ def default_kinds() -> tuple[str, ...]:
     return (PARAM, BUFFER)
 
 
-def in_files(tensors: Sequence[OutTensor], most_nbytes: int) -> list[list[OutTensor]]:
+def in_files(tensors: Sequence[ExportTensor], most_nbytes: int) -> list[list[ExportTensor]]:
     """The tensors as one list a file, of at most `most_nbytes` each; a larger tensor has a file of its own."""
-    files: list[list[OutTensor]] = [[]]
+    files: list[list[ExportTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if files[-1] and filled + tensor.nbytes > most_nbytes:
@@ -109,7 +109,7 @@ def file_names(stem: str, suffix: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
 
 
-def index_of(files: Sequence[Sequence[OutTensor]], names: Sequence[str]) -> dict[str, Any]:
+def index_of(files: Sequence[Sequence[ExportTensor]], names: Sequence[str]) -> dict[str, Any]:
     """The index of several files, as transformers reads it."""
     where = {tensor.name: name for tensors, name in zip(files, names, strict=True) for tensor in tensors}
     total = sum(tensor.nbytes for tensors in files for tensor in tensors)
@@ -117,7 +117,7 @@ def index_of(files: Sequence[Sequence[OutTensor]], names: Sequence[str]) -> dict
 
 
 @contextmanager
-def mapped(folder: Path, tensors: Sequence[OutTensor], progress: Progress) -> Iterator[list[npt.NDArray[np.uint8]]]:
+def mapped(folder: Path, tensors: Sequence[ExportTensor], progress: Progress) -> Iterator[list[npt.NDArray[np.uint8]]]:
     """The bytes of the tensors, for libraries that want all at once: in a file in `folder`, mapped into memory, so that
     the system may drop what it needs the room for. The file is gone when the block is left."""
     with TemporaryDirectory(prefix=".export-", dir=folder) as scratch:

@@ -1,7 +1,7 @@
 """Writing a checkpoint of tensors that come from elsewhere, so that an engine loads it like one of its own.
 
 [Note: What an import says of the run]
-A checkpoint has plain values beside its tensors (`polyaccel.engine.resuming.SavedValues`). Weights alone say nothing of
+A checkpoint has plain values beside its tensors (`polyaccel.engine.resume.SavedValues`). Weights alone say nothing of
 a run: its counts are zero, its optimizer is unknown, and no parameter counts as trained, so that an engine begins the
 optimizer states of each anew. Where states come too, their parameters count as trained, with their updates.
 """
@@ -28,7 +28,7 @@ NO_LIMIT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class InTensor:
+class ImportTensor:
     """A tensor on its way in. `read(start, numel)` gives the bytes of elements of the flattened tensor."""
 
     fqn: str
@@ -40,7 +40,7 @@ class InTensor:
     @classmethod
     def in_file(
         cls, fqn: str, shape: tuple[int, ...], dtype: DType, file: Path, offset: int, kind: str = PARAM
-    ) -> InTensor:
+    ) -> ImportTensor:
         """A tensor that lies in a file from byte `offset` on."""
 
         def read(start: int, numel: int) -> bytes:
@@ -73,7 +73,7 @@ class Incoming:
     `polyaccel.engine.imported` for the `family` and `positions`; `numbers` are states of one number a parameter.
     """
 
-    tensors: Sequence[InTensor]
+    tensors: Sequence[ImportTensor]
     steps: Mapping[str, int] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] | None = None
     members: Sequence[Sequence[str]] | None = None
@@ -150,7 +150,7 @@ def imported(incoming: Incoming, directory: str, tag: str, origin: str, progress
     return commit
 
 
-def _piece(tensor: InTensor, progress: Callable[[int], None]) -> TensorPiece:
+def _piece(tensor: ImportTensor, progress: Callable[[int], None]) -> TensorPiece:
     def read(start: int, numel: int) -> bytes:
         data = tensor.read(start, numel)
         progress(len(data))

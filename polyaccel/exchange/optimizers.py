@@ -8,7 +8,7 @@ from typing import Any
 
 from polyaccel.engine.imported import position_name
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.tagged_json import is_serializable
 
 STEP = "step"
@@ -85,7 +85,7 @@ class PeerOptimizer:
     """States and groups as they are found: `add` for each state, then `joined` to what else there is."""
 
     origin: str
-    tensors: list[InTensor] = field(default_factory=list)
+    tensors: list[ImportTensor] = field(default_factory=list)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.saves import rank_file
+from polyaccel.checkpoint.save_folders import rank_file
 from polyaccel.errors import CheckpointError
 
 

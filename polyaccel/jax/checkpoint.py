@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
-from polyaccel.checkpoint.steps import SaveContents
-from polyaccel.checkpoint.views.given_values import GivenReader
+from polyaccel.checkpoint.save_protocol import SaveContents
+from polyaccel.checkpoint.views.custom_load import CustomLoadReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
-from polyaccel.engine.resuming import SavedValues, Takeover, TrainingRun, check_names, try_out, wanted_state
+from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.jax.custom_loading import OwnTree
@@ -62,14 +62,14 @@ def load_run(
     custom: OwnTree | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Take over a checkpoint's state. Collective. Returns its path and the client state. `custom` makes the
-    parameters, see [Note: A user's own loading] in `checkpoint.views.given_values`.
+    parameters, see [Note: A user's own loading] in `checkpoint.views.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
     run.zero.params.wait_all_gathers()
     members = run.members()
 
-    def check() -> Takeover:
+    def check() -> LoadPlan:
         return _check(
             run,
             stacking,
@@ -95,14 +95,14 @@ def _check(
     schedule: bool,
     name_map: NameMap | None,
     custom: OwnTree | None,
-) -> Takeover:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
+) -> LoadPlan:
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resume`.
     `members` are the parameters of all stages of a pipeline."""
     shapes = dict(stacking.in_whole(param.fqn, param.shape, 0)[:2] for param in run.zero.layout.params)
     renamed = RenamedReader(saved, name_map, shapes, stacking.layers)
     state_names(saved, None, wanted=optimizer_states)
     renamed.scalars = own_scalars(run, renamed, members, wanted=optimizer_states)
-    reader: RenamedReader | GivenReader = renamed
+    reader: RenamedReader | CustomLoadReader = renamed
     values = SavedValues.of(reader)
     if custom is None:
         check_names(run.zero, reader, strict=True, elsewhere=members)
@@ -110,7 +110,7 @@ def _check(
         given = custom.values(saved, run.accelerator.allocate)
         given.check(shapes)
         own = {param.fqn: param.global_shape for param in run.zero.layout.params}
-        reader = GivenReader(renamed, given.in_parts(stacking.layers), own)
+        reader = CustomLoadReader(renamed, given.in_parts(stacking.layers), own)
     run.check_progress(values)
     sources = run.match_groups(reader, values, members, wanted=optimizer_states)
     wanted = wanted_state(run.zero, reader, optimizer_states=optimizer_states, strict=True)
@@ -129,7 +129,7 @@ def _check(
     if of_schedule is not None:
         if IMPORTED in saved.scalars:
             of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
-        try_out(run.schedule, of_schedule)
+        validate_state_dict(run.schedule, of_schedule)
     wanted.verify(reader)
 
     def read() -> None:
@@ -146,4 +146,4 @@ def _check(
             run.schedule.load_state_dict(of_schedule)
 
     steps = {fqn: reader.steps_of(fqn) for fqn in run.zero.steps} if sources is not None else {}
-    return Takeover(read=read, is_whole=optimizer_states, steps=steps)
+    return LoadPlan(read=read, is_whole=optimizer_states, steps=steps)

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.steps import SaveContents
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.base import Engine
-from polyaccel.engine.resuming import TrainingRun
+from polyaccel.engine.resume import TrainingRun
 from polyaccel.engine.timing import OUTSIDE
 from polyaccel.errors import PolyaccelError
 from polyaccel.jax.adapter import JaxAdapter

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyaccel.accelerators.memory.numpy import numpy_dtype
-from polyaccel.engine.measures.work import WorkCounter
+from polyaccel.engine.stats.work import WorkCounter
 from polyaccel.types import DType, ParamSpec
 from polyaccel.watch.profiles.report import ProfileSettings, report_profile
 from polyaccel.watch.profiles.tree import ProfileNode, tree_of

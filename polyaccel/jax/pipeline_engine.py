@@ -12,7 +12,7 @@ from zlib import crc32
 import jax
 import jax.numpy as jnp
 
-from polyaccel.engine.same_training import require_same_training
+from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.jax.pipeline.chunk import ChunkProgram, ForwardPass
 from polyaccel.jax.pipeline.exchange import ArrayExchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from polyaccel.checkpoint.replica.replicas import ReplicaPolicy
+from polyaccel.checkpoint.in_memory.replicas import ReplicaPolicy
 from polyaccel.checkpoint.retention.rules import KeepBest, Retention
 from polyaccel.checkpoint.saver import SavePolicy
 from polyaccel.config import ResolvedConfig

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.torch_device import torch_device_of
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.steps import SaveContents
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.views.name_map import NameMap
 from polyaccel.engine.base import Engine, learning_rates
 from polyaccel.engine.timing import OUTSIDE

@@ -311,7 +311,7 @@ class EngineParameters:
             )
 
 
-def take_over(model: nn.Module) -> None:
+def load(model: nn.Module) -> None:
     """Let engines that hold parameters of `model` hand them over to a new one. Collective where they are sharded.
 
     Raises ShardingError where such an engine has other parameters too, and `model` as well.

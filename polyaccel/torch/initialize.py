@@ -31,7 +31,7 @@ from polyaccel.torch.api.optimizer_proof import check_sliceable
 from polyaccel.torch.context_parallel import SequenceSettings, apply_context_parallel
 from polyaccel.torch.deferred_init.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
-from polyaccel.torch.engine_registry import take_over
+from polyaccel.torch.engine_registry import load
 from polyaccel.torch.fsdp.sharded import require_unsharded
 from polyaccel.torch.moe.balance import loss_free_balancer
 from polyaccel.torch.moe.load_metrics import ExpertLoadMetrics
@@ -87,7 +87,7 @@ def initialize(
     if not is_initialized() and dist_init_required is not False:
         comm.init_distributed(config=parsed, distributed_port=distributed_port)
     runtime = replace(build(parsed), training_data=_described(training_data))
-    take_over(model)
+    load(model)
     runtime.enter_groups()
     require_groups(mpu, runtime.mesh, runtime.communicator.rank)
     device = torch_device_of(runtime.accelerator)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
-from polyaccel.engine.same_training import require_same_training
+from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RUN_FILE = "run.json"
-"""What `about_run` tells, the number of ranks, and when the run was last started."""
+"""What `run_metadata` tells, the number of ranks, and when the run was last started."""
 METRICS_FILE = "metrics.jsonl"
 """Rank 0's steps, figures of the user's own, alarms."""
 RANKS_FOLDER = "ranks"

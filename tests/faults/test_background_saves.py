@@ -21,9 +21,9 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.background import client
+from polyaccel.checkpoint.async_save import client
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.saver import SavePolicy, Saver
-from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads

@@ -231,7 +231,7 @@ def test_a_file_that_changes_during_a_load_leaves_an_engine_that_refuses_to_trai
         engine, first = save_two(communicator, model, str(tmp_path), stage)
         communicator.barrier()
         if communicator.rank == 0:
-            monkeypatch.setattr("polyaccel.engine.resuming.WantedState.read", failing)
+            monkeypatch.setattr("polyaccel.engine.resume.WantedState.read", failing)
         communicator.barrier()
         with pytest.raises(CheckpointError, match=r"taking over 'second' failed on rank 0: .*the disk went away"):
             engine.load_checkpoint(str(tmp_path), tag="second")

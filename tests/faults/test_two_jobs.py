@@ -17,8 +17,8 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import FileStorage, TensorPiece, open_checkpoint, save_checkpoint
 from polyaccel.checkpoint.commit import read_latest
-from polyaccel.checkpoint.owner import ABANDONED_AFTER_S, Owner, OwnerNote
-from polyaccel.checkpoint.saves import OWNER, save_folders
+from polyaccel.checkpoint.owner import ABANDONED_AFTER_S, OwnerNote, ProcessIdentity
+from polyaccel.checkpoint.save_folders import OWNER, save_folders
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.types import DType
 
@@ -154,9 +154,9 @@ def die() -> None:
     raise Killed
 
 
-def dead_process() -> Owner:
+def dead_process() -> ProcessIdentity:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        note = Owner(Owner.me().machine, process.pid, started_of(process.pid))
+        note = ProcessIdentity(ProcessIdentity.me().machine, process.pid, started_of(process.pid))
         assert note.is_alive(0.0)
         process.communicate(b"\n")
     return note
@@ -166,7 +166,7 @@ def started_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def leave(place: Path, owner: Owner, tag: str, since_s: float) -> Path:
+def leave(place: Path, owner: ProcessIdentity, tag: str, since_s: float) -> Path:
     """What a save of `owner` would leave if it were killed now: a folder, a file in it and unfinished files."""
     folder = place / tag / "save-0001-00000000"
     folder.mkdir(parents=True)
@@ -190,8 +190,8 @@ def test_what_a_killed_save_left_goes_with_the_next_save_of_any_tag(tmp_path: Pa
 
 @pytest.mark.parametrize("whose", ["living", "another host's"])
 def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: pytest.LogCaptureFixture) -> None:
-    parent = Owner(Owner.me().machine, os.getppid(), started_of(os.getppid()))
-    owner = parent if whose == "living" else Owner(12345, 1, 1)
+    parent = ProcessIdentity(ProcessIdentity.me().machine, os.getppid(), started_of(os.getppid()))
+    owner = parent if whose == "living" else ProcessIdentity(12345, 1, 1)
     now = Path(tmp_path).stat().st_mtime
     with TABLE.case(
         "files of a save that goes on",
@@ -208,7 +208,9 @@ def test_what_a_living_process_writes_stays(tmp_path: Path, whose: str, caplog: 
 
 def test_what_another_host_left_goes_after_a_day(tmp_path: Path) -> None:
     with TABLE.case("files of another host, a day old", Ends("none", "the next save clears them", code="0")):
-        leave(tmp_path, Owner(12345, 1, 1), "t", since_s=Path(tmp_path).stat().st_mtime - 2 * ABANDONED_AFTER_S)
+        leave(
+            tmp_path, ProcessIdentity(12345, 1, 1), "t", since_s=Path(tmp_path).stat().st_mtime - 2 * ABANDONED_AFTER_S
+        )
         for path in tmp_path.rglob(".*.tmp"):
             os.utime(path, (0.0, 0.0))
         save(FileStorage(tmp_path), 1.0)

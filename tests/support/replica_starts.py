@@ -12,7 +12,7 @@ from parity_models import VOCAB, assert_bitwise, grouped, make_config, on_thread
 from torch import nn
 
 import polyaccel
-from polyaccel.checkpoint.replica import replicas
+from polyaccel.checkpoint.in_memory import replicas
 from polyaccel.comm.base import Communicator
 
 SAMPLES = 96

@@ -20,7 +20,7 @@ from typing import Any
 
 from polyaccel.checkpoint.commit import MARKER, Commit, read_commit, read_latest, read_manifest, tag_names
 from polyaccel.checkpoint.retention.rules import Retention, SavedTag, TagState
-from polyaccel.checkpoint.saves import save_folders
+from polyaccel.checkpoint.save_folders import save_folders
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
 

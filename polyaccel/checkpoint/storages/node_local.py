@@ -8,7 +8,7 @@ from polyaccel.checkpoint.storage import FileStorage
 class NodeLocalStorage(FileStorage):
     """A directory that only the ranks of one host see: of the same name on every host, or of another.
 
-    Each host has the files of its ranks and a copy of its neighbour's; see `polyaccel.checkpoint.places`.
+    Each host has the files of its ranks and a copy of its neighbour's; see `polyaccel.checkpoint.per_node`.
     """
 
     name = "node_local"

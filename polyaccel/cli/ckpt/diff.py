@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from polyaccel.cli.ckpt.shown import add_storage, print_table, progress
-from polyaccel.exchange.differing import Difference, difference
-from polyaccel.exchange.places import opened
+from polyaccel.exchange.diff import Difference, difference
+from polyaccel.exchange.locate import opened
 from polyaccel.exchange.verifying import checked_nbytes
 from polyaccel.types import DType
 

@@ -11,15 +11,15 @@ from polyaccel.checkpoint import CheckpointReader
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
 from polyaccel.cli.plan.verb import parse_size
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import OutTensor, Progress, chosen, default_kinds
-from polyaccel.exchange.places import opened
+from polyaccel.exchange.exporting import ExportTensor, Progress, chosen, default_kinds
+from polyaccel.exchange.locate import opened
 from polyaccel.types import DType
 
 FORMATS = ("safetensors", "bin", "dcp", "orbax")
 GROUP = "polyaccel.exporters"
 """Entry points of packages that write more formats: functions of (folder, reader, tensors, progress) that return the
 names of what they wrote."""
-Writer = Callable[[Path, CheckpointReader, Sequence[OutTensor], Progress], list[str]]
+Writer = Callable[[Path, CheckpointReader, Sequence[ExportTensor], Progress], list[str]]
 _STATE_DICTS = ("safetensors", "bin")
 
 
@@ -89,7 +89,7 @@ def _writer(name: str) -> Writer:
     raise CheckpointError(f"--format {name}: expected one of {known}", cure=cure, value=name)
 
 
-def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[OutTensor, ...]:
+def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[ExportTensor, ...]:
     try:
         dtype = None if args.dtype is None else DType.parse(args.dtype)
     except ShardingError as error:

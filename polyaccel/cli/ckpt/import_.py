@@ -14,7 +14,7 @@ from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.cli.ckpt.shown import progress, size
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import BUFFER
-from polyaccel.exchange.importing import Incoming, InTensor, imported
+from polyaccel.exchange.importing import ImportTensor, Incoming, imported
 
 GROUP = "polyaccel.importers"
 """Entry points of packages that read more formats: functions from a path to an `Incoming`."""
@@ -88,7 +88,7 @@ def _taken(incoming: Incoming) -> list[str]:
     return taken
 
 
-def _as_buffer(tensor: InTensor, patterns: Sequence[str]) -> InTensor:
+def _as_buffer(tensor: ImportTensor, patterns: Sequence[str]) -> ImportTensor:
     is_buffer = not tensor.dtype.is_floating or any(fnmatchcase(tensor.fqn, pattern) for pattern in patterns)
     return replace(tensor, kind=BUFFER) if tensor.kind == PARAM and is_buffer else tensor
 
@@ -125,5 +125,5 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
     raise CheckpointError(f"--from {name}: expected one of {known}", cure=cure, value=name)
 
 
-def _nbytes(tensor: InTensor) -> int:
+def _nbytes(tensor: ImportTensor) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize

@@ -12,7 +12,7 @@ from typing import Any
 from polyaccel.checkpoint import CheckpointReader, TensorEntry
 from polyaccel.cli.ckpt.ls import step_of
 from polyaccel.cli.ckpt.shown import add_storage, print_table, size
-from polyaccel.exchange.places import opened
+from polyaccel.exchange.locate import opened
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ from polyaccel.checkpoint import Storage, TagStatus, open_checkpoint
 from polyaccel.checkpoint.commit import read_latest
 from polyaccel.cli.ckpt.shown import add_storage, print_table, size
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.places import listed, split
+from polyaccel.exchange.locate import listed, split
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

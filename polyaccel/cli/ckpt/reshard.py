@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
-from polyaccel.exchange.places import opened
+from polyaccel.exchange.locate import opened
 from polyaccel.exchange.resharding import resharded
 from polyaccel.exchange.verifying import checked_nbytes
 

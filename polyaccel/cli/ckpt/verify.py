@@ -6,7 +6,7 @@ import argparse
 
 from polyaccel.checkpoint import open_checkpoint
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
-from polyaccel.exchange.places import listed, split
+from polyaccel.exchange.locate import listed, split
 from polyaccel.exchange.verifying import checked_nbytes, verified
 
 

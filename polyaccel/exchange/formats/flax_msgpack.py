@@ -11,7 +11,7 @@ import numpy as np
 
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.types import DType
 
 _PARAMS = "params"
@@ -57,7 +57,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         yield ".".join(path), tree
 
 
-def _in_tensor(fqn: str, value: Any, file: Path) -> InTensor:
+def _in_tensor(fqn: str, value: Any, file: Path) -> ImportTensor:
     array = np.asarray(value)
     flat = np.ascontiguousarray(array).reshape(-1)
     try:
@@ -66,4 +66,4 @@ def _in_tensor(fqn: str, value: Any, file: Path) -> InTensor:
         raise CheckpointError(
             f"{fqn!r} in {file} is of the type {array.dtype}, which polyaccel has not", value=str(array.dtype)
         ) from error
-    return InTensor(fqn, PARAM, array.shape, dtype, lambda start, numel: flat[start : start + numel].tobytes())
+    return ImportTensor(fqn, PARAM, array.shape, dtype, lambda start, numel: flat[start : start + numel].tobytes())

@@ -17,14 +17,14 @@ import numpy as np
 from polyaccel.accelerators.memory.numpy import numpy_dtype
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError, ShardingError
-from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress, mapped
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.exporting import BUFFER, ExportTensor, Progress, mapped
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.types import DType
 
 PARAMS, BUFFERS, OPTIMIZER = "params", "buffers", "optimizer"
 
 
-def write(out: Path, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
+def write(out: Path, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
     """Write the tree. Its library wants all arrays at once: they stand in a mapped file beside it meanwhile, out of
     which it writes.
 
@@ -123,7 +123,7 @@ def _lazy(
     kind: str,
     shape: tuple[int, ...],
     dtype: DType,
-) -> InTensor:
+) -> ImportTensor:
     kept: list[Any] = []
 
     def read_elements(start: int, numel: int) -> bytes:
@@ -134,7 +134,7 @@ def _lazy(
             kept.clear()
         return data
 
-    return InTensor(fqn, kind, shape, dtype, read_elements)
+    return ImportTensor(fqn, kind, shape, dtype, read_elements)
 
 
 def _one(ocp: Any, source: Path, tree: Any, path: tuple[str, ...]) -> Any:

@@ -11,17 +11,17 @@ from typing import Any
 from polyaccel.checkpoint.pieces import SAFETENSORS_TYPES
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of
+from polyaccel.exchange.exporting import ExportTensor, Progress, file_names, in_files, index_of
 from polyaccel.exchange.formats.model_files import find_files
 from polyaccel.exchange.formats.trainer_states import with_states
-from polyaccel.exchange.importing import Incoming, InTensor
+from polyaccel.exchange.importing import ImportTensor, Incoming
 
 STEM, SUFFIX = "model", ".safetensors"
 _MOST_HEADER_NBYTES = 100_000_000
 """As the format says."""
 
 
-def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: Progress) -> list[str]:
+def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
     """Write `model.safetensors`, or several files and `model.safetensors.index.json`. Returns their names. Each file
     appears whole or not at all. Raises CheckpointError for damage, and where a file cannot be written."""
     storage = FileStorage(out)
@@ -46,7 +46,7 @@ def read(source: Path) -> Incoming:
     return with_states(Incoming([tensor for tensors in found.values() for tensor in tensors]), files)
 
 
-def _contents(tensors: Sequence[OutTensor], progress: Progress) -> Iterator[bytes]:
+def _contents(tensors: Sequence[ExportTensor], progress: Progress) -> Iterator[bytes]:
     # The larger types come first, so that each tensor is aligned to its own.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -66,7 +66,7 @@ def _contents(tensors: Sequence[OutTensor], progress: Progress) -> Iterator[byte
         yield from tensor.chunks(progress)
 
 
-def _tensors(file: Path) -> Iterator[InTensor]:
+def _tensors(file: Path) -> Iterator[ImportTensor]:
     nbytes = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -95,7 +95,7 @@ def _tensors(file: Path) -> Iterator[InTensor]:
             raise _unreadable(file, f"{name!r} lies outside of it")
         if end - start != math.prod(shape) * dtype.itemsize:
             raise _unreadable(file, f"{name!r} has {end - start} bytes, its shape is {list(shape)}")
-        yield InTensor.in_file(name, shape, dtype, file, 8 + length + start)
+        yield ImportTensor.in_file(name, shape, dtype, file, 8 + length + start)
 
 
 def _unreadable(file: Path, why: str) -> CheckpointError:

@@ -15,17 +15,17 @@ import torch
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import OutTensor, Progress, file_names, in_files, index_of, mapped
+from polyaccel.exchange.exporting import ExportTensor, Progress, file_names, in_files, index_of, mapped
 from polyaccel.exchange.formats.model_files import find_files
 from polyaccel.exchange.formats.torch_files import TYPES, in_tensor, load_tree
 from polyaccel.exchange.formats.torch_state import optimizer_from, with_schedule
 from polyaccel.exchange.formats.trainer_states import with_states
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 
 STEM, SUFFIX = "pytorch_model", ".bin"
 
 
-def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: Progress) -> list[str]:
+def write(out: Path, tensors: Sequence[ExportTensor], most_nbytes: int, progress: Progress) -> list[str]:
     """Write `pytorch_model.bin`, or several files and their index. Returns their names.
 
     `torch.save` wants all tensors of a file at once: they stand in a file beside it meanwhile, mapped into memory, so
@@ -45,7 +45,9 @@ def write(out: Path, tensors: Sequence[OutTensor], most_nbytes: int, progress: P
 
 
 @contextmanager
-def on_disk(folder: Path, tensors: Sequence[OutTensor], progress: Progress) -> Iterator[dict[OutTensor, torch.Tensor]]:
+def on_disk(
+    folder: Path, tensors: Sequence[ExportTensor], progress: Progress
+) -> Iterator[dict[ExportTensor, torch.Tensor]]:
     """The tensors as torch's, over a file in `folder` that is gone when the block is left."""
     with mapped(folder, tensors, progress) as found:
         yield {
@@ -63,7 +65,7 @@ def read(source: Path) -> Incoming:
     files = find_files(source, SUFFIX)
     trees = {file: _Parts.of(load_tree(file), file) for file in files.files}
     files.check({file: [*parts.weights] for file, parts in trees.items()})
-    tensors: list[InTensor] = []
+    tensors: list[ImportTensor] = []
     seen: dict[tuple[Any, ...], str] = {}
     for file, parts in trees.items():
         for name, tensor in parts.weights.items():

@@ -27,7 +27,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.exchange.formats.torch_dcp_write import MODEL, OPTIMIZER, STATE, alone
 from polyaccel.exchange.formats.torch_files import in_tensor
 from polyaccel.exchange.formats.torch_state import NUMBERS, with_schedule
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.exchange.optimizers import PeerOptimizer
 from polyaccel.exchange.optimizers import by_position as names_by_position
 
@@ -240,8 +240,8 @@ class _Cached(FileSystemReader):
         return self._checked
 
 
-def _lazy(files: _Cached, key: str, entry: TensorStorageMetadata, fqn: str, kind: str) -> InTensor:
-    shape, kept = tuple(entry.size), list[InTensor]()
+def _lazy(files: _Cached, key: str, entry: TensorStorageMetadata, fqn: str, kind: str) -> ImportTensor:
+    shape, kept = tuple(entry.size), list[ImportTensor]()
     like = in_tensor(fqn, kind, torch.empty(0, dtype=entry.properties.dtype), key)
 
     def read(start: int, numel: int) -> bytes:
@@ -252,7 +252,7 @@ def _lazy(files: _Cached, key: str, entry: TensorStorageMetadata, fqn: str, kind
             kept.clear()
         return data
 
-    return InTensor(fqn, kind, shape, like.dtype, read)
+    return ImportTensor(fqn, kind, shape, like.dtype, read)
 
 
 def _loaded(files: _Cached, key: str, entry: TensorStorageMetadata) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.tensors import BUFFER, PARAM
-from polyaccel.exchange.exporting import OutTensor, Progress
+from polyaccel.exchange.exporting import ExportTensor, Progress
 from polyaccel.exchange.formats.torch_bin import on_disk
 
 MODEL, OPTIMIZER, STATE, STEP = "model", "optimizer", "state", "step"
@@ -22,7 +22,7 @@ _CLASSES = {"Adam": "AdamW", "Sgd": "SGD", "Adagrad": "Adagrad", "Adamax": "Adam
 """Of the optimizers that a config names, torch's class with the same states."""
 
 
-def write(out: Path, reader: CheckpointReader, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
+def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
     """Write parameters and buffers under `model`, optimizer states under `optimizer.state`, and the groups. Returns the
     names of the files. Raises CheckpointError for damage."""
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.importing import InTensor
+from polyaccel.exchange.importing import ImportTensor
 from polyaccel.types import DType
 
 TYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
@@ -38,7 +38,7 @@ def load_tree(file: Path) -> Any:
         ) from error
 
 
-def in_tensor(fqn: str, kind: str, tensor: torch.Tensor, origin: object) -> InTensor:
+def in_tensor(fqn: str, kind: str, tensor: torch.Tensor, origin: object) -> ImportTensor:
     """A tensor of torch on its way in. Raises CheckpointError, naming `origin`, for a type that polyaccel has not."""
     known = {theirs: ours for ours, theirs in TYPES.items()}
     if tensor.dtype not in known or tensor.layout != torch.strided:
@@ -53,4 +53,4 @@ def in_tensor(fqn: str, kind: str, tensor: torch.Tensor, origin: object) -> InTe
         flat = values.reshape(-1) if values.is_contiguous() else values.contiguous().reshape(-1)
         return flat[start : start + numel].view(torch.uint8).numpy().tobytes() if numel else b""
 
-    return InTensor(fqn, kind, tuple(values.shape), known[values.dtype], read)
+    return ImportTensor(fqn, kind, tuple(values.shape), known[values.dtype], read)

@@ -9,13 +9,13 @@ from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.tensors import PARAM
-from polyaccel.checkpoint.views.given_values import BUFFER, GivenReader
+from polyaccel.checkpoint.views.custom_load import BUFFER, CustomLoadReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
-from polyaccel.engine.frozen_base import base_checksums
+from polyaccel.engine.base_checksum import base_checksums
 from polyaccel.engine.groups import require_order
 from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
 from polyaccel.engine.lr_schedules import Schedule
-from polyaccel.engine.resuming import SavedValues, Takeover, check_names, try_out, wanted_state
+from polyaccel.engine.resume import LoadPlan, SavedValues, check_names, validate_state_dict, wanted_state
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError, ConfigError
 from polyaccel.torch.api.client_optimizer import ClientOptimizer
@@ -72,7 +72,7 @@ def load_run(
     wanted: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     """Take over what is `wanted` of a checkpoint's state. Collective. Returns its path and the client state. About
-    `custom`, see [Note: A user's own loading] in `checkpoint.views.given_values`.
+    `custom`, see [Note: A user's own loading] in `checkpoint.views.custom_load`.
 
     Raises CheckpointError on every rank for one that any rank refuses, and leaves `run` as it was.
     """
@@ -86,7 +86,7 @@ def load_run(
     buffers = over_stages(run.zero.model_parallel_group, dict.fromkeys(module_buffers(run.adapter), True)).keys()
     elsewhere = {*members, *over_stages(run.zero.model_parallel_group, tied_names(run.adapter))}
 
-    def check() -> Takeover:
+    def check() -> LoadPlan:
         return _check(run, saved, base, wanted, loading, members, buffers, elsewhere)
 
     run.load_together(saved, check)
@@ -135,8 +135,8 @@ def _check(
     members: Mapping[str, int | None],
     buffers_of_stages: Collection[str],
     elsewhere: Collection[str],
-) -> Takeover:
-    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resuming`.
+) -> LoadPlan:
+    """Check and verify what this rank will take over from `saved`; see [Note: A refused load] in `engine.resume`.
     `base` has the checksums of parameters that `saved` may have left out. `members` has the parameters of all stages of
     a pipeline with their optimizer groups, `buffers_of_stages` the names of their buffers, `elsewhere` those of
     parameters, also the second names of tied ones."""
@@ -152,7 +152,7 @@ def _check(
     else:
         given = loading.values(run.adapter, saved, run.accelerator.allocate, renamed.saved_name)
         given.check({param.fqn: param.shape for param in run.zero.layout.params})
-        reader, left_out = GivenReader(renamed, given, shapes), given.untouched
+        reader, left_out = CustomLoadReader(renamed, given, shapes), given.untouched
     client = run.zero.optimizer if isinstance(run.zero.optimizer, ClientOptimizer) else None
     sources = run.match_groups(reader, values, members, wanted=load.optimizer_states)
     resumes_optimizer = sources is not None
@@ -178,7 +178,7 @@ def _check(
         run.check_progress(values)
         random_states = _saved_random_states(run, reader)
         if run.data is not None and values.data is not None:
-            try_out(run.data, values.data)
+            validate_state_dict(run.data, values.data)
     of_optimizer = blobs.get(CLIENT_OPTIMIZER) if resumes_optimizer else None
     if client is not None and of_optimizer is not None:
         client.check_whole_state(of_optimizer)
@@ -189,7 +189,7 @@ def _check(
         if of_schedule is not None:
             of_schedule = own_schedule_state(reader.tag, of_schedule, run.schedule.state_dict())
     if of_schedule is not None:
-        try_out(run.schedule, of_schedule)
+        validate_state_dict(run.schedule, of_schedule)
         if sources is not None:
             require_order(of_schedule, sources, reader.tag)
     wanted.verify(reader)
@@ -215,7 +215,7 @@ def _check(
         if of_schedule is not None:
             run.schedule.load_state_dict(of_schedule)
 
-    return Takeover(
+    return LoadPlan(
         read=read,
         is_whole=load.optimizer_states and not wanted.kept,
         steps={fqn: reader.steps_of(fqn) for fqn in run.zero.steps if reader.has(fqn, PARAM)}

@@ -8,12 +8,12 @@ from typing import Any
 
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.checkpoint import TensorPiece
-from polyaccel.checkpoint.steps import SaveContents
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.tensors import PARAM
-from polyaccel.checkpoint.views.given_values import BUFFER
-from polyaccel.engine.frozen_base import base_checksums
+from polyaccel.checkpoint.views.custom_load import BUFFER
+from polyaccel.engine.base_checksum import base_checksums
 from polyaccel.engine.lr_schedules import Schedule
-from polyaccel.engine.resuming import TrainingRun
+from polyaccel.engine.resume import TrainingRun
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError
 from polyaccel.tagged_json import is_serializable

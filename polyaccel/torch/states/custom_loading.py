@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyaccel.accelerators.memory.torch import dtype_of, torch_dtype
 from polyaccel.checkpoint import CheckpointReader
-from polyaccel.checkpoint.views.given_values import GivenValue, GivenValues, call_load_fn, saved_values
+from polyaccel.checkpoint.views.custom_load import GivenValue, GivenValues, call_load_fn, saved_values
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
 from polyaccel.torch.params.buffers import plain_values, strided_tensors

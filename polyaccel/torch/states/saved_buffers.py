@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.memory.torch import dtype_of
-from polyaccel.checkpoint.views.given_values import BUFFER, GivenReader
+from polyaccel.checkpoint.views.custom_load import BUFFER, CustomLoadReader
 from polyaccel.checkpoint.views.name_map import RenamedReader
 from polyaccel.errors import CheckpointError
 from polyaccel.torch.adapter import TorchAdapter
@@ -17,7 +17,7 @@ from polyaccel.torch.states.extra_states import is_extra_state
 
 log = getLogger(__name__)
 
-Reader = RenamedReader | GivenReader
+Reader = RenamedReader | CustomLoadReader
 """A checkpoint as seen by this run's parameters and buffers."""
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from polyaccel.engine.measures.memory import shown
 from polyaccel.engine.metrics import Alarm
+from polyaccel.engine.stats.memory import shown
 from polyaccel.watch.alarms.robust import Creep
 from polyaccel.watch.alarms.settings import AlarmSettings, RankFigures
 

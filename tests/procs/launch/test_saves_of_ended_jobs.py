@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyaccel.checkpoint import list_checkpoints
-from polyaccel.checkpoint.background.client import can_save_in_background
+from polyaccel.checkpoint.async_save.client import can_save_in_background
 
 pytestmark = pytest.mark.skipif(not can_save_in_background(), reason="saves in the background need Linux")
 LIMIT_S = 240.0
@@ -17,7 +17,7 @@ SCRIPT = """
 import os, signal, sys
 import torch
 import polyaccel
-from polyaccel.checkpoint.background import client
+from polyaccel.checkpoint.async_save import client
 
 config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 engine, *_ = polyaccel.initialize(model=torch.nn.Linear(64, 64), config=config)

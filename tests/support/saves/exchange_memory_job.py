@@ -20,7 +20,7 @@ import numpy as np
 
 from polyaccel.checkpoint import open_checkpoint
 from polyaccel.exchange.exporting import chosen
-from polyaccel.exchange.importing import Incoming, InTensor, imported
+from polyaccel.exchange.importing import ImportTensor, Incoming, imported
 from polyaccel.exchange.resharding import resharded
 from polyaccel.types import DType
 
@@ -64,7 +64,7 @@ def begin(place: Path, numel: int) -> None:
         return lambda start, count: np.full(count, value, np.float32).tobytes()
 
     tensors = [
-        InTensor(f"w{number:02d}", kind, (numel,), DType.FLOAT32, reading(float(number)))
+        ImportTensor(f"w{number:02d}", kind, (numel,), DType.FLOAT32, reading(float(number)))
         for number in range(COUNT)
         for kind in ("param", "exp_avg")
     ]

@@ -11,8 +11,8 @@ import numpy as np
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import TensorPiece, open_checkpoint
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.saver import SavePolicy, Saver
-from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.types import DType
 

@@ -29,7 +29,7 @@ class SteppedStorage(FileStorage):
 
     def __init__(self, location: Any, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(location, options)
-        is_writer = "polyaccel.checkpoint.background.process" in sys.modules
+        is_writer = "polyaccel.checkpoint.async_save.process" in sys.modules
         if self.options and (self.options["of"] == "writer") is is_writer and not _Steps.installed:
             _Steps(self.location, self.options).install()
 

@@ -56,7 +56,7 @@ def save(communicator: Communicator, place: Path, tag: str) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the complete checkpoints step1, step2 and step3, saved in this order; latest is step3."""
     seconds = iter(range(1000, 2000))
-    monkeypatch.setattr("polyaccel.checkpoint.steps.time.time", lambda: next(seconds))
+    monkeypatch.setattr("polyaccel.checkpoint.save_protocol.time.time", lambda: next(seconds))
     for tag in ("step1", "step3", "step2"):
         run_threads(2, save, tmp_path, tag, accelerator=NUMPY)
     (tmp_path / "latest").write_text("step3")

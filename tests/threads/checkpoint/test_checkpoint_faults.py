@@ -15,7 +15,7 @@ from polyaccel.accelerators.base import Probe
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Commit, FileStorage, Storage, TensorPiece, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.saves import save_folders
+from polyaccel.checkpoint.save_folders import save_folders
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, CommError, CommTimeout

@@ -144,8 +144,8 @@ def test_every_tool_opens_the_files_of_format_2() -> None:
 
 def test_the_writer_still_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_PIECE_NBYTES", 16)
-    monkeypatch.setattr("polyaccel.checkpoint.steps.time.time", lambda: 1.75e9)
-    monkeypatch.setattr("polyaccel.checkpoint.saves.token_hex", lambda _: "5f0a77c2")
+    monkeypatch.setattr("polyaccel.checkpoint.save_protocol.time.time", lambda: 1.75e9)
+    monkeypatch.setattr("polyaccel.checkpoint.save_folders.token_hex", lambda _: "5f0a77c2")
     run_threads(2, save_golden, tmp_path, accelerator=CpuAccelerator("numpy"))
     written = files_of(tmp_path)
     assert written.pop(Path("global_step12/save-0001-5f0a77c2/owner.json"))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer, allocate_numpy
 from polyaccel.checkpoint import Storage, TensorPiece, list_checkpoints, open_checkpoint, save_checkpoint
-from polyaccel.checkpoint.places import copies
-from polyaccel.checkpoint.places.seen import Places
+from polyaccel.checkpoint.per_node import neighbor_copies
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.retention.rules import Retention
 from polyaccel.checkpoint.storages.node_local import NodeLocalStorage
 from polyaccel.cli.main import main
@@ -35,7 +35,7 @@ NUMEL = 24
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes die here, and not the machine; and copies take several chunks."""
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr(copies, "CHUNK_NBYTES", 200)
+    monkeypatch.setattr(neighbor_copies, "CHUNK_NBYTES", 200)
 
 
 class Crash(BaseException):
@@ -95,7 +95,7 @@ def load(communicator: Communicator, storages: list[Storage], tag: str | None = 
     with reader.together(communicator, "the load") as reading:
         reader.verify("w", "param", 0, NUMEL, DType.FLOAT32)
         reading.verify("the load")
-        reading.take_over("the load", lambda: reader.read_into("w", "param", 0, NUMEL, buffer))
+        reading.load("the load", lambda: reader.read_into("w", "param", 0, NUMEL, buffer))
         blobs = reader.rank_blobs(0)["rng"].split(b" ")
     (value,) = {*buffer.raw.tolist(), reader.scalars["value"], float(blobs[0])}
     return float(value)
@@ -317,8 +317,8 @@ def test_one_hosts_folder_alone_says_what_is_elsewhere(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9))
 def test_every_rank_sends_one_copy_to_the_next_place(of_rank: list[int]) -> None:
     order = {place: number for number, place in enumerate(dict.fromkeys(of_rank))}
-    places = Places(tuple(order[place] for place in of_rank), ("",) * len(order), ("",) * len(order))
-    turns = copies.copy_turns(places)
+    places = StorageNodes(tuple(order[place] for place in of_rank), ("",) * len(order), ("",) * len(order))
+    turns = neighbor_copies.copy_turns(places)
     senders = [rank for turn in turns for rank in turn]
     assert sorted(senders) == (list(range(len(of_rank))) if places.count > 1 else [])
     for turn in turns:

@@ -13,7 +13,7 @@ from parity_models import make_config, parity_loss, parity_model
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import open_checkpoint
-from polyaccel.checkpoint.places import saving
+from polyaccel.checkpoint.per_node import saving
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.errors import CheckpointError

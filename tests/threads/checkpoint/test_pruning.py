@@ -16,7 +16,7 @@ from polyaccel.checkpoint import FileStorage, TensorPiece, list_checkpoints, ope
 from polyaccel.checkpoint.commit import LATEST, write_latest
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, KeepBest, Retention
-from polyaccel.checkpoint.saves import new_save
+from polyaccel.checkpoint.save_folders import new_save
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.testkit.ranks.threads import run_threads

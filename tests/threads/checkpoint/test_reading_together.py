@@ -16,7 +16,7 @@ from parity_models import make_config, parity_loss, parity_model
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.checkpoint import FileStorage, open_checkpoint, pieces
-from polyaccel.checkpoint.sharing import reading, windows
+from polyaccel.checkpoint.cooperative_read import reading, windows
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.default import default_communicator
 from polyaccel.errors import CheckpointError
@@ -134,9 +134,9 @@ def test_a_read_that_fails_while_taking_over_ends_on_all_ranks(
 ) -> None:
     """In the middle of the second pass, or of the copy out of the windows: nobody waits for the one that failed."""
     run_threads(2, save, str(tmp_path), 2)
-    real: Callable[..., Any] = reading.SharedReading.get
+    real: Callable[..., Any] = reading.CooperativeReader.read
 
-    def failing(self: reading.SharedReading, extent: Any) -> Any:
+    def failing(self: reading.CooperativeReader, extent: Any) -> Any:
         data = real(self, extent)
         if default_communicator().rank == bad_rank and "exp_avg_sq" in extent.name:
             raise RuntimeError("the device is on fire")
@@ -150,7 +150,7 @@ def test_a_read_that_fails_while_taking_over_ends_on_all_ranks(
             engine.save_checkpoint(str(tmp_path / "half"))
         return caught.value.message
 
-    monkeypatch.setattr(reading.SharedReading, "get", failing)
+    monkeypatch.setattr(reading.CooperativeReader, "read", failing)
     told = run_threads(2, refused)
     assert told[0] == told[1]
     assert f"taking over 't' failed on rank {bad_rank}: RuntimeError: the device is on fire" in told[0]
@@ -160,9 +160,9 @@ def test_a_file_that_changes_between_the_passes_is_found(tmp_path: Path, monkeyp
     run_threads(2, save, str(tmp_path), 2)
     piece = open_checkpoint(tmp_path).tensors()[-1].pieces[-1]
     (victim,) = tmp_path.rglob(piece.file)
-    real = reading.SharedReading.take_over
+    real = reading.CooperativeReader.load
 
-    def flip_and_take_over(self: reading.SharedReading, *args: Any) -> None:
+    def flip_and_take_over(self: reading.CooperativeReader, *args: Any) -> None:
         if default_communicator().rank == 0 and args[0] == "taking over 't'":
             data = bytearray(victim.read_bytes())
             data[piece.offset] ^= 1
@@ -170,7 +170,7 @@ def test_a_file_that_changes_between_the_passes_is_found(tmp_path: Path, monkeyp
         default_communicator().barrier()
         real(self, *args)
 
-    monkeypatch.setattr(reading.SharedReading, "take_over", flip_and_take_over)
+    monkeypatch.setattr(reading.CooperativeReader, "load", flip_and_take_over)
     with pytest.raises(CheckpointError, match=rf"taking over 't' failed on rank \d: .*{piece.file} in .* is damaged"):
         run_threads(2, load, str(tmp_path), 1, 1, {})
 
@@ -194,7 +194,7 @@ def test_what_is_got_out_of_order_or_more_often_is_still_right(tmp_path: Path) -
                     reader.read_into(entry.fqn, entry.kind, 0, entry.numel, buffer)
                     found[entry.fqn, entry.kind] = buffer.to_bytes()
 
-            together.take_over("a test", read)
+            together.load("a test", read)
         alone = open_checkpoint(tmp_path)
         for entry in entries:
             buffer = communicator.accelerator.allocate(entry.numel, entry.dtype)

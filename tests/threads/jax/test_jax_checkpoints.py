@@ -16,7 +16,7 @@ from parity_models import drawn_from
 from served_keeper import SECRET, Served
 
 import polyaccel
-from polyaccel.checkpoint.replica import replicas
+from polyaccel.checkpoint.in_memory import replicas
 from polyaccel.errors import CheckpointError
 from polyaccel.jax import scan_units
 from polyaccel.job_auth import SECRET_VARIABLE

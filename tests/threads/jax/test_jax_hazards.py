@@ -21,7 +21,7 @@ import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.parts.single import SingleCommunicator
-from polyaccel.engine.resuming import WantedState
+from polyaccel.engine.resume import WantedState
 from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
 from polyaccel.jax.views import fence
 from polyaccel.testkit.ranks.threads import run_threads

@@ -14,8 +14,8 @@ from torch import nn
 import polyaccel
 from polyaccel.comm.init.threads import run_threads
 from polyaccel.config.resolve import load_resolved
-from polyaccel.engine import same_training
-from polyaccel.engine.same_training import require_same_training, training_facts
+from polyaccel.engine import rank_consistency
+from polyaccel.engine.rank_consistency import require_same_training, training_facts
 from polyaccel.errors import ShardingError
 from polyaccel.policies.engines import common_settings_of
 
@@ -108,7 +108,7 @@ def test_a_rank_with_another_version_of_a_package_is_named_with_its_host(monkeyp
         told = about if communicator.rank < 2 else {**about, "packages": {"torch": "2.8.0"}}
         require_same_training(communicator, training_facts((), None, (), {}, told))
 
-    monkeypatch.setattr(same_training.socket, "gethostname", lambda: hosts.name)
+    monkeypatch.setattr(rank_consistency.socket, "gethostname", lambda: hosts.name)
     said = r"ranks \[0, 1\] on host0 have torch 2\.13\.0 installed; ranks \[2\] on host1 have torch 2\.8\.0 installed"
     with pytest.raises(ShardingError, match=rf"{said}(?s:.*)the same packages"):
         run_threads(3, work)

@@ -15,9 +15,9 @@ from parity_models import assert_bitwise, assert_close
 from replica_starts import start
 from served_keeper import Served
 
-from polyaccel.checkpoint.places import copies
-from polyaccel.checkpoint.replica import neighbours, replicas, writer
-from polyaccel.checkpoint.replica.parts import PartKey
+from polyaccel.checkpoint.in_memory import neighbours, replicas, writer
+from polyaccel.checkpoint.in_memory.parts import PartKey
+from polyaccel.checkpoint.per_node import neighbor_copies
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
 from polyaccel.launch.keeper.start import can_keep
@@ -66,7 +66,7 @@ class Keepers:
 def keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keepers]:
     found = Keepers(f"hosts-{tmp_path}")
     monkeypatch.setattr(KeeperClient, "of", found.connect)
-    monkeypatch.setattr(copies, "CHUNK_NBYTES", 4096)  # a part takes several
+    monkeypatch.setattr(neighbor_copies, "CHUNK_NBYTES", 4096)  # a part takes several
     monkeypatch.setattr(replicas, "_engines", count())
     yield found
     found.close()
@@ -231,5 +231,5 @@ def test_a_host_without_a_keeper_has_no_replicas_and_the_log_says_so(
     world = keepers.on(0, 1)
     keepers.lose(1)
     start(world, 1, tmp_path, 1, is_restart=False)
-    assert caplog.text.count('"checkpoint.replica" has no effect: ranks [1] have no keeper: the keeper of this') == 1
+    assert caplog.text.count('"checkpoint.in_memory" has no effect: ranks [1] have no keeper: the keeper of this') == 1
     assert keepers.parts(0) == set()

@@ -18,8 +18,8 @@ from served_keeper import SECRET, Served
 from torch import nn
 
 import polyaccel
-from polyaccel.checkpoint.replica import replicas, writer
-from polyaccel.checkpoint.replica.parts import PartKey
+from polyaccel.checkpoint.in_memory import replicas, writer
+from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.job_auth import SECRET_VARIABLE
@@ -334,7 +334,9 @@ def test_a_keeper_that_is_lost_is_said_once_and_found_again(
 
 def test_without_a_keeper_there_are_none_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(2, 1, tmp_path, 1, is_restart=False)
-    assert caplog.text.count('"checkpoint.replica" has no effect: ranks [0, 1] have no keeper: start the job with') == 1
+    assert (
+        caplog.text.count('"checkpoint.in_memory" has no effect: ranks [0, 1] have no keeper: start the job with') == 1
+    )
 
 
 @pytest.mark.usefixtures("keeper")

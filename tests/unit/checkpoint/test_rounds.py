@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.checkpoint.sharing.rounds import ALIGNMENT_NBYTES, Carried, plan_rounds, window_for
+from polyaccel.checkpoint.cooperative_read.rounds import ALIGNMENT_NBYTES, ScheduledRead, plan_rounds, window_for
 from polyaccel.errors import InvariantError
 
 
@@ -55,7 +55,7 @@ def test_what_is_wanted_comes_once_into_each_group_that_wants_it_and_fits(
         assert_windows_hold(one, nbytes, window_nbytes)
 
 
-def assert_windows_hold(one: tuple[Carried, ...], nbytes: list[int], window_nbytes: int) -> None:
+def assert_windows_hold(one: tuple[ScheduledRead, ...], nbytes: list[int], window_nbytes: int) -> None:
     """No two extents of a round share a byte of a window, and no rank needs more than its windows."""
     used: dict[tuple[int, bool], int] = defaultdict(int)
     for carried in one:

@@ -95,7 +95,7 @@ def next_losses(name: str, folder: Path, stage: int, *, of_config: bool = False,
     return run_threads(TOLD[name]["ranks"], job)[0]
 
 
-def take_over(incoming: Incoming, folder: Path) -> None:
+def load(incoming: Incoming, folder: Path) -> None:
     assert [each for each in incoming.left_out if each.is_needed] == []
     imported(incoming, str(folder), "imported", "DeepSpeed", lambda nbytes: None)
 
@@ -103,7 +103,7 @@ def take_over(incoming: Incoming, folder: Path) -> None:
 @pytest.fixture(params=[*TOLD])
 def taken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """Each of DeepSpeed's checkpoints, and ours of it."""
-    take_over(read(CLIENTS / request.param), tmp_path / "c")
+    load(read(CLIENTS / request.param), tmp_path / "c")
     return request.param, tmp_path / "c"
 
 
@@ -123,14 +123,14 @@ def test_what_is_imported_has_true_shapes_and_buffers(taken: tuple[str, Path]) -
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    take_over(read(CLIENTS / "radam2"), tmp_path / "c")
+    load(read(CLIENTS / "radam2"), tmp_path / "c")
     for other in ("adamw1", "sgd2", "rmsprop3"):
         with pytest.raises(CheckpointError):
             next_losses(other, tmp_path / "c", 1)
 
 
 def test_weights_alone_are_taken_on_demand(tmp_path: Path) -> None:
-    take_over(read(CLIENTS / "adamw1").weights(), tmp_path / "c")
+    load(read(CLIENTS / "adamw1").weights(), tmp_path / "c")
     reader = open_checkpoint(tmp_path / "c")
     assert {entry.kind for entry in reader.tensors()} == {"param", "buffer"}
     assert reader.scalars["counters"]["global_steps"] == 0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from polyaccel.accelerators.base import Event
-from polyaccel.engine.measures.device_laps import DeviceLaps
 from polyaccel.engine.recording import _shares
+from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
 from polyaccel.engine.timing import PHASES, PhaseTimer
 
 
@@ -63,7 +63,7 @@ def steps(device: Device, timer: PhaseTimer) -> Iterator[dict[str, float]]:
 
 def test_a_step_is_told_when_the_device_has_ended_it() -> None:
     device = Device()
-    timer = PhaseTimer(DeviceLaps(device.record))
+    timer = PhaseTimer(DevicePhaseTimer(device.record))
     run = steps(device, timer)
     whole = {"forward": 3.0, "backward": 6.0, "reduce": 2.0, "outside": 1.0, "update": 4.0, "other": 0.0}
     assert next(run) == {}

@@ -18,7 +18,7 @@ from threading import Thread
 import pytest
 from served_keeper import SECRET, Served
 
-from polyaccel.checkpoint.replica.storage import KeptStorage
+from polyaccel.checkpoint.in_memory.storage import KeptStorage
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper import process, protocol
 from polyaccel.launch.keeper.client import KeeperClient, KeeperGone

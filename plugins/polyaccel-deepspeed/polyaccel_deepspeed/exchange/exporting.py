@@ -29,7 +29,7 @@ from polyaccel.checkpoint import CheckpointReader
 from polyaccel.checkpoint.commit import check_tag
 from polyaccel.checkpoint.storage import FileStorage
 from polyaccel.errors import CheckpointError
-from polyaccel.exchange.exporting import BUFFER, OutTensor, Progress
+from polyaccel.exchange.exporting import BUFFER, ExportTensor, Progress
 from polyaccel.exchange.formats.torch_bin import on_disk
 from polyaccel.torch.packing import unpacked
 from polyaccel.torch.states.checkpoint import client_state_of
@@ -41,7 +41,7 @@ from polyaccel_deepspeed.version import __version__
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def write(out: Path, reader: CheckpointReader, tensors: Sequence[OutTensor], progress: Progress) -> list[str]:
+def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], progress: Progress) -> list[str]:
     """Write the checkpoint below `out`, one tensor at a time, and `latest_universal` last. Returns the names of what
     lies directly in `out`.
 

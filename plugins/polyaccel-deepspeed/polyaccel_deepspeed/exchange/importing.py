@@ -20,7 +20,7 @@ from polyaccel.errors import CheckpointError
 from polyaccel.exchange.exporting import BUFFER
 from polyaccel.exchange.formats.torch_files import in_tensor
 from polyaccel.exchange.formats.torch_state import optimizer_from, with_schedule
-from polyaccel.exchange.importing import Incoming, InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.tagged_json import is_serializable
 from polyaccel_deepspeed.exchange.experts import FILE, Stacks, stack_of
 from polyaccel_deepspeed.exchange.states import (
@@ -142,7 +142,7 @@ def _with_progress(incoming: Incoming, model: Mapping[str, Any], scaler: Any) ->
     )
 
 
-def _untrained(model: Mapping[str, Any], files: Sequence[Path], trained: set[str]) -> Iterator[InTensor]:
+def _untrained(model: Mapping[str, Any], files: Sequence[Path], trained: set[str]) -> Iterator[ImportTensor]:
     """Buffers and frozen parameters."""
     buffers, shared = set(model.get("buffer_names") or ()), model.get("shared_params") or {}
     fragments = model.get("frozen_param_fragments") or {}
@@ -165,7 +165,7 @@ def _untrained(model: Mapping[str, Any], files: Sequence[Path], trained: set[str
             yield in_tensor(fqn, PARAM, tensor, files[0])
 
 
-def _other_experts(folder: Path, known: set[str]) -> Iterator[InTensor]:
+def _other_experts(folder: Path, known: set[str]) -> Iterator[ImportTensor]:
     """Experts' parameters that no optimizer has, from files of their own."""
     stacks = Stacks()
     for file in sorted(file for file in folder.iterdir() if re.fullmatch(FILE, file.name)):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.formats.torch_files import in_tensor
-from polyaccel.exchange.importing import InTensor, LeftOut
+from polyaccel.exchange.importing import ImportTensor, LeftOut
 from polyaccel.exchange.optimizers import PeerOptimizer
 from polyaccel_deepspeed.exchange.experts import Stacks, owners, stack_of
 
@@ -193,7 +193,7 @@ class _Sequence:
             start -= tensor.numel()
 
 
-def joined(fqn: str, kind: str, shape: tuple[int, ...], parts: Sequence[Tensor]) -> InTensor:
+def joined(fqn: str, kind: str, shape: tuple[int, ...], parts: Sequence[Tensor]) -> ImportTensor:
     """The tensor of `shape` whose elements are those of `parts`, in order; more than it has fill up."""
     found = sum(part.numel() for part in parts)
     if found < prod(shape):

@@ -15,15 +15,15 @@ import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
+from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.commit import MANIFEST, Commit, read_commit, read_manifest, tag_names, write_commit
+from polyaccel.checkpoint.per_node.neighbor_copies import write_copies
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.pieces import RankFile, Read, reading
-from polyaccel.checkpoint.places.copies import write_copies
-from polyaccel.checkpoint.places.seen import Places
 from polyaccel.checkpoint.retention.deletion import prune
 from polyaccel.checkpoint.retention.rules import Retention
-from polyaccel.checkpoint.saves import clear_leftovers, new_folder, own_save, save_number
-from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
-from polyaccel.checkpoint.steps import SavePart, abandon, finish, manifest_of, next_saved_at_s, require_files
+from polyaccel.checkpoint.save_folders import clear_leftovers, new_folder, own_save, save_number
+from polyaccel.checkpoint.save_protocol import SavePart, abandon, finish, manifest_of, next_saved_at_s, require_files
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -33,19 +33,19 @@ _told: set[str] = set()
 """The locations of which the log has said that they have no copy."""
 
 
-def save_places(storage: Storage, communicator: Communicator) -> Places:
+def save_places(storage: Storage, communicator: Communicator) -> StorageNodes:
     """The places of a storage that hosts do not share, each with an identity; the log says once where there is one
     place alone. Collective."""
-    places = Places.found(storage, communicator, may_write=True)
+    places = StorageNodes.found(storage, communicator, may_write=True)
     if places.count == 1 and communicator.rank == 0 and storage.location not in _told:
         _told.add(storage.location)
         _log.info("all ranks see one storage, %s: checkpoints have no second copy on another host", storage.location)
     return places
 
 
-def write_apart(
+def write_per_node(
     storage: Storage,
-    places: Places,
+    places: StorageNodes,
     tag: str,
     part: SavePart,
     *,
@@ -64,7 +64,7 @@ def write_apart(
         try:
             file = RankFile(part.layout.name)
             own = f"{path}/{file.name}"
-            agreed(
+            run_on_all(
                 communicator,
                 f"writing {tag!r}",
                 lambda: storage.write(own, file.chunks(part.layout, read or reading(part.contents))),
@@ -72,7 +72,7 @@ def write_apart(
             told = communicator.all_gather_object(file.to_tree())
             files = [RankFile.from_tree(tree, f"what rank {other} wrote") for other, tree in enumerate(told)]
             write_copies(storage, path, places, files, communicator, f"copying {tag!r} to the neighbours")
-            saved_at_s = max(agreed(communicator, step, lambda: next_saved_at_s(storage)))
+            saved_at_s = max(run_on_all(communicator, step, lambda: next_saved_at_s(storage)))
             held = _held(places, files)
 
             def manifest() -> bytes:
@@ -85,7 +85,7 @@ def write_apart(
                 require_files(storage, path, here)
                 storage.write(f"{path}/{MANIFEST}", [data])
 
-            agreed(communicator, step, write_manifest if is_leader else _nothing)
+            run_on_all(communicator, step, write_manifest if is_leader else _nothing)
         except CheckpointError:
             if is_leader:
                 abandon(storage, tag, folder)
@@ -98,15 +98,15 @@ def write_apart(
         finish(storage, commit, files, save_latest=save_latest)
         prune(storage, retention)
 
-    agreed(communicator, f"{tag!r} is saved, but moving 'latest' to it", tidy if is_leader else _nothing)
+    run_on_all(communicator, f"{tag!r} is saved, but moving 'latest' to it", tidy if is_leader else _nothing)
     return commit
 
 
-def complete_markers(storage: Storage, places: Places, communicator: Communicator) -> None:
+def complete_markers(storage: Storage, places: StorageNodes, communicator: Communicator) -> None:
     """Give every place that has a save the marker of it, where another one has that: it was cut short between two.
     Collective."""
     is_leader = places.is_leader(communicator.rank)
-    told = agreed(communicator, "looking for earlier saves", lambda: markers(storage) if is_leader else {})
+    told = run_on_all(communicator, "looking for earlier saves", lambda: markers(storage) if is_leader else {})
     newest: dict[str, Commit] = {}
     for by_tag in told:
         for tag, marker in by_tag.items():
@@ -122,7 +122,7 @@ def complete_markers(storage: Storage, places: Places, communicator: Communicato
                     write_commit(storage, commit)
                     _log.info("the save %s was cut short between two hosts and is whole: it counts", commit.folder)
 
-    agreed(communicator, "completing earlier saves", complete if is_leader else _nothing)
+    run_on_all(communicator, "completing earlier saves", complete if is_leader else _nothing)
 
 
 def markers(storage: Storage) -> dict[str, bytes]:
@@ -137,7 +137,7 @@ def markers(storage: Storage) -> dict[str, bytes]:
 
 
 def _begin(
-    storage: Storage, places: Places, tag: str, nbytes: int, communicator: Communicator, owned: ExitStack
+    storage: Storage, places: StorageNodes, tag: str, nbytes: int, communicator: Communicator, owned: ExitStack
 ) -> str:
     """The folder to save in, on every place, owned until `owned` is left."""
     rank, step = communicator.rank, f"preparing to save {tag!r}"
@@ -150,7 +150,7 @@ def _begin(
         clear_leftovers(storage)
         return new_folder(storage, tag), nbytes
 
-    told = agreed(communicator, step, look)
+    told = run_on_all(communicator, step, look)
     folder = max((name for name, _ in told if name), key=save_number)
     place = places.of_rank[rank]
     before = [other for other in range(places.count) if places.neighbour(other) == place]
@@ -160,11 +160,11 @@ def _begin(
         storage.check_space(needed)
         owned.enter_context(own_save(storage, tag, folder))
 
-    agreed(communicator, step, prepare if is_leader else _nothing)
+    run_on_all(communicator, step, prepare if is_leader else _nothing)
     return folder
 
 
-def _held(places: Places, files: Sequence[RankFile]) -> dict[str, tuple[tuple[str, str], ...]]:
+def _held(places: StorageNodes, files: Sequence[RankFile]) -> dict[str, tuple[tuple[str, str], ...]]:
     """By file, (id, name) of the places that have it: the rank's own first."""
     return {
         file.name: tuple((places.ids[at], places.names[at]) for at in (place, places.neighbour(place)))
@@ -176,7 +176,7 @@ def _commit(storage: Storage, commit: Commit, communicator: Communicator, is_lea
     """Write the markers. Where that fails before any was written, nothing is left of the save; after the first it
     counts."""
     try:
-        agreed(
+        run_on_all(
             communicator,
             f"committing {commit.tag!r}",
             (lambda: write_commit(storage, commit)) if is_leader else _nothing,

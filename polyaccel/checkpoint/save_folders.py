@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from secrets import token_hex
 
 from polyaccel.checkpoint.commit import MARKER, read_commit, tag_names
-from polyaccel.checkpoint.owner import Owner, OwnerNote
+from polyaccel.checkpoint.owner import OwnerNote, ProcessIdentity
 from polyaccel.checkpoint.parsing import json_object, parsed
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
@@ -33,7 +33,7 @@ _OURS = re.compile(r"owner\.json|manifest\.json|told|rank\d{5,}\.(safetensors|bi
 _log = logging.getLogger(__name__)
 _saving: set[tuple[str, str]] = set()
 """The (location, folder) of every save that this process, or one that writes for it, is in the middle of."""
-_writers: set[Owner] = set()
+_writers: set[ProcessIdentity] = set()
 """The processes that write for this one."""
 
 
@@ -62,7 +62,7 @@ def new_save(storage: Storage, tag: str) -> Iterator[str]:
 def own_save(storage: Storage, tag: str, folder: str) -> Iterator[None]:
     """A new folder for a save of `tag`, which is this process's until the block is left."""
     with held(storage, f"{tag}/{folder}"):
-        note_owner(storage, f"{tag}/{folder}", Owner.me())
+        note_owner(storage, f"{tag}/{folder}", ProcessIdentity.me())
         yield
 
 
@@ -88,14 +88,14 @@ def new_folder(storage: Storage, tag: str) -> str:
 @contextmanager
 def held(storage: Storage, folder: str) -> Iterator[None]:
     """This process saves into `folder` until the block is left."""
-    begin_hold(storage, folder)
+    lock_folder(storage, folder)
     try:
         yield
     finally:
         end_hold(storage, folder)
 
 
-def begin_hold(storage: Storage, folder: str) -> None:
+def lock_folder(storage: Storage, folder: str) -> None:
     """From now on this process, or the one that writes for it, saves into `folder`."""
     _saving.add((storage.location, folder))
 
@@ -105,12 +105,12 @@ def end_hold(storage: Storage, folder: str) -> None:
     _saving.discard((storage.location, folder))
 
 
-def adopt(owner: Owner) -> None:
+def adopt(owner: ProcessIdentity) -> None:
     """From now on `owner` writes for this process: what it saves is known here."""
     _writers.add(owner)
 
 
-def note_owner(storage: Storage, folder: str, owner: Owner) -> None:
+def note_owner(storage: Storage, folder: str, owner: ProcessIdentity) -> None:
     """Say whose a folder is; its first file. Where that cannot be said, there is no folder."""
     note = OwnerNote.by(owner, round(time.time(), 3))
     try:
@@ -172,6 +172,6 @@ def _living_owner(storage: Storage, folder: str) -> OwnerNote | None:
         note = parsed(OwnerNote, json_object(storage.read(path, 0, min(nbytes, 4096)), path), path)
     except CheckpointError:  # no note of ours, which are whole
         return None
-    if note.owner == Owner.me() or note.owner in _writers:
+    if note.owner == ProcessIdentity.me() or note.owner in _writers:
         return note if (storage.location, folder) in _saving else None
     return note if note.owner.is_alive(time.time() - note.since_s) else None

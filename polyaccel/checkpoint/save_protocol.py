@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from polyaccel.checkpoint.collective_call import barrier, run_on_all
 from polyaccel.checkpoint.commit import (
     MANIFEST,
     Commit,
@@ -25,9 +26,8 @@ from polyaccel.checkpoint.commit import (
 )
 from polyaccel.checkpoint.manifest import Manifest
 from polyaccel.checkpoint.pieces import FileLayout, RankFile, TensorPiece
-from polyaccel.checkpoint.saves import clear_leftovers, discard, rank_file
+from polyaccel.checkpoint.save_folders import clear_leftovers, discard, rank_file
 from polyaccel.checkpoint.scalars import encode_plain
-from polyaccel.checkpoint.shared_outcome import agreed, meet
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.checkpoint.tensors import build_tensors
 from polyaccel.comm.base import Communicator
@@ -99,9 +99,9 @@ def agree_on_parts(
 ) -> tuple[str, SavePart, list[Intent]]:
     """The tag that all ranks save under, this rank's part, which `make` gives, and the intents of all ranks.
 
-    Collective. Raises what `agreed` raises.
+    Collective. Raises what `run_on_all` raises.
     """
-    meet(communicator, "save_checkpoint")
+    barrier(communicator, "save_checkpoint")
     parts: list[SavePart] = []
 
     def check() -> tuple[str, int, bool]:
@@ -109,7 +109,7 @@ def agree_on_parts(
         nbytes = parts[0].layout.nbytes
         return check_tag(tag), nbytes, has_room(nbytes)
 
-    intents = [Intent(*told) for told in agreed(communicator, f"save_checkpoint({tag!r})", check)]
+    intents = [Intent(*told) for told in run_on_all(communicator, f"save_checkpoint({tag!r})", check)]
     return one_tag([intent.tag for intent in intents], validation), parts[0], intents
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import struct
 
-from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.places.beside import communicator_beside
-from polyaccel.checkpoint.places.copies import TurnExchange, chunk_buffers, copy_turns
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.replica.images import Generations, Room
-from polyaccel.checkpoint.replica.parts import PartKey
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.in_memory.images import DoubleBuffer, MemoryBudget
+from polyaccel.checkpoint.in_memory.parts import PartKey
+from polyaccel.checkpoint.per_node.neighbor_copies import TurnExchange, chunk_buffers, copy_turns
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
+from polyaccel.checkpoint.per_node.save_thread import communicator_beside
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
@@ -28,7 +28,7 @@ class NeighbourCopies:
     and so is `exchange`; that may be called by another thread than uses `communicator`, if `overlaps` says so: the
     messages have a communicator of their own, and lie in host memory."""
 
-    def __init__(self, communicator: Communicator, places: Places, room: Room) -> None:
+    def __init__(self, communicator: Communicator, places: StorageNodes, room: MemoryBudget) -> None:
         beside = communicator_beside(communicator)
         self.overlaps = beside is not None
         self._communicator = beside or communicator
@@ -42,7 +42,7 @@ class NeighbourCopies:
             taker = turn.get(self._rank)
             if source is not None or taker is not None:
                 self._turns.append((taker, source))
-        self._taken = {source: Generations(source, room) for _, source in self._turns if source is not None}
+        self._taken = {source: DoubleBuffer(source, room) for _, source in self._turns if source is not None}
 
     def exchange(
         self, key: PartKey, whole: int | None, part: tuple[bytes, Image] | None, client: KeeperClient | None
@@ -67,7 +67,7 @@ class NeighbourCopies:
         return has_all
 
     def forget_parts(self) -> None:
-        """As `Generations.forget_parts`."""
+        """As `DoubleBuffer.forget_parts`."""
         for each in self._taken.values():
             each.forget_parts()
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from polyaccel.checkpoint.collective_call import run_on_all
 from polyaccel.checkpoint.commit import MANIFEST, Commit, check_tag, read_latest
+from polyaccel.checkpoint.cooperative_read.extents import FileLocations
 from polyaccel.checkpoint.manifest import Manifest
-from polyaccel.checkpoint.places.saving import markers
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.shared_outcome import agreed
-from polyaccel.checkpoint.sharing.extents import Whereabouts
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
+from polyaccel.checkpoint.per_node.saving import markers
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -34,17 +34,17 @@ class ChosenSave:
 
     commit: Commit
     manifest: Manifest
-    whereabouts: Whereabouts
+    whereabouts: FileLocations
 
 
-def choose_apart(storage: Storage, tag: str | None, communicator: Communicator, *, fallback: bool) -> ChosenSave:
+def select_checkpoint(storage: Storage, tag: str | None, communicator: Communicator, *, fallback: bool) -> ChosenSave:
     """As `open_checkpoint`: `tag`, or what `latest` names, or with `fallback` the newest that can be had. Collective.
 
     Raises CheckpointError, on every rank, naming files that nobody has, the places that had them, and the tags there.
     """
-    places = Places.found(storage, communicator, may_write=False)
+    places = StorageNodes.found(storage, communicator, may_write=False)
     is_leader = places.is_leader(communicator.rank)
-    told = agreed(communicator, _STEP, lambda: _look(storage, tag) if is_leader else ("", {}))
+    told = run_on_all(communicator, _STEP, lambda: _look(storage, tag) if is_leader else ("", {}))
     commits = _by_tag([found for _, found in told])
     problems: list[str] = []
     try:
@@ -96,7 +96,7 @@ def _by_tag(found: Sequence[Mapping[str, bytes]]) -> dict[str, tuple[Commit, ...
 
 
 def _wanted(
-    tag: str | None, latest: Sequence[str], commits: Mapping[str, tuple[Commit, ...]], places: Places
+    tag: str | None, latest: Sequence[str], commits: Mapping[str, tuple[Commit, ...]], places: StorageNodes
 ) -> tuple[Commit, ...]:
     """The saves of the tag that was asked for; of those that places call the latest, the newest."""
     where = ", ".join(places.names)
@@ -110,17 +110,17 @@ def _wanted(
     return commits[tag]
 
 
-def _had(storage: Storage, places: Places, commit: Commit, communicator: Communicator) -> ChosenSave:
+def _had(storage: Storage, places: StorageNodes, commit: Commit, communicator: Communicator) -> ChosenSave:
     """The save that a marker names. Raises CheckpointError, on every rank, unless every file is on some place."""
     rank = communicator.rank
     is_leader = places.is_leader(rank)
-    told = agreed(communicator, _STEP, lambda: _files(storage, commit) if is_leader else {})
+    told = run_on_all(communicator, _STEP, lambda: _files(storage, commit) if is_leader else {})
     leaders = [places.members(place)[0] for place in range(places.count)]
     data = b""
     for leader in leaders:
         if told[leader].get(MANIFEST) == commit.manifest_nbytes and not data:
             read = partial(_manifest, storage, commit) if rank == leader else bytes
-            data = agreed(communicator, _STEP, read)[leader]
+            data = run_on_all(communicator, _STEP, read)[leader]
     if not data:
         raise CheckpointError(f"{commit.folder}/{MANIFEST} is on none of {', '.join(places.names)}, or is damaged")
     manifest = Manifest.from_json(data, f"{commit.folder}/{MANIFEST}")
@@ -132,7 +132,7 @@ def _had(storage: Storage, places: Places, commit: Commit, communicator: Communi
     missing = list(_missing(commit, manifest, here))
     if missing:
         raise CheckpointError(f"{commit.tag!r} lacks {'; '.join(missing[:8])}", value=commit.tag)
-    return ChosenSave(commit, manifest, Whereabouts(places.of_rank, places.names, here))
+    return ChosenSave(commit, manifest, FileLocations(places.of_rank, places.names, here))
 
 
 def _missing(commit: Commit, manifest: Manifest, here: Sequence[frozenset[str]]) -> Iterator[str]:

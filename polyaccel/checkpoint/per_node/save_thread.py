@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-from polyaccel.checkpoint.background.client import Ending, waiting_for_nobody
+from polyaccel.checkpoint.async_save.client import SaveOutcome, waiting_for_nobody
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.types import DType
@@ -34,29 +34,29 @@ class SavingThread:
         self.is_told = False
         self._of = os.getpid()
         threads = ThreadPoolExecutor(1, "polyaccel save")
-        self._outcome: Future[Ending] = threads.submit(_ended, action)
+        self._outcome: Future[SaveOutcome] = threads.submit(_ended, action)
         threads.shutdown(wait=False)
 
-    def outcome(self, timeout_s: float | None = 0.0) -> Ending | None:
+    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
         """As `Pending.outcome`."""
         if self._of != os.getpid():  # forked from the process whose save it is
-            return Ending()
+            return SaveOutcome()
         wait_for([self._outcome], timeout_s)
         return self._outcome.result() if self._outcome.done() else None
 
     def give_up(self) -> None:
         """The ranks' threads hear of each other's failures by themselves."""
 
-    def last(self) -> None:
+    def finish_soon(self) -> None:
         """They wait for each other no longer than their communicator does."""
 
 
-def _ended(action: Callable[[], Any]) -> Ending:
+def _ended(action: Callable[[], Any]) -> SaveOutcome:
     with waiting_for_nobody():
         try:
             action()
         except PolyaccelError as error:
-            return Ending(error.message, error.cure)
+            return SaveOutcome(error.message, error.cure)
         except Exception as error:  # whatever it is, the rank has to hear of it
-            return Ending(f"{type(error).__name__}: {error}")
-    return Ending()
+            return SaveOutcome(f"{type(error).__name__}: {error}")
+    return SaveOutcome()

@@ -16,7 +16,7 @@ from polyaccel.errors import InvariantError
 ALIGNMENT_NBYTES = 64
 
 
-class Landing(NamedTuple):
+class ReadTarget(NamedTuple):
     """Where an extent comes into a group: in a window of `rank`, at byte `offset`, from the storage of the group
     `source`. `is_shared`: in the window that the group sees."""
 
@@ -27,18 +27,18 @@ class Landing(NamedTuple):
     source: int
 
 
-class Carried(NamedTuple):
+class ScheduledRead(NamedTuple):
     """An extent in a round."""
 
     extent: int
-    landings: tuple[Landing, ...]
+    landings: tuple[ReadTarget, ...]
 
-    def landing(self, group: int) -> Landing | None:
+    def landing(self, group: int) -> ReadTarget | None:
         """Where it comes into a group; None where it does not."""
         return next((each for each in self.landings if each.group == group), None)
 
 
-Round = tuple[Carried, ...]
+Round = tuple[ScheduledRead, ...]
 
 
 def window_for(nbytes: Iterable[int], least: int) -> int:
@@ -76,7 +76,7 @@ class _Plan:
         self._group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
         self._window_nbytes = window_nbytes
         self._read = [0] * len(groups)
-        self._current: list[Carried] = []
+        self._current: list[ScheduledRead] = []
         self._filled: dict[int, list[int]] = {}
         """Of each rank: the bytes in its own window, and in that which its group sees."""
         self.end_round()
@@ -107,10 +107,10 @@ class _Plan:
         landings = []
         for group, source in sorted(sources.items()):
             rank, is_shared = carrying[group], len(wanting.get(group, ())) > 1
-            landings.append(Landing(group, rank, is_shared, self._filled[rank][is_shared], source))
+            landings.append(ReadTarget(group, rank, is_shared, self._filled[rank][is_shared], source))
             self._filled[rank][is_shared] += nbytes
             self._read[group] += nbytes if group == source else 0
-        self._current.append(Carried(extent, tuple(landings)))
+        self._current.append(ScheduledRead(extent, tuple(landings)))
 
     def _carrying(self, groups: Iterable[int], wanting: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """The rank of each group that brings an extent: the one that wants it, or the one with the most room."""

@@ -26,10 +26,10 @@ import numpy as np
 
 from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.buffer import Buffer
-from polyaccel.checkpoint.shared_outcome import agreed
-from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
-from polyaccel.checkpoint.sharing.rounds import Carried, Landing, Round, plan_rounds, window_for
-from polyaccel.checkpoint.sharing.windows import MemoryGroups
+from polyaccel.checkpoint.collective_call import run_on_all
+from polyaccel.checkpoint.cooperative_read.extents import Extent, ExtentTable, FileLocations
+from polyaccel.checkpoint.cooperative_read.rounds import ReadTarget, Round, ScheduledRead, plan_rounds, window_for
+from polyaccel.checkpoint.cooperative_read.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -43,11 +43,11 @@ WINDOW_NBYTES = 16 << 20
 """The memory of a rank for one round."""
 
 
-class SharedReading:
+class CooperativeReader:
     """The extents that the ranks of `communicator` want of a save, on their way into their memory.
 
-    Every rank says what it wants (`want`); then all of them `verify`; then all of them `take_over`, and there each
-    extent is given by `get` as often as it was wanted, at best in ascending order. `most_nbytes` is the memory that a
+    Every rank says what it wants (`request`); then all of them `verify`; then all of them `load`, and there each
+    extent is given by `read` as often as it was wanted, at best in ascending order. `most_nbytes` is the memory that a
     rank may use for what is kept between the two; None: its share of half of what the host has left.
     """
 
@@ -57,7 +57,7 @@ class SharedReading:
         storage: Storage,
         folder: str,
         table: ExtentTable,
-        whereabouts: Whereabouts,
+        whereabouts: FileLocations,
         groups: MemoryGroups,
         most_nbytes: int | None,
     ) -> None:
@@ -66,10 +66,10 @@ class SharedReading:
         self._place_of = tuple(whereabouts.places[ranks[0]] for ranks in groups.groups)
         self._uses: Counter[int] = Counter()
         self._kept: dict[int, bytes] = {}
-        self._spoilt: set[tuple[int, int]] = set()
+        self._corrupt: set[tuple[int, int]] = set()
         """(extent, place) of what was damaged or could not be read there."""
         self._rounds: tuple[Round, ...] = ()
-        self._place_in: dict[int, tuple[int, Landing]] = {}
+        self._place_in: dict[int, tuple[int, ReadTarget]] = {}
         """In which round and where each extent comes to this rank."""
         self._windows: Mapping[int, mmap.mmap] = {}
         self._own_window: mmap.mmap | None = None
@@ -80,7 +80,7 @@ class SharedReading:
         self._step = ""
         self._over: CheckpointError | None = None
 
-    def __enter__(self) -> SharedReading:
+    def __enter__(self) -> CooperativeReader:
         return self
 
     def __exit__(
@@ -89,7 +89,7 @@ class SharedReading:
         self._kept.clear()
         self._windows, self._own_window = {}, None
 
-    def want(self, extent: Extent) -> None:
+    def request(self, extent: Extent) -> None:
         """This rank will take over an extent, once more."""
         self._uses[self._table.number_of[extent.key]] += 1
 
@@ -113,7 +113,7 @@ class SharedReading:
             self._bring(delivers=self._keeps_all)
         self._brought = 0
 
-    def take_over(self, step: str, action: Callable[[], None]) -> None:
+    def load(self, step: str, action: Callable[[], None]) -> None:
         """Run `action`, which gets what this rank wanted. Collective. Raises CheckpointError on every rank when it
         failed on any."""
         self._step, failure = step, None
@@ -128,11 +128,11 @@ class SharedReading:
         self._agree(lambda: _raise(failure) if failure is not None else None)
 
     def is_wanted(self, extent: Extent) -> bool:
-        """Whether `get` gives an extent: this rank wanted it, and it was verified."""
+        """Whether `read` gives an extent: this rank wanted it, and it was verified."""
         return self._table.number_of[extent.key] in self._place_in
 
-    def get(self, extent: Extent) -> memoryview | bytes:
-        """The bytes of an extent, good until the next is got. Inside `take_over`; collective with what other ranks
+    def read(self, extent: Extent) -> memoryview | bytes:
+        """The bytes of an extent, good until the next is got. Inside `load`; collective with what other ranks
         get."""
         number = self._table.number_of[extent.key]
         index, landing = self._place_in[number]
@@ -151,9 +151,9 @@ class SharedReading:
         return data
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """What `agreed` gives; once it has raised, every rank knows, and nobody is to be met any more."""
+        """What `run_on_all` gives; once it has raised, every rank knows, and nobody is to be met any more."""
         try:
-            return agreed(self._communicator, self._step, action)
+            return run_on_all(self._communicator, self._step, action)
         except CheckpointError as error:
             self._over = error
             raise
@@ -175,7 +175,7 @@ class SharedReading:
         return tuple(
             group
             for group, place in enumerate(self._place_of)
-            if place in places and (number, place) not in self._spoilt
+            if place in places and (number, place) not in self._corrupt
         )
 
     def _allocate(self) -> None:
@@ -205,7 +205,7 @@ class SharedReading:
             self._windows = self._groups.windows(slots * group_nbytes)
         self._own_window = self._groups.own_window(nbytes if self._keeps_all else slots * own_nbytes)
 
-    def _own_memory(self, number: int, landing: Landing, nbytes: int) -> memoryview:
+    def _own_memory(self, number: int, landing: ReadTarget, nbytes: int) -> memoryview:
         """Where this rank puts an extent of that round which it brings."""
         if not self._keeps_all:
             return self._shown(number, landing, nbytes)
@@ -214,7 +214,7 @@ class SharedReading:
         assert self._own_window is not None
         return memoryview(self._own_window)[start : start + nbytes]
 
-    def _shown(self, number: int, landing: Landing, nbytes: int) -> memoryview:
+    def _shown(self, number: int, landing: ReadTarget, nbytes: int) -> memoryview:
         """Where this rank sees an extent of that round, in a window."""
         window = self._windows[landing.rank] if landing.is_shared else self._own_window
         assert window is not None
@@ -249,7 +249,7 @@ class SharedReading:
         if number and not self._keeps_all:
             self._keep_what_is_wanted_later(number - 1)
         borrowed: dict[int, bytes] = {}
-        todo: Sequence[Carried] = self._rounds[number]
+        todo: Sequence[ScheduledRead] = self._rounds[number]
         while todo:
             reading = partial(self._read, number, todo, borrowed)
             told = self._agree(reading)
@@ -264,14 +264,14 @@ class SharedReading:
         for number in range(first, min(first + _ROUNDS_BETWEEN_MEETINGS, len(self._rounds))):
             self._read(number, self._rounds[number], {})
 
-    def _source(self, carried: Carried, landing: Landing) -> int:
+    def _source(self, carried: ScheduledRead, landing: ReadTarget) -> int:
         """The group that reads an extent for a landing: as planned, unless it could not."""
         place = self._place_of[landing.source]
-        if (carried.extent, place) not in self._spoilt:
+        if (carried.extent, place) not in self._corrupt:
             return landing.source
         return self._holders(carried.extent)[0]
 
-    def _reader(self, carried: Carried, source: int) -> int:
+    def _reader(self, carried: ScheduledRead, source: int) -> int:
         """The rank of the group `source` that reads an extent."""
         landing = carried.landing(source)
         if landing is not None and self._source(carried, landing) == source:
@@ -279,7 +279,7 @@ class SharedReading:
         ranks = self._groups.groups[source]
         return ranks[carried.extent % len(ranks)]
 
-    def _read(self, number: int, todo: Sequence[Carried], borrowed: dict[int, bytes]) -> list[list[Any]]:
+    def _read(self, number: int, todo: Sequence[ScheduledRead], borrowed: dict[int, bytes]) -> list[list[Any]]:
         """Read this rank's share, into its window or, for others alone, into `borrowed`. Returns what could not be
         read, as [extent, message, cure], where another place may have it."""
         failed = []
@@ -311,7 +311,7 @@ class SharedReading:
         for rank, failures in enumerate(told):
             place = self._where.places[rank]
             for number, message, cure in failures:
-                self._spoilt.add((number, place))
+                self._corrupt.add((number, place))
                 failed.add(number)
                 others = [self._place_of[group] for group in self._holders(number)]
                 if not others:

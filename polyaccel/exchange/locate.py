@@ -10,7 +10,7 @@ from typing import Any
 from polyaccel.checkpoint import CheckpointReader, Storage, TagStatus, list_checkpoints, open_checkpoint
 from polyaccel.checkpoint.commit import LATEST, MARKER, tag_names
 from polyaccel.checkpoint.recognition import recognise, recognise_names
-from polyaccel.checkpoint.saves import save_folders
+from polyaccel.checkpoint.save_folders import save_folders
 from polyaccel.checkpoint.storage import FileStorage, open_storage
 from polyaccel.errors import CheckpointError
 

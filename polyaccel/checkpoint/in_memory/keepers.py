@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.replica.storage import ApartStorage, KeptStorage
-from polyaccel.checkpoint.shared_outcome import agreed
+from polyaccel.checkpoint.collective_call import run_on_all
+from polyaccel.checkpoint.in_memory.storage import ApartStorage, KeptStorage
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.comm.base import Communicator
 from polyaccel.launch.keeper.client import KeeperClient
 
@@ -23,13 +23,13 @@ class HostKeepers:
 
     communicator: Communicator
     client: KeeperClient
-    places: Places
+    places: StorageNodes
 
     @classmethod
     def found(cls, communicator: Communicator, client: KeeperClient) -> HostKeepers:
         """Look which ranks have which keeper. Collective. Raises CheckpointError on every rank when one is lost."""
         storage = ApartStorage(client, _WHO)
-        return cls(communicator, client, Places.found(storage, communicator, may_write=True))
+        return cls(communicator, client, StorageNodes.found(storage, communicator, may_write=True))
 
     @property
     def is_leader(self) -> bool:
@@ -48,5 +48,5 @@ class HostKeepers:
     def of_each(self, step: str, action: Callable[[], T]) -> list[T]:
         """What `action` gives, plain values, by keeper: one rank does it for each. Collective. Raises CheckpointError
         on every rank where it failed on any."""
-        told = agreed(self.communicator, step, lambda: [action()] if self.is_leader else [])
+        told = run_on_all(self.communicator, step, lambda: [action()] if self.is_leader else [])
         return [told[self.places.members(place)[0]][0] for place in range(self.places.count)]

@@ -27,13 +27,13 @@ from contextlib import suppress
 from threading import Event, Thread, get_ident
 from typing import Any
 
-from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import GIVE_UP, SaveJob, receive, send
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.async_save.job import GIVE_UP, SaveJob, receive, send
 from polyaccel.checkpoint.parsing import json_object
 from polyaccel.checkpoint.pieces import RankFile
 from polyaccel.checkpoint.retention.deletion import prune
-from polyaccel.checkpoint.saves import TOLD, held
-from polyaccel.checkpoint.steps import abandon, commit_files, finish
+from polyaccel.checkpoint.save_folders import TOLD, held
+from polyaccel.checkpoint.save_protocol import abandon, commit_files, finish
 from polyaccel.checkpoint.storage import Storage, open_storage
 from polyaccel.errors import CheckpointError, PolyaccelError
 

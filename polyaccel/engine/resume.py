@@ -5,9 +5,9 @@ slices, taking over counts.
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,
 plain values are what their owners take, and every piece of a file that will be read has its checksum. Only then does it
 bring the pieces into the buffers of the engine: from the memory that they were verified in where they all fit, else by
-a second reading, verified too ([Note: Passes] in `checkpoint.sharing.reading`). What fails there (a file that changed
-in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a load has
-succeeded.
+a second reading, verified too ([Note: Passes] in `checkpoint.cooperative_read.reading`). What fails there (a file that
+changed in between, a rank that is lost) leaves states of two checkpoints, which are neither trained nor saved until a
+load has succeeded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.checkpoint import CheckpointReader, TensorEntry, list_checkpoints
-from polyaccel.checkpoint.shared_outcome import agreed, on_rank_0
+from polyaccel.checkpoint.collective_call import on_rank_0, run_on_all
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
@@ -133,8 +133,8 @@ class TrainingRun:
 
     def check_progress(self, saved: SavedValues) -> None:
         """Raise CheckpointError for counts and a loss scale that `load_progress` could not take over."""
-        try_out(self.counters, saved.counters)
-        try_out(self.loss_scaler, saved.loss_scaler)
+        validate_state_dict(self.counters, saved.counters)
+        validate_state_dict(self.loss_scaler, saved.loss_scaler)
 
     def load_progress(self, saved: SavedValues) -> None:
         """Take over how far the run is, and its loss scale."""
@@ -146,24 +146,24 @@ class TrainingRun:
         if self.groups is not None and saved.optimizer is not None:
             load_groups(self.groups, saved.optimizer.param_groups, sources)
 
-    def load_together(self, saved: CheckpointReader, check: Callable[[], Takeover]) -> None:
+    def load_together(self, saved: CheckpointReader, check: Callable[[], LoadPlan]) -> None:
         """Take over the checkpoint `saved` on all ranks or on none; gradients are forgotten. Collective.
 
         `check` changes nothing, and raises for whatever would make the takeover fail. See [Note: A refused load].
         Raises CheckpointError on every rank, whichever rank refused.
         """
-        tag, found = saved.tag, list[Takeover]()
+        tag, found = saved.tag, list[LoadPlan]()
         step = f"loading {tag!r} (nothing was changed)"
         with ExitStack() as stack:
             try:
                 reading = stack.enter_context(saved.together(self.communicator, step, most_nbytes=self.loading_nbytes))
-                agreed(self.communicator, step, lambda: found.append(check()))
+                run_on_all(self.communicator, step, lambda: found.append(check()))
                 reading.verify(step)
             except CheckpointError as error:
                 raise self._refusal(saved, error) from error
             takeover = found[0]
             try:
-                reading.take_over(f"taking over {tag!r}", takeover.read)
+                reading.load(f"taking over {tag!r}", takeover.read)
                 self.zero.discard_gradients()
                 if takeover.is_whole:
                     self.zero.mark_consistent()
@@ -185,7 +185,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Takeover:
+class LoadPlan:
     """What a load will do on this rank, once every rank has checked its part.
 
     `read` brings everything here, without collective calls. `is_whole`: all parameters and optimizer states are among
@@ -228,7 +228,7 @@ class SavedValues(BaseModel):
             ) from error
 
 
-def try_out(part: Any, saved: Mapping[str, Any]) -> None:
+def validate_state_dict(part: Any, saved: Mapping[str, Any]) -> None:
     """Raise what `part.load_state_dict(saved)` would raise; `part` stays as it is, and so do its optimizer's groups."""
     trial = copy(part)
     if hasattr(trial, "optimizer"):
@@ -307,7 +307,7 @@ def check_names(
 
 
 @dataclass(frozen=True, slots=True)
-class WantedPiece:
+class ReadItem:
     """Elements of this rank's block of a saved tensor, from `start` on, that `buffer` takes."""
 
     fqn: str
@@ -322,7 +322,7 @@ class WantedState:
     """The part of a checkpoint that this rank takes over; `kept` are the parameters of which something stays as it
     is, `fresh` the optimizer states, by kind, of those that were frozen when they were saved: they begin anew."""
 
-    pieces: Sequence[WantedPiece]
+    pieces: Sequence[ReadItem]
     kept: Sequence[str]
     fresh: Sequence[tuple[Slot, Mapping[str, Buffer]]]
 
@@ -371,14 +371,14 @@ def wanted_state(
     Without `strict`, a parameter that was not saved keeps its value and its optimizer states, and one that was saved
     without a state keeps that. Raises CheckpointError naming the states that are missing.
     """
-    pieces, kept, missing = list[WantedPiece](), dict[str, None](), list[str]()
+    pieces, kept, missing = list[ReadItem](), dict[str, None](), list[str]()
     fresh = dict[tuple[str, int], tuple[Slot, dict[str, Buffer]]]()
     for slot, kind, start, buffer in zero.shards_to_load():
         fqn = slot.param.fqn
         if kind != PARAM and not optimizer_states:
             continue
         if reader.has(fqn, kind):
-            pieces.append(WantedPiece(fqn, kind, start, buffer, slot.param.block))
+            pieces.append(ReadItem(fqn, kind, start, buffer, slot.param.block))
         elif not reader.has(fqn, PARAM):
             if fqn not in left_out:
                 kept[fqn] = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from polyaccel.checkpoint.cooperative_read.extents import Extent, ExtentTable, FileLocations
+from polyaccel.checkpoint.cooperative_read.reading import CooperativeReader
+from polyaccel.checkpoint.cooperative_read.windows import MemoryGroups
 from polyaccel.checkpoint.manifest import Manifest
-from polyaccel.checkpoint.sharing.extents import Extent, ExtentTable, Whereabouts
-from polyaccel.checkpoint.sharing.reading import SharedReading
-from polyaccel.checkpoint.sharing.windows import MemoryGroups
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 
@@ -17,7 +17,7 @@ def read_blobs(
     storage: Storage,
     folder: str,
     manifest: Manifest,
-    whereabouts: Whereabouts,
+    whereabouts: FileLocations,
     groups: MemoryGroups,
     step: str,
 ) -> dict[int, dict[str, bytes]]:
@@ -28,17 +28,17 @@ def read_blobs(
         return {}
     ranks = sorted({rank for rank in (0, communicator.rank) if rank < manifest.world_size})
     extents = {rank: [(blob.name, Extent.of_blob(blob, rank)) for blob in manifest.blobs[rank]] for rank in ranks}
-    with SharedReading(communicator, storage, folder, table, whereabouts, groups, _NO_BOUND) as reading:
+    with CooperativeReader(communicator, storage, folder, table, whereabouts, groups, _NO_BOUND) as reading:
         for _, extent in (each for of_rank in extents.values() for each in of_rank):
             if extent.nbytes:
-                reading.want(extent)
+                reading.request(extent)
         reading.verify(step)
         found = {rank: dict[str, bytes]() for rank in ranks}
 
         def collect() -> None:
             for rank, of_rank in extents.items():
                 for name, extent in of_rank:
-                    found[rank][name] = bytes(reading.get(extent)) if extent.nbytes else b""
+                    found[rank][name] = bytes(reading.read(extent)) if extent.nbytes else b""
 
-        reading.take_over(step, collect)
+        reading.load(step, collect)
         return found

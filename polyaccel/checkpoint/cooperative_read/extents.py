@@ -85,7 +85,7 @@ class ExtentTable:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class FileLocations:
     """Which rank sees which files of a save. Ranks of one place see the same ones.
 
     `places[r]` is the place of rank r, `names[p]` what people call place p, `files[p]` what it has; None where all
@@ -97,7 +97,7 @@ class Whereabouts:
     files: tuple[frozenset[str], ...] | None = None
 
     @classmethod
-    def shared(cls, world_size: int) -> Whereabouts:
+    def shared(cls, world_size: int) -> FileLocations:
         """Those of a storage that all ranks see."""
         return cls((0,) * world_size)
 

@@ -10,15 +10,15 @@ import socket
 from dataclasses import dataclass
 from secrets import token_hex
 
+from polyaccel.checkpoint.collective_call import run_on_all
 from polyaccel.checkpoint.identity import NOTE, place_id, read_note, write_note
-from polyaccel.checkpoint.shared_outcome import agreed
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class StorageNodes:
     """The places of a group's ranks: `of_rank[r]` is that of rank r; `ids` and `names` are by place. An id is empty
     where the place has none yet; a name is for people."""
 
@@ -27,7 +27,7 @@ class Places:
     names: tuple[str, ...]
 
     @classmethod
-    def found(cls, storage: Storage, communicator: Communicator, *, may_write: bool) -> Places:
+    def found(cls, storage: Storage, communicator: Communicator, *, may_write: bool) -> StorageNodes:
         """Look who sees what. `may_write`: give places that have no identity one; without it, hosts and locations are
         told apart even where they turn out to be one storage, which does no harm to readers. Collective.
 
@@ -39,8 +39,8 @@ class Places:
             if may_write and not place_id(storage):
                 write_note(storage, token_hex(8))
 
-        agreed(communicator, step, mark)  # of several notes the last one stays
-        told = agreed(communicator, step, lambda: (place_id(storage), host, storage.location))
+        run_on_all(communicator, step, mark)  # of several notes the last one stays
+        told = run_on_all(communicator, step, lambda: (place_id(storage), host, storage.location))
         keys = [found if may_write else f"{found}:{host}:{location}" for found, host, location in told]
         order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         firsts = [keys.index(key) for key in order]
@@ -61,7 +61,7 @@ class Places:
             if self.is_leader(communicator.rank):
                 write_note(storage, self.ids[place], token_hex(8))
 
-        agreed(communicator, step, renew)
+        run_on_all(communicator, step, renew)
         told = communicator.all_gather_object(read_note(storage).get("proof"))
 
         def compare() -> None:
@@ -73,7 +73,7 @@ class Places:
                     value=self.ids[place],
                 )
 
-        agreed(communicator, step, compare)
+        run_on_all(communicator, step, compare)
 
     @property
     def count(self) -> int:

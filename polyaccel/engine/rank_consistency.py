@@ -29,7 +29,7 @@ def training_facts(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> list[str]:
-    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `about_run` tells
+    """What must be equal on all ranks, a line for each fact: versions of packages and plugins, as `run_metadata` tells
     them, parameters in order, optimizer groups, settings by key."""
     return [*_versions(about), *_parameters(specs), f"optimizer {optimizer}", *_groups(groups), *_settings(settings)]
 

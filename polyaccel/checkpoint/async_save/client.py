@@ -16,10 +16,10 @@ from multiprocessing.util import Finalize
 from threading import Lock, local
 from typing import Any, Protocol
 
-from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.background.job import GIVE_UP, LAST, SaveJob, receive, segments_of, send
-from polyaccel.checkpoint.owner import Owner
-from polyaccel.checkpoint.steps import SavePart
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.async_save.job import GIVE_UP, LAST, SaveJob, receive, segments_of, send
+from polyaccel.checkpoint.owner import ProcessIdentity
+from polyaccel.checkpoint.save_protocol import SavePart
 from polyaccel.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-from polyaccel.checkpoint.background.process import main
+from polyaccel.checkpoint.async_save.process import main
 main(int(sys.argv[1]))
 """
 _lock = Lock()
@@ -42,7 +42,7 @@ def can_save_in_background() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SaveOutcome:
     """How a rank's part of a save went. `error` and its `cure` are empty where all went well."""
 
     error: str = ""
@@ -55,13 +55,13 @@ class Save(Protocol):
     is_told: bool
     """Whether somebody has asked for the outcome of what has ended."""
 
-    def outcome(self, timeout_s: float | None = 0.0) -> Ending | None:
+    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
         """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
 
     def give_up(self) -> None:
         """Let it stop waiting for other ranks' parts."""
 
-    def last(self) -> None:
+    def finish_soon(self) -> None:
         """Let it wait for other ranks' parts no longer than for a while: nobody will say how they went."""
 
 
@@ -70,14 +70,14 @@ class Pending:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._outcome: Ending | None = None
+        self._outcome: SaveOutcome | None = None
         self._of = os.getpid()
         self._lock = Lock()
         self.is_told = False
         """Whether somebody has asked for the outcome of what has ended."""
         _under_way.add(self)
 
-    def outcome(self, timeout_s: float | None = 0.0) -> Ending | None:
+    def outcome(self, timeout_s: float | None = 0.0) -> SaveOutcome | None:
         """How it went; None while it is under way, after waiting for at most `timeout_s` (None: until it has ended)."""
         with self._lock:  # ranks may be threads, and whoever opens a checkpoint asks too
             if self._outcome is None:
@@ -86,9 +86,9 @@ class Pending:
                 _under_way.discard(self)
             return self._outcome
 
-    def _heard(self, timeout_s: float | None) -> Ending | None:
+    def _heard(self, timeout_s: float | None) -> SaveOutcome | None:
         if self._of != os.getpid():  # forked from the process whose save it is
-            return Ending()
+            return SaveOutcome()
         try:
             self._connection.settimeout(timeout_s)
             self._connection.recv(1, socket.MSG_PEEK)
@@ -105,7 +105,7 @@ class Pending:
         """Let the process stop waiting for other ranks' parts."""
         self._say(GIVE_UP)
 
-    def last(self) -> None:
+    def finish_soon(self) -> None:
         """Let the process wait for other ranks' parts no longer than for a while: nobody will say how they went."""
         self._say(LAST)
 
@@ -138,9 +138,9 @@ def start(part: SavePart, image: Image, **job: Any) -> Pending:
     return Pending(ours)
 
 
-def owner() -> Owner:
+def owner() -> ProcessIdentity:
     """The process beside this one, which is started if there is none."""
-    return Owner.of(_process().pid)
+    return ProcessIdentity.of(_process().pid)
 
 
 class _Process:
@@ -205,18 +205,18 @@ def stop() -> None:
             _processes.pop().close()
 
 
-def _read(message: tuple[bytes, list[int]] | None) -> Ending:
+def _read(message: tuple[bytes, list[int]] | None) -> SaveOutcome:
     if message is None:
-        return Ending(
+        return SaveOutcome(
             "the process that writes checkpoints has ended", "save again; if it was killed, look for its cause there"
         )
     tree: Mapping[str, Any] = json.loads(message[0])
     for level, line in tree["log"]:
         _log.log(level, "%s", line)
-    return Ending() if tree["error"] is None else Ending(*tree["error"])
+    return SaveOutcome() if tree["error"] is None else SaveOutcome(*tree["error"])
 
 
-def look_after(save: Save) -> None:
+def register_pending(save: Save) -> None:
     """From now on whoever opens checkpoints in this process waits for a save first, and so does its end."""
     _under_way.difference_update([each for each in _under_way if each.outcome() is not None])
     _under_way.add(save)
@@ -243,7 +243,7 @@ def settle() -> None:
 def _at_exit() -> None:
     """A script that ends right after a save has saved: its process waits for it, and tells of a failure."""
     for pending in list(_under_way):
-        pending.last()
+        pending.finish_soon()
         outcome = pending.outcome(timeout_s=None)
         if outcome is not None and outcome.error and not pending.is_told:
             _log.error("a checkpoint was not saved: %s", outcome.error)

@@ -15,8 +15,8 @@ import os
 from dataclasses import dataclass, field
 
 from polyaccel.accelerators.memory.host import memory_stats
-from polyaccel.checkpoint.background.image import Image
-from polyaccel.checkpoint.replica.parts import PartKey
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.client import KeeperClient
 
@@ -26,7 +26,7 @@ class NoRoom(CheckpointError):
 
 
 @dataclass
-class Half:
+class BufferSlot:
     """One of two images. `key`: the part that a keeper has in it. `frozen` has for segments of parameters that no
     update writes the count of writes when they were copied, `sums` their checksums."""
 
@@ -36,7 +36,7 @@ class Half:
     sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-class Room:
+class MemoryBudget:
     """What the images of rank `rank` may take: `limit_nbytes`, or half of what the host has left, shared by its ranks,
     of which the job has `world_size`."""
 
@@ -55,7 +55,7 @@ class Room:
         if needed > most:
             raise NoRoom(
                 f"replicas of rank {self._rank} would take {needed:,} bytes, and may take {most:,}",
-                cure='raise "checkpoint.replica": {"memory": BYTES}, or free some memory',
+                cure='raise "checkpoint.in_memory": {"memory": BYTES}, or free some memory',
                 value=needed,
             )
         image = Image.new(nbytes)
@@ -67,19 +67,19 @@ class Room:
         image.close()
 
 
-class Generations:
+class DoubleBuffer:
     """The two images of the parts of rank `of_rank`. See [Note: Two generations]."""
 
-    def __init__(self, of_rank: int, room: Room) -> None:
+    def __init__(self, of_rank: int, room: MemoryBudget) -> None:
         self._of_rank, self._room = of_rank, room
-        self.halves: list[Half] = []
+        self.halves: list[BufferSlot] = []
 
-    def beside(self, whole: int | None, nbytes: int, client: KeeperClient) -> Half:
+    def beside(self, whole: int | None, nbytes: int, client: KeeperClient) -> BufferSlot:
         """The one that does not hold the part of the step that is `whole`, `nbytes` long, its part dropped. Raises
         CheckpointError."""
         free = [half for half in self.halves if half.key is None or half.key.step != whole]
         if len(self.halves) < 2 and not free:
-            free = [Half(self._room.image(self._of_rank, nbytes))]
+            free = [BufferSlot(self._room.image(self._of_rank, nbytes))]
             self.halves += free
         half = free[0]
         if half.key is not None:
@@ -88,7 +88,7 @@ class Generations:
         if half.image.nbytes != nbytes:
             self.halves.remove(half)
             self._room.give_back(half.image)
-            half = Half(self._room.image(self._of_rank, nbytes))
+            half = BufferSlot(self._room.image(self._of_rank, nbytes))
             self.halves.append(half)
         return half
 

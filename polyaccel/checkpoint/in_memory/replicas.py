@@ -11,13 +11,13 @@ from itertools import count
 from secrets import token_hex
 from typing import Any, TypeVar
 
+from polyaccel.checkpoint.collective_call import on_rank_0
+from polyaccel.checkpoint.in_memory.keepers import HostKeepers
+from polyaccel.checkpoint.in_memory.parts import files_of
+from polyaccel.checkpoint.in_memory.recovery import RecoverableStep, as_checkpoint, drop_others, find_survivor
+from polyaccel.checkpoint.in_memory.writer import ReplicaWriter
 from polyaccel.checkpoint.reader import CheckpointReader, TagStatus, list_checkpoints, open_checkpoint
-from polyaccel.checkpoint.replica.keepers import HostKeepers
-from polyaccel.checkpoint.replica.parts import files_of
-from polyaccel.checkpoint.replica.survivors import Survivor, as_checkpoint, drop_others, find_survivor
-from polyaccel.checkpoint.replica.writer import ReplicaWriter
-from polyaccel.checkpoint.shared_outcome import on_rank_0
-from polyaccel.checkpoint.steps import SaveContents
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
@@ -141,7 +141,7 @@ class Replicas:
             if client is not None:
                 client.close()
             if is_first:
-                _log.warning('"checkpoint.replica" has no effect: %s', problem)
+                _log.warning('"checkpoint.in_memory" has no effect: %s', problem)
             return
         self._writer = ReplicaWriter(
             self._communicator,
@@ -152,7 +152,7 @@ class Replicas:
             self._keepers.places,
         )
 
-    def _newer_than(self, storage: Storage) -> tuple[Survivor, str] | None:
+    def _newer_than(self, storage: Storage) -> tuple[RecoverableStep, str] | None:
         """The replica to go on from, and its tag; None to go on from `storage`. Collective. Says which in the log."""
         if self._keepers is None or not self._has_survivors:
             return None
@@ -193,7 +193,7 @@ def _newest_good(storage: Storage) -> tuple[TagStatus, int] | None:
     return None
 
 
-def _is_newer(survivor: Survivor, saved: tuple[TagStatus, int] | None) -> bool:
+def _is_newer(survivor: RecoverableStep, saved: tuple[TagStatus, int] | None) -> bool:
     """By step or, where a run has gone back to an earlier one, by the clock."""
     if saved is None:
         return True
@@ -201,7 +201,7 @@ def _is_newer(survivor: Survivor, saved: tuple[TagStatus, int] | None) -> bool:
     return survivor.step > step or (survivor.step < step and survivor.saved_at_s > status.saved_at_s)
 
 
-def _tell_of_saved(saved: tuple[TagStatus, int] | None, survivor: Survivor | None, last: int) -> None:
+def _tell_of_saved(saved: tuple[TagStatus, int] | None, survivor: RecoverableStep | None, last: int) -> None:
     what = "no replica in memory is whole" if survivor is None else f"the replica in memory is of step {survivor.step}"
     if saved is not None:
         status, step = saved

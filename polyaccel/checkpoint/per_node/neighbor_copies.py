@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from polyaccel.buffer import Buffer
+from polyaccel.checkpoint.collective_call import run_on_all
+from polyaccel.checkpoint.cooperative_read.extents import Extent
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.pieces import RankFile
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.shared_outcome import agreed
-from polyaccel.checkpoint.sharing.extents import Extent
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.errors import CheckpointError
@@ -28,7 +28,7 @@ Turn = dict[int, int]
 """By rank that sends, the rank that receives: in a turn a rank receives from one at most."""
 
 
-def copy_turns(places: Places) -> tuple[Turn, ...]:
+def copy_turns(places: StorageNodes) -> tuple[Turn, ...]:
     """Who sends its file to whom, turn by turn. Every rank sends once; nothing where there is one place."""
     turns = list[Turn]()
     for place in range(places.count if places.count > 1 else 0):
@@ -42,7 +42,12 @@ def copy_turns(places: Places) -> tuple[Turn, ...]:
 
 
 def write_copies(
-    storage: Storage, folder: str, places: Places, files: Sequence[RankFile], communicator: Communicator, step: str
+    storage: Storage,
+    folder: str,
+    places: StorageNodes,
+    files: Sequence[RankFile],
+    communicator: Communicator,
+    step: str,
 ) -> None:
     """Let each place have, verified, the files of the place before: `files` are those of all ranks. Collective.
 
@@ -80,7 +85,7 @@ def write_copies(
         if failures:
             raise failures[0]
 
-    agreed(communicator, step, tell)
+    run_on_all(communicator, step, tell)
 
 
 class TurnExchange:

@@ -11,7 +11,7 @@ from polyaccel.errors import CheckpointError, CommError, CommTimeout, PolyaccelE
 T = TypeVar("T")
 
 
-def meet(communicator: Communicator, name: str) -> None:
+def barrier(communicator: Communicator, name: str) -> None:
     """Wait until every rank has called the function `name`.
 
     Raises CommTimeout, with the likely cause, when a rank does not come, CommError when one calls something else.
@@ -30,7 +30,7 @@ def meet(communicator: Communicator, name: str) -> None:
         raise CommError(f"{name}: another rank did something else: {error}", cure=cure, value=error.value) from error
 
 
-def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
+def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank. Returns the results, plain values, by rank.
 
     Raises CheckpointError on *every* rank when it raised an Exception on any, naming those ranks and their errors.
@@ -51,8 +51,9 @@ def agreed(communicator: Communicator, step: str, action: Callable[[], T]) -> li
 
 
 def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone. Returns its result, a plain value, on every rank. Raises what `agreed` raises."""
-    return agreed(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
+    """Run `action` on rank 0 alone. Returns its result, a plain value, on every rank. Raises what `run_on_all`
+    raises."""
+    return run_on_all(communicator, step, lambda: [action()] if communicator.rank == 0 else [])[0][0]
 
 
 def _describe(error: Exception) -> tuple[str, str]:

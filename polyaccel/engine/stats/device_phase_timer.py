@@ -10,7 +10,7 @@ from polyaccel.accelerators.base import Event
 _MOST_PENDING = 8
 
 
-class DeviceLaps:
+class DevicePhaseTimer:
     """Divides the time of the device's current stream among the phases in which the host queued its work.
 
     An event stands at each end of a phase; nobody waits for it. So a step's times are known when the device has passed

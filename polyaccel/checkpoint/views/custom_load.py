@@ -68,7 +68,7 @@ class GivenValues:
             )
 
 
-class GivenReader:
+class CustomLoadReader:
     """`reader`, but parameters and buffers are `given`; of optimizer states only those are there whose shape is that of
     the parameter here, in `shapes`. See [Note: A user's own loading]."""
 

@@ -22,15 +22,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from polyaccel.checkpoint.background.image import Image
+from polyaccel.checkpoint.async_save.image import Image
+from polyaccel.checkpoint.in_memory.images import BufferSlot, DoubleBuffer, MemoryBudget, NoRoom
+from polyaccel.checkpoint.in_memory.neighbours import NeighbourCopies
+from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.pieces import MAX_PIECE_NBYTES, FileLayout, PieceSpec, RankFile, TensorPiece
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.replica.images import Generations, Half, NoRoom, Room
-from polyaccel.checkpoint.replica.neighbours import NeighbourCopies
-from polyaccel.checkpoint.replica.parts import PartKey, PartNote, begun_of, files_of, parts_of
-from polyaccel.checkpoint.saves import rank_file
+from polyaccel.checkpoint.save_folders import rank_file
+from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.scalars import encode_plain
-from polyaccel.checkpoint.steps import SaveContents
 from polyaccel.checkpoint.tensors import PARAM, Piece, TensorEntry
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, PolyaccelError
@@ -46,7 +46,7 @@ _CHUNK_NBYTES = 1 << 20
 class _Copy:
     """What is left to do for a part in the background: segments to copy by number, with their buffers."""
 
-    half: Half
+    half: BufferSlot
     key: PartKey
     layout: FileLayout
     pieces: Mapping[int, TensorPiece]
@@ -69,12 +69,12 @@ class ReplicaWriter:
         attempt: str,
         about: Mapping[str, Any],
         limit_nbytes: int | None,
-        places: Places,
+        places: StorageNodes,
     ) -> None:
         self._communicator = communicator
         self._is_leader = places.is_leader(communicator.rank)
-        room = Room(communicator.rank, communicator.world_size, limit_nbytes)
-        self._own = Generations(communicator.rank, room)
+        room = MemoryBudget(communicator.rank, communicator.world_size, limit_nbytes)
+        self._own = DoubleBuffer(communicator.rank, room)
         self._neighbours = NeighbourCopies(communicator, places, room) if places.count > 1 else None
         self._client: KeeperClient | None = None
         self._engine = engine

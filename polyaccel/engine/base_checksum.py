@@ -32,11 +32,11 @@ def base_checksums(zero: TrainedState, communicator: Communicator, names: Collec
     pieces = sorted(tuple(piece) for told in communicator.all_gather_object(mine) for piece in told)
     found: dict[str, tuple[str, int]] = {}
     for fqn, dtype, _, nbytes, crc in pieces:
-        found[fqn] = (dtype, joined(found[fqn][1], crc, nbytes) if fqn in found else crc)
+        found[fqn] = (dtype, crc32_combine(found[fqn][1], crc, nbytes) if fqn in found else crc)
     return {fqn: f"{dtype}:{crc:08x}" for fqn, (dtype, crc) in found.items()}
 
 
-def joined(first: int, second: int, second_nbytes: int) -> int:
+def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """The crc32 of two texts, one after the other, of which these are those of each.
 
     As many zero bytes as the second text has are a linear map of the first one's bits: squared for every bit of their

@@ -16,17 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 
+from polyaccel.checkpoint.collective_call import on_rank_0
 from polyaccel.checkpoint.commit import MANIFEST, Commit, write_commit
+from polyaccel.checkpoint.in_memory.keepers import HostKeepers
+from polyaccel.checkpoint.in_memory.parts import PartKey, PartNote, begun_of, files_of, parts_of
+from polyaccel.checkpoint.in_memory.storage import KeptStorage
 from polyaccel.checkpoint.manifest import Manifest
+from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.pieces import RankFile
-from polyaccel.checkpoint.places.seen import Places
-from polyaccel.checkpoint.replica.keepers import HostKeepers
-from polyaccel.checkpoint.replica.parts import PartKey, PartNote, begun_of, files_of, parts_of
-from polyaccel.checkpoint.replica.storage import KeptStorage
-from polyaccel.checkpoint.saves import rank_file
+from polyaccel.checkpoint.save_folders import rank_file
+from polyaccel.checkpoint.save_protocol import manifest_of, require_files
 from polyaccel.checkpoint.scalars import decode_plain
-from polyaccel.checkpoint.shared_outcome import on_rank_0
-from polyaccel.checkpoint.steps import manifest_of, require_files
 from polyaccel.errors import CheckpointError
 from polyaccel.launch.keeper.client import KeeperClient
 
@@ -35,7 +35,7 @@ _MAKING = "making a checkpoint of a replica"
 
 
 @dataclass(frozen=True, slots=True)
-class Survivor:
+class RecoverableStep:
     """The newest step of which all ranks' parts are there, as rank 0's part was saved at `saved_at_s` (seconds since
     1970); `had[place]` are the ranks whose parts a keeper has. `last_step`: the last one that any rank had finished."""
 
@@ -49,7 +49,7 @@ class Survivor:
         return self.parts[0].step
 
 
-def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Survivor | None, int]:
+def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[RecoverableStep | None, int]:
     """What is left of engine `engine` from the starts of the job before `attempt`, with weights that are finite as far
     as is known, and None where no step is whole; and the last step that any rank had finished, 0 where none is known.
     Collective.
@@ -71,11 +71,11 @@ def find_survivor(keepers: HostKeepers, engine: str, attempt: str) -> tuple[Surv
         parts = tuple(PartKey(step, of_attempt, engine, world_size, rank) for rank in range(world_size))
         note = _notes(keepers, parts[:1])[0]
         if not note.file.not_finite:
-            return Survivor(parts, tuple(map(frozenset, had)), note.saved_at_s, max(step, last)), last
+            return RecoverableStep(parts, tuple(map(frozenset, had)), note.saved_at_s, max(step, last)), last
     return None, last
 
 
-def as_checkpoint(keepers: HostKeepers, survivor: Survivor, engine: str) -> str:
+def as_checkpoint(keepers: HostKeepers, survivor: RecoverableStep, engine: str) -> str:
     """Make a checkpoint of a survivor, in the keepers' memory and of the memory that is there. Returns its tag.
     Collective.
 
@@ -86,7 +86,7 @@ def as_checkpoint(keepers: HostKeepers, survivor: Survivor, engine: str) -> str:
     storage, ids = keepers.storage(files_of(engine)), ("",) * keepers.places.count
     held: Mapping[str, tuple[tuple[str, str], ...]] = {}
     if not storage.is_shared:
-        places = Places.found(storage, keepers.communicator, may_write=True)
+        places = StorageNodes.found(storage, keepers.communicator, may_write=True)
         # Places are numbered by their first ranks, and keepers are too.
         ids, held = places.ids, _held(survivor, places)
     tag = f"global_step{survivor.step}"
@@ -126,7 +126,7 @@ def as_checkpoint(keepers: HostKeepers, survivor: Survivor, engine: str) -> str:
     return tag
 
 
-def drop_others(keepers: HostKeepers, survivor: Survivor, engine: str) -> None:
+def drop_others(keepers: HostKeepers, survivor: RecoverableStep, engine: str) -> None:
     """Let go of the parts of earlier starts but for those of `survivor`."""
     kept = set(map(str, survivor.parts))
     if keepers.is_leader:
@@ -182,7 +182,7 @@ def _link(client: KeeperClient, storage: KeptStorage, key: PartKey, path: str) -
         os.close(kept.memory)
 
 
-def _held(survivor: Survivor, places: Places) -> Mapping[str, tuple[tuple[str, str], ...]]:
+def _held(survivor: RecoverableStep, places: StorageNodes) -> Mapping[str, tuple[tuple[str, str], ...]]:
     """By file, (id, name) of the keepers that have it."""
     found = dict[str, tuple[tuple[str, str], ...]]()
     for key in survivor.parts:
