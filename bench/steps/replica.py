@@ -24,8 +24,8 @@ from bench.steps.launch import figures_of
 from bench.steps.sitting import positive
 from bench.table import make_console, make_table
 from polyaccel.job_auth import job_secret_from_env
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.launch.keeper.start import KeeperProcess
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.start import KeeperProcess
 
 _LIMIT_S = 900.0
 _MIB = 1 << 20

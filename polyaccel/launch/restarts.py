@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from polyaccel.job_auth import SECRET_VARIABLE, job_secret_from_env
 from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
 from polyaccel.launch.hosts import first_slots, is_here
-from polyaccel.launch.keeper.keepers import Keepers, say
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.keepers import Keepers, say
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
 
 RESTART_VARIABLE = "POLYACCEL_RESTART_COUNT"
 """The variable with how often the job was started before."""

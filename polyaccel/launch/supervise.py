@@ -21,7 +21,7 @@ from time import monotonic
 from typing import ClassVar, Protocol
 
 from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
-from polyaccel.launch.guard import Guard
+from polyaccel.launch.orphan_reaper import OrphanReaper
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
     ProcessState,
@@ -35,7 +35,7 @@ from polyaccel.launch.process import (
     with_last_lines,
 )
 from polyaccel.launch.signals import ENDING, NOTICES, PASSED_ON, SILENT, SignalInbox
-from polyaccel.launch.tree import JobTree
+from polyaccel.launch.tree import ProcessTracker
 from polyaccel.readiness import JOINED, SHOW_STACK, STEP, WAITS, ReadinessPipe
 
 _LINGER_S = 1.0  # for what ended ranks left behind to end by itself, as helpers of multiprocessing do
@@ -48,7 +48,7 @@ _HANGS = 124
 """The exit code of a job that hangs, as that of timeout(1)."""
 
 
-class Orders(Protocol):
+class ControlChannel(Protocol):
     """Whoever may tell a supervisor what to do, beside signals."""
 
     read_fd: int
@@ -88,14 +88,14 @@ class Supervisor:
         plan: LaunchPlan,
         output: JobOutput,
         *,
-        orders: Orders | None = None,
+        orders: ControlChannel | None = None,
         look: Callable[[], object] = look_at_nothing,
     ) -> None:
         self._plan = plan
         self._output = output
         self._orders = orders
         self._look = look
-        self._tree = JobTree(plan.job_id)
+        self._tree = ProcessTracker(plan.job_id)
         self._ranks: list[RankProcess] = []
         self._verdict: JobFailure | None = None
         self._passed_on: dict[int, float] = {}
@@ -103,7 +103,7 @@ class Supervisor:
         self._is_ending = False
         self._kill_at_s = inf
         self._kill_rounds = 0
-        self._guard: Guard | None = None
+        self._guard: OrphanReaper | None = None
         self._arrivals = ReadinessPipe()
         self._words: dict[int, str] = {}
         self._steps: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Supervisor:
         return JobEnd(why.code, why.sentence, why.killed, why.was_asked) if why else JobEnd(0)
 
     def _start(self) -> None:
-        self._guard = Guard(self._plan.job_id)
+        self._guard = OrphanReaper(self._plan.job_id)
         for spec in self._plan.ranks:
             rank = self._started(spec)
             self._tree.add(rank.pid)

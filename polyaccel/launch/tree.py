@@ -20,7 +20,7 @@ from polyaccel.launch.base import JOB_ID
 _PROC = Path("/proc")
 
 
-class JobTree:
+class ProcessTracker:
     """The processes of job `job_id`. Rank processes are added as they start; see [Note: Who belongs to a job]. What is
     no job may mark its processes by another `variable` of the environment."""
 

@@ -25,7 +25,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from polyaccel.engine.metrics import JsonlMonitor
-from polyaccel.launch.tree import JobTree
+from polyaccel.launch.tree import ProcessTracker
 from polyaccel.trial_env import CHANGES_FILE, MODEL_FILE, TRIAL_VARIABLE, TrialModel, deep_merge
 from polyaccel.tuning.candidates import Candidate, quiet_changes
 from polyaccel.tuning.records import TrialRecord
@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    tree = JobTree(str(folder), TRIAL_VARIABLE)
+    tree = ProcessTracker(str(folder), TRIAL_VARIABLE)
     tree.add(process.pid)
     for _ in range(_KILL_ROUNDS):
         if not tree.signal(signal.SIGKILL):

@@ -6,8 +6,8 @@ import socket
 from contextlib import suppress
 from threading import Thread
 
-from polyaccel.launch.keeper.client import KeeperClient
-from polyaccel.launch.keeper.process import Shelf, listen, serve
+from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.launch.memory_server.process import EntryStore, listen, serve
 
 SECRET = b"a secret of the job's ranks"
 
@@ -17,7 +17,7 @@ class Served:
 
     def __init__(self, name: str, limit_nbytes: int = 1 << 30) -> None:
         self.name = name
-        self.shelf = Shelf(limit_nbytes)
+        self.shelf = EntryStore(limit_nbytes)
         self._listener = listen(name)
         Thread(target=serve, args=(self._listener, SECRET, self.shelf), daemon=True).start()
 

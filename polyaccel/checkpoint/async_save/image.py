@@ -11,7 +11,7 @@ from weakref import finalize
 
 from polyaccel.checkpoint.pieces import FileLayout, Read, TensorPiece
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.protocol import seal_length
+from polyaccel.launch.memory_server.protocol import seal_length
 from polyaccel.ops.native.checksum import crc32
 
 _NAME = "polyaccel-checkpoint"

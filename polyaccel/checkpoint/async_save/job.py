@@ -11,7 +11,7 @@ from typing import Any
 from polyaccel import tagged_json
 from polyaccel.checkpoint.pieces import FileLayout, FileSegment, PieceSpec
 from polyaccel.checkpoint.retention.rules import KEEP_ALL, Retention
-from polyaccel.launch.keeper.protocol import exactly
+from polyaccel.launch.memory_server.protocol import exactly
 from polyaccel.mesh import Block
 from polyaccel.types import DType
 

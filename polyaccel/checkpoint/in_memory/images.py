@@ -18,7 +18,7 @@ from polyaccel.accelerators.memory.host import memory_stats
 from polyaccel.checkpoint.async_save.image import Image
 from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.client import KeeperClient
+from polyaccel.launch.memory_server.client import KeeperClient
 
 
 class NoRoom(CheckpointError):

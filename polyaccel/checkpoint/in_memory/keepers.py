@@ -10,7 +10,7 @@ from polyaccel.checkpoint.collective_call import run_on_all
 from polyaccel.checkpoint.in_memory.storage import ApartStorage, KeptStorage
 from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.comm.base import Communicator
-from polyaccel.launch.keeper.client import KeeperClient
+from polyaccel.launch.memory_server.client import KeeperClient
 
 T = TypeVar("T")
 _WHO = "place"

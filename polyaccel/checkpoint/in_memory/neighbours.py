@@ -17,7 +17,7 @@ from polyaccel.checkpoint.per_node.node_topology import StorageNodes
 from polyaccel.checkpoint.per_node.save_thread import communicator_beside
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
+from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
 
 _LENGTHS = struct.Struct("<QQ")
 _LABEL = "replicas between hosts"

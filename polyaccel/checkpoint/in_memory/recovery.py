@@ -28,7 +28,7 @@ from polyaccel.checkpoint.save_folders import rank_file
 from polyaccel.checkpoint.save_protocol import manifest_of, require_files
 from polyaccel.checkpoint.scalars import decode_plain
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.client import KeeperClient
+from polyaccel.launch.memory_server.client import KeeperClient
 
 _LOOKING = "looking for a replica"
 _MAKING = "making a checkpoint of a replica"

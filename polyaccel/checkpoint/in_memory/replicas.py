@@ -21,7 +21,7 @@ from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.client import KeeperClient
+from polyaccel.launch.memory_server.client import KeeperClient
 
 _log = logging.getLogger(__name__)
 _engines = count()

@@ -9,9 +9,9 @@ from weakref import finalize
 
 from polyaccel.checkpoint.storage import Storage
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper.client import KeeperClient
-from polyaccel.launch.keeper.protocol import seal_length
-from polyaccel.launch.keeper.start import can_keep
+from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.launch.memory_server.protocol import seal_length
+from polyaccel.launch.memory_server.start import can_keep
 from polyaccel.types import Probe
 
 _NAME = "polyaccel-replica"

@@ -34,7 +34,7 @@ from polyaccel.checkpoint.scalars import encode_plain
 from polyaccel.checkpoint.tensors import PARAM, Piece, TensorEntry
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError, PolyaccelError
-from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
+from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.process import exit_code, signal_name
 from polyaccel.launch.program import check_not_nested
-from polyaccel.launch.remote.agent import LauncherOrders
+from polyaccel.launch.remote.agent import LauncherChannel
 from polyaccel.launch.remote.supervise import ANSWER_S
 from polyaccel.launch.signals import ENDING, PASSED_ON, SignalInbox
 from polyaccel.launch.supervise import Supervisor
@@ -94,7 +94,7 @@ class TorchElasticLauncher(Launcher):
                 process.kill()
 
 
-class AgentOrders(LauncherOrders):
+class AgentOrders(LauncherChannel):
     """The lines of the elastic agent, read from a descriptor: jobs to start, one after the other."""
 
     sender: ClassVar[str] = _NAME

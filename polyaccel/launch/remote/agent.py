@@ -24,8 +24,8 @@ from polyaccel.errors import LaunchError, PolyaccelError
 from polyaccel.launch.base import Job
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.plan import plan_host
-from polyaccel.launch.remote.callers import KEY_NBYTES, LOST, Records, call_back
-from polyaccel.launch.remote.words import END, PAUSE, SIGNAL, SILENCE_S, word
+from polyaccel.launch.remote.callback_server import KEY_NBYTES, LOST, EncryptedStream, call_back
+from polyaccel.launch.remote.control_messages import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.ports import free_port
 
@@ -34,7 +34,7 @@ _CHUNK_NBYTES = 1 << 16
 _LAST_WORD_S = 5.0
 
 
-class LauncherOrders:
+class LauncherChannel:
     """The lines of the launcher of the agent of that `number`, read from the descriptor `read_fd`."""
 
     sender: ClassVar[str] = "the launcher"
@@ -60,7 +60,7 @@ class LauncherOrders:
                 return None
 
     def take(self) -> tuple[list[int], str]:
-        """As `Orders.take` has it."""
+        """As `ControlChannel.take` has it."""
         signals, end = list[int](), ""
         for line in self._lines():
             what, _, number = line.partition(" ")
@@ -80,7 +80,7 @@ class LauncherOrders:
         return self._has_ended or monotonic() >= self.silent_at_s
 
     def report(self, code: int, sentence: str) -> None:
-        """As `Orders.report` has it."""
+        """As `ControlChannel.report` has it."""
         _say(number=self._number, code=code, why=sentence)
 
     def conclude(self, code: int) -> None:
@@ -116,11 +116,11 @@ class LauncherOrders:
         return [line.decode() for line in lines]
 
 
-class CalledOrders(LauncherOrders):
+class CalledOrders(LauncherChannel):
     """The lines of a launcher that the agent has called back. It ends with the connection, or with the standard input,
     which is the way by which the agent was started."""
 
-    def __init__(self, connection: socket.socket, records: Records, way_fd: int, number: int) -> None:
+    def __init__(self, connection: socket.socket, records: EncryptedStream, way_fd: int, number: int) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
         self._selector.register(way_fd, selectors.EVENT_READ)
@@ -167,7 +167,7 @@ def main(number: int, port: int | None = None) -> int:
     facts |= {"python": sys.version, "port": free_port()}
     if port is None:
         _say(**facts)
-        orders = LauncherOrders(control, number)
+        orders = LauncherChannel(control, number)
     else:
         key = secrets.token_bytes(KEY_NBYTES)
         _say(**facts, key=key.hex())

@@ -10,9 +10,9 @@ from typing import ClassVar
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
 from polyaccel.launch.hosts import is_here
-from polyaccel.launch.remote.callers import Callers
+from polyaccel.launch.remote.callback_server import CallbackServer
 from polyaccel.launch.remote.ssh import agent_command, ssh_address, ssh_options
-from polyaccel.launch.remote.supervise import HostsSupervisor, Way, plan_ways
+from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
 from polyaccel.types import Probe
 
 _OPTIONS_VARIABLE = "PDSH_SSH_ARGS_APPEND"
@@ -35,7 +35,7 @@ class PdshLauncher(Launcher):
         return plan_ways(job, _ways(job, "PORT"), _variables(job))
 
     def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
-        callers = Callers()
+        callers = CallbackServer()
         try:
             first = next(iter(job.hosts))
             address = None if is_here(first) else ssh_address(first, _user_options())
@@ -51,11 +51,11 @@ class PdshLauncher(Launcher):
             callers.close()
 
 
-def _ways(job: Job, port: str) -> list[Way]:
+def _ways(job: Job, port: str) -> list[HostConnection]:
     numbers = [number for number, host in enumerate(job.hosts) if not is_here(host)]
     names = [host for host in job.hosts if not is_here(host)]
     ways = [
-        Way(f"the agent on {host}", ("sh", "-c", agent_command(job, str(number))), (number,))
+        HostConnection(f"the agent on {host}", ("sh", "-c", agent_command(job, str(number))), (number,))
         for number, host in enumerate(job.hosts)
         if is_here(host)
     ]
@@ -64,7 +64,9 @@ def _ways(job: Job, port: str) -> list[Way]:
         command = agent_command(job, "@AGENT@").replace("%", "%%")
         command = command.replace("@AGENT@", f"{','.join(map(str, numbers))} %n {port}")
         options = ("-S", "-N", "-R", "ssh", "-f", str(len(names)), "-w", ",".join(names))
-        ways.append(Way("pdsh", ("pdsh", *options, *job.launcher_args, command), tuple(numbers), calls_back=True))
+        ways.append(
+            HostConnection("pdsh", ("pdsh", *options, *job.launcher_args, command), tuple(numbers), calls_back=True)
+        )
     return ways
 
 

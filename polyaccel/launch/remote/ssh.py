@@ -12,7 +12,7 @@ from typing import ClassVar
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
 from polyaccel.launch.hosts import is_here
-from polyaccel.launch.remote.supervise import HostsSupervisor, Way, plan_ways
+from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
 from polyaccel.types import Probe
 
 _AGENT = "polyaccel.launch.remote.agent"
@@ -76,15 +76,15 @@ def ssh_address(host: str, options: Sequence[str] = ()) -> str:
     return next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), host)
 
 
-def _ways(job: Job) -> list[Way]:
+def _ways(job: Job) -> list[HostConnection]:
     return [_way(job, number, host) for number, host in enumerate(job.hosts)]
 
 
-def _way(job: Job, number: int, host: str) -> Way:
+def _way(job: Job, number: int, host: str) -> HostConnection:
     command = agent_command(job, str(number))
     if is_here(host):
-        return Way(f"the agent on {host}", ("sh", "-c", command), (number,))
-    return Way(f"ssh {host}", _ssh(job, host, command), (number,))
+        return HostConnection(f"the agent on {host}", ("sh", "-c", command), (number,))
+    return HostConnection(f"ssh {host}", _ssh(job, host, command), (number,))
 
 
 def _ssh(job: Job, host: str, command: str) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
-from polyaccel.launch.remote.callers import LOST, Callers
-from polyaccel.launch.remote.words import BEAT_S, END, PAUSE, SIGNAL, SILENCE_S, WordFilter
+from polyaccel.launch.remote.callback_server import LOST, CallbackServer
+from polyaccel.launch.remote.control_messages import BEAT_S, END, PAUSE, SIGNAL, SILENCE_S, MessageFilter
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
 ANSWER_S = 60.0
@@ -36,7 +36,7 @@ Hear = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class HostConnection:
     """A command that brings this machine's standard input to agents, and their output back.
 
     `hosts` are the numbers of their hosts, `name` stands for them in messages. Agents of a way that brings no input
@@ -49,7 +49,7 @@ class Way:
     calls_back: bool = False
 
 
-def plan_ways(job: Job, ways: Sequence[Way], variables: Mapping[str, str] | None = None) -> LaunchPlan:
+def plan_ways(job: Job, ways: Sequence[HostConnection], variables: Mapping[str, str] | None = None) -> LaunchPlan:
     """The processes of the ways, with more `variables`, as those of a job of their own: what ranks leave behind on this
     machine is the agents' to end."""
     job_id = f"ways-{job.job_id}"
@@ -63,7 +63,11 @@ class HostProcess(RankProcess):
     """The process of a way. `spec.rank` is its place among the ways."""
 
     def __init__(
-        self, spec: RankSpec, process: subprocess.Popen[bytes], way: Way, hear: Callable[[dict[str, Any]], None]
+        self,
+        spec: RankSpec,
+        process: subprocess.Popen[bytes],
+        way: HostConnection,
+        hear: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(spec, process)
         assert process.stdin is not None  # it was started with a pipe
@@ -75,7 +79,7 @@ class HostProcess(RankProcess):
         self._stdin = process.stdin
         os.set_blocking(self._stdin.fileno(), False)
         self._unsent = b""
-        self._filter = WordFilter(hear)
+        self._filter = MessageFilter(hear)
 
     @property
     def name(self) -> str:
@@ -123,9 +127,9 @@ class CallingProcess(HostProcess):
         self,
         spec: RankSpec,
         process: subprocess.Popen[bytes],
-        way: Way,
+        way: HostConnection,
         hear: Callable[[dict[str, Any]], None],
-        callers: Callers,
+        callers: CallbackServer,
     ) -> None:
         super().__init__(spec, process, way, hear)
         self._callers = callers
@@ -150,11 +154,11 @@ class HostsSupervisor(Supervisor):
     def __init__(
         self,
         job: Job,
-        ways: Sequence[Way],
+        ways: Sequence[HostConnection],
         *,
         first_address: str | None,
         look: Callable[[], object],
-        callers: Callers | None = None,
+        callers: CallbackServer | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`first_address` is where the other hosts find the first one, if the job does not say. `callers` are the

@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from polyaccel import comm
 from polyaccel.comm.default import default_communicator
 from polyaccel.launch.process import end_with_parent
-from polyaccel.launch.tree import JobTree
+from polyaccel.launch.tree import ProcessTracker
 from polyaccel.testkit.training.torch_training import check_torch_stages
 
 _GRACE_S = 10.0
@@ -74,7 +74,7 @@ def _end(job: subprocess.Popen[str]) -> str:
 
 def kill_marked(mark: str) -> None:
     """Kill what torchrun has started and left: a rank that waits inside a library heeds no other signal."""
-    tree, until_s = JobTree(mark, _MARK), monotonic() + _GRACE_S
+    tree, until_s = ProcessTracker(mark, _MARK), monotonic() + _GRACE_S
     while tree.signal(signal.SIGKILL) and monotonic() < until_s:
         sleep(_POLL_S)
 

@@ -15,7 +15,7 @@ import pytest
 from host_jobs import Hosts
 from waiting_job import WaitingJob
 
-from polyaccel.launch.remote.words import BEAT_S, SILENCE_S
+from polyaccel.launch.remote.control_messages import BEAT_S, SILENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (Debian: apt install pdsh)")
 NASTY = ("%n %h %%", "two words", "$HOME `id`", "a 'quote' and \"another\"", "new\nline", "", "-w", "日本")

@@ -16,7 +16,7 @@ import pytest
 from host_jobs import Hosts
 from waiting_job import WaitingJob
 
-from polyaccel.launch.remote.words import BEAT_S, SILENCE_S
+from polyaccel.launch.remote.control_messages import BEAT_S, SILENCE_S
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 SPY = Path(__file__).parents[2] / "support" / "jobs" / "spying_job.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.launch.tree import JobTree
+from polyaccel.launch.tree import ProcessTracker
 from polyaccel.trial_env import TRIAL_VARIABLE
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.trials import TrialPlan, run_trial
@@ -44,7 +44,7 @@ def plan(program: str, *more: str, limit_s: float = 60.0, **mapped: str) -> Tria
 
 def left(folder: Path) -> set[int]:
     """The processes of a trial that are still there."""
-    return JobTree(str(folder.resolve()), TRIAL_VARIABLE).members()
+    return ProcessTracker(str(folder.resolve()), TRIAL_VARIABLE).members()
 
 
 def test_a_trial_is_ended_with_its_figures_and_all_that_it_has_started(tmp_path: Path) -> None:

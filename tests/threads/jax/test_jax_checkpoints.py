@@ -20,8 +20,8 @@ from polyaccel.checkpoint.in_memory import replicas
 from polyaccel.errors import CheckpointError
 from polyaccel.jax import scan_units
 from polyaccel.job_auth import SECRET_VARIABLE
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.launch.keeper.start import can_keep
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.start import can_keep
 from polyaccel.testkit.ranks.threads import run_threads
 
 STEPS, STOP = 6, 3

@@ -23,8 +23,8 @@ from polyaccel.checkpoint.in_memory.parts import PartKey
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import CheckpointError
 from polyaccel.job_auth import SECRET_VARIABLE
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.launch.keeper.start import KeeperProcess, can_keep
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
 BF16 = {"bf16": {"enabled": True}}

@@ -11,20 +11,20 @@ from time import monotonic
 import pytest
 
 from polyaccel.job_auth import MAC_NBYTES
-from polyaccel.launch.remote import callers as module
-from polyaccel.launch.remote.callers import KEY_NBYTES, Callers, Records, call_back
+from polyaccel.launch.remote import callback_server as module
+from polyaccel.launch.remote.callback_server import KEY_NBYTES, CallbackServer, EncryptedStream, call_back
 
 LIMIT_S = 20.0
 
 
 @pytest.fixture
-def callers() -> Iterator[Callers]:
-    listening = Callers()
+def callers() -> Iterator[CallbackServer]:
+    listening = CallbackServer()
     yield listening
     listening.close()
 
 
-def _connected(callers: Callers, number: int, key: bytes) -> tuple[socket.socket, Records]:
+def _connected(callers: CallbackServer, number: int, key: bytes) -> tuple[socket.socket, EncryptedStream]:
     """`call_back`, while the launcher's side is served."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call_back, "127.0.0.1", callers.port, number, key)
@@ -33,7 +33,7 @@ def _connected(callers: Callers, number: int, key: bytes) -> tuple[socket.socket
     return calling.result()
 
 
-def _heard(callers: Callers, connection: socket.socket, records: Records) -> bytes:
+def _heard(callers: CallbackServer, connection: socket.socket, records: EncryptedStream) -> bytes:
     """The next line."""
     text, until_s = b"", monotonic() + LIMIT_S
     while not text.endswith(b"\n"):
@@ -50,7 +50,7 @@ def _heard(callers: Callers, connection: socket.socket, records: Records) -> byt
 
 
 @pytest.mark.parametrize("is_known_before", [True, False])
-def test_what_waits_is_sent_once_the_agent_is_there(callers: Callers, is_known_before: bool) -> None:
+def test_what_waits_is_sent_once_the_agent_is_there(callers: CallbackServer, is_known_before: bool) -> None:
     key = secrets.token_bytes(KEY_NBYTES)
     callers.send(3, b"the job\n")
     if is_known_before:
@@ -67,7 +67,7 @@ def test_what_waits_is_sent_once_the_agent_is_there(callers: Callers, is_known_b
     connection.close()
 
 
-def test_strangers_learn_nothing_and_take_nobodys_place(callers: Callers) -> None:
+def test_strangers_learn_nothing_and_take_nobodys_place(callers: CallbackServer) -> None:
     key = secrets.token_bytes(KEY_NBYTES)
     callers.expect(0, key)
     callers.send(0, b"secret\n")
@@ -90,23 +90,23 @@ def test_strangers_learn_nothing_and_take_nobodys_place(callers: Callers) -> Non
 
 def test_a_record_that_was_changed_repeated_or_left_out_is_refused() -> None:
     key, nonce = secrets.token_bytes(KEY_NBYTES), secrets.token_bytes(32)
-    sender = Records(key, nonce)
+    sender = EncryptedStream(key, nonce)
     first, second = sender.sealed(b"first line"), sender.sealed(b"second line")
     assert b"line" not in first + second
-    reader = Records(key, nonce)
+    reader = EncryptedStream(key, nonce)
     assert reader.opened(first[:7]) == b""
     assert reader.opened(first[7:] + second) == b"first linesecond line"
     for wrong in (first, second[:-1] + bytes([second[-1] ^ 1]), b"\xff\xff\xff\xff"):
         with pytest.raises(ValueError, match="record"):
-            Records(key, nonce).opened(wrong if wrong != first else second)
+            EncryptedStream(key, nonce).opened(wrong if wrong != first else second)
     with pytest.raises(ValueError, match="record"):
         reader.opened(first)
     with pytest.raises(ValueError, match="record"):
-        Records(key, secrets.token_bytes(32)).opened(first)
+        EncryptedStream(key, secrets.token_bytes(32)).opened(first)
     assert len(first) == 4 + MAC_NBYTES + len(b"first line")
 
 
-def test_who_hangs_up_without_a_last_word_is_lost(callers: Callers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_hangs_up_without_a_last_word_is_lost(callers: CallbackServer, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [monotonic()]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     connections = []
@@ -128,7 +128,7 @@ def test_who_hangs_up_without_a_last_word_is_lost(callers: Callers, monkeypatch:
     connections[1].close()
 
 
-def test_an_agents_last_word_is_its_own(callers: Callers) -> None:
+def test_an_agents_last_word_is_its_own(callers: CallbackServer) -> None:
     key = secrets.token_bytes(KEY_NBYTES)
     callers.expect(0, key)
     connection, records = _connected(callers, 0, key)
@@ -142,4 +142,4 @@ def test_an_agents_last_word_is_its_own(callers: Callers) -> None:
         callers.take()
     assert callers.codes == {0: 77}
     assert callers.lost() == []
-    assert records.code_in(Records(secrets.token_bytes(KEY_NBYTES), b"").last_word(0)) is None
+    assert records.code_in(EncryptedStream(secrets.token_bytes(KEY_NBYTES), b"").last_word(0)) is None

@@ -13,14 +13,14 @@ import pytest
 from served_keeper import SECRET
 
 from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
-from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.launch.keeper.start import KeeperProcess, can_keep
+from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
 from polyaccel.launch.restarts import RestartPolicy, run_with_restarts
 from polyaccel.types import Probe
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-WAY = (sys.executable, "-m", "polyaccel.launch.keeper.process")
+WAY = (sys.executable, "-m", "polyaccel.launch.memory_server.process")
 """To a host that is this one."""
 
 

@@ -20,11 +20,11 @@ from served_keeper import SECRET, Served
 
 from polyaccel.checkpoint.in_memory.storage import KeptStorage
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.keeper import process, protocol
-from polyaccel.launch.keeper.client import KeeperClient, KeeperGone
-from polyaccel.launch.keeper.process import listen
-from polyaccel.launch.keeper.protocol import address_of, greet_as_keeper, greet_as_rank, seal_length
-from polyaccel.launch.keeper.start import KeeperProcess, can_keep
+from polyaccel.launch.memory_server import process, protocol
+from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
+from polyaccel.launch.memory_server.process import listen
+from polyaccel.launch.memory_server.protocol import address_of, authenticate_client, greet_as_keeper, seal_length
+from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
 from polyaccel.testkit.storage import StorageContract
 
 pytestmark = pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
@@ -205,7 +205,7 @@ def test_a_forged_message_ends_the_connection_and_nothing_else(keeper: Served, f
     client.put("kept", b"1")
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(address_of(keeper.name))
-    greet_as_rank(peer, SECRET)
+    authenticate_client(peer, SECRET)
     with suppress(OSError):  # it may have hung up before the end
         peer.sendall(FORGED[forged])
         peer.shutdown(socket.SHUT_WR)
@@ -228,7 +228,7 @@ def test_a_request_that_is_none_is_refused_by_name(keeper: Served, head: dict[st
 def test_more_than_one_open_file_is_refused(keeper: Served) -> None:
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(address_of(keeper.name))
-    greet_as_rank(peer, SECRET)
+    authenticate_client(peer, SECRET)
     files = [memory_of(b"1"), memory_of(b"2")]
     socket.send_fds(peer, [struct.pack("<IQ", 2, 0)], files)
     with suppress(OSError):
@@ -275,7 +275,7 @@ def test_the_process_keeps_until_its_launcher_ends_and_loads_no_framework() -> N
 
 LAUNCHER = """
 import os, signal, sys
-from polyaccel.launch.keeper.start import KeeperProcess
+from polyaccel.launch.memory_server.start import KeeperProcess
 keeper = KeeperProcess(b"a secret of the job's ranks")
 print(keeper.pid, keeper.name, flush=True)
 signal.pause()

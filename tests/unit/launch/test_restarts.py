@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
-from polyaccel.launch.keeper.client import KeeperClient
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE
-from polyaccel.launch.keeper.start import can_keep
+from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
+from polyaccel.launch.memory_server.start import can_keep
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.restarts import RESTART_VARIABLE, RestartPolicy, run_with_restarts
 from polyaccel.types import Probe

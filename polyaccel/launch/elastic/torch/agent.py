@@ -27,9 +27,9 @@ from torch.distributed.elastic.agent.server.api import WorkerState as State
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from polyaccel.launch.base import Job
-from polyaccel.launch.elastic.torch.beats import Beats
-from polyaccel.launch.elastic.torch.meeting import StorePlace, say
-from polyaccel.launch.remote.words import BEAT_S, END
+from polyaccel.launch.elastic.torch.heartbeats import AgentHeartbeats
+from polyaccel.launch.elastic.torch.rendezvous_store import RendezvousStore, say
+from polyaccel.launch.remote.control_messages import BEAT_S, END
 from polyaccel.launch.restarts import RESTART_VARIABLE
 from polyaccel.ports import free_port
 
@@ -46,7 +46,7 @@ class LauncherLines:
         self._lock = threading.Lock()
         self._codes: SimpleQueue[int] = SimpleQueue()
         self._is_running = False
-        self.beats: Beats | None = None
+        self.beats: AgentHeartbeats | None = None
         """Whoever is to hear that the launcher has gone."""
         self.job = Job.from_json(self._file.readline())
         for work in (self._read, self._beat):
@@ -95,7 +95,7 @@ class LauncherLines:
 class HostAgent(SimpleElasticAgent):
     """torch's agent of this host, for which the whole of a host's ranks is one worker."""
 
-    def __init__(self, spec: WorkerSpec, launcher: LauncherLines, beats: Beats, starts: int) -> None:
+    def __init__(self, spec: WorkerSpec, launcher: LauncherLines, beats: AgentHeartbeats, starts: int) -> None:
         super().__init__(spec)
         self._own_address = str(spec.local_addr)
         self._launcher = launcher
@@ -198,9 +198,9 @@ def main() -> int:
     job = launcher.job
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks of each start meet at a place of their own
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # a host is one worker: their numbers need no agreement
-    place = StorePlace.of(job)
+    place = RendezvousStore.of(job)
     handler = place.handler(job.elastic)
-    launcher.beats = beats = Beats(place)
+    launcher.beats = beats = AgentHeartbeats(place)
     left, starts = job.elastic.restarts, 0
     while True:
         spec = WorkerSpec(

@@ -13,13 +13,13 @@ from pathlib import Path
 from time import monotonic
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.keeper.process import READY
+from polyaccel.launch.memory_server.process import READY
 
 # Isolated: no file of the folder that the launcher was started in stands in for a module of Python.
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from polyaccel.launch.keeper.process import main
+from polyaccel.launch.memory_server.process import main
 main(sys.argv)
 """
 _START_S = 60.0

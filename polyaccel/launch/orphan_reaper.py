@@ -4,8 +4,8 @@
 Nobody can catch SIGKILL. On Linux the ranks ask the kernel to die with their launcher, but what they have started
 themselves (workers of data loaders, servers) would live on, and no signal to a group reaches all of it. So the launcher
 starts one more process, in a session of its own, and holds a pipe to it. When the pipe ends, the launcher has; then the
-guard kills what `JobTree` finds, and ends too. What it cannot find is a process that has left its rank's session and
-has another environment too; and who kills the guard first has killed the guard.
+guard kills what `ProcessTracker` finds, and ends too. What it cannot find is a process that has left its rank's session
+and has another environment too; and who kills the guard first has killed the guard.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 from time import sleep
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.tree import JobTree
+from polyaccel.launch.tree import ProcessTracker
 
 _ROUNDS = 200
 _EVERY_S = 0.05
 # Isolated: no file of the folder that the launcher was started in stands in for a module of Python.
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from polyaccel.launch.guard import main; main(sys.argv)"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from polyaccel.launch.orphan_reaper import main; main(sys.argv)"
+)
 
 
-class Guard:
+class OrphanReaper:
     """The launcher's end: start it before the first rank, tell it of every rank, and `dismiss` it when none is left.
     Raises LaunchError when it cannot be started."""
 
@@ -66,7 +68,7 @@ class Guard:
 
 def main(arguments: Sequence[str]) -> None:
     """Wait until the launcher of job `arguments[-1]` has ended, then kill what is left of the job."""
-    tree = JobTree(arguments[-1])
+    tree = ProcessTracker(arguments[-1])
     for line in sys.stdin.buffer:
         tree.add(int(line))
     for _ in range(_ROUNDS):

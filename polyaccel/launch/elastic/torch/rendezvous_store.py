@@ -27,7 +27,7 @@ _KNOCK_S, _KNOCK_TIMEOUT_S = 0.5, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class StorePlace:
+class RendezvousStore:
     """The store at `address` and `port`; `own` is where other hosts find this one, which may have the store."""
 
     address: str
@@ -36,7 +36,7 @@ class StorePlace:
     is_host: bool
 
     @classmethod
-    def of(cls, job: Job) -> StorePlace:
+    def of(cls, job: Job) -> RendezvousStore:
         """That of a job; on the loopback for one that stays on this host. Raises OSError for an unknown address."""
         address, port = job.master_addr or _LOOPBACK, job.master_port or free_port()
         (family, kind, _, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)

@@ -16,7 +16,7 @@ from time import monotonic, sleep
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from polyaccel.launch.elastic.torch.meeting import StorePlace, say
+from polyaccel.launch.elastic.torch.rendezvous_store import RendezvousStore, say
 
 _EVERY_S = 0.5
 _LOST_S = 5.0
@@ -28,10 +28,10 @@ _FIRST_S = 60.0
 _ENDED, _LEFT = "ended", "left"
 
 
-class Beats:
+class AgentHeartbeats:
     """This agent's count, and what it sees of the others'. Ends this process when it is cut off from `place`."""
 
-    def __init__(self, place: StorePlace) -> None:
+    def __init__(self, place: RendezvousStore) -> None:
         self._place = place
         limit = timedelta(seconds=_CUT_OFF_S)
         self._store = TCPStore(place.address, place.port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -11,13 +11,20 @@ from typing import Any
 
 from polyaccel.errors import CheckpointError
 from polyaccel.job_auth import job_secret_from_env
-from polyaccel.launch.keeper.protocol import KEEPER_VARIABLE, Refused, address_of, greet_as_rank, receive, send
+from polyaccel.launch.memory_server.protocol import (
+    KEEPER_VARIABLE,
+    ProtocolError,
+    address_of,
+    authenticate_client,
+    receive,
+    send,
+)
 
 _LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Entry:
     """An entry's note, and its memory as an open file that is the holder's to close; None where it has none."""
 
     note: bytes
@@ -41,8 +48,8 @@ class KeeperClient:
         self._connection.settimeout(_LIMIT_S)
         try:
             self._connection.connect(address_of(name))
-            greet_as_rank(self._connection, secret)
-        except (OSError, EOFError, Refused) as error:
+            authenticate_client(self._connection, secret)
+        except (OSError, EOFError, ProtocolError) as error:
             self._connection.close()
             raise KeeperGone(f"the keeper of this host cannot be reached: {error}", value=name) from error
 
@@ -56,10 +63,10 @@ class KeeperClient:
         """Let it keep a note and memory without a name, whose length is sealed, in the place of what `key` had."""
         self._ask({"do": "put", "key": key}, note, memory)
 
-    def get(self, key: str) -> Kept | None:
+    def get(self, key: str) -> Entry | None:
         """What it keeps under a key."""
         head, note, memory = self._ask({"do": "get", "key": key})
-        return Kept(note, memory) if head.get("found") else None
+        return Entry(note, memory) if head.get("found") else None
 
     def names(self, key: str) -> dict[str, int]:
         """`key`, if something is kept under it, or the keys below one that ends with a slash; sorted, with the length
@@ -86,7 +93,7 @@ class KeeperClient:
             with self._lock:
                 send(self._connection, head, note, memory)
                 answer = receive(self._connection)
-        except (OSError, EOFError, Refused) as error:
+        except (OSError, EOFError, ProtocolError) as error:
             self._connection.close()  # half a message may be under way
             raise KeeperGone(f"the keeper of this host does not answer: {error}", value=self.name) from error
         if answer is None:

@@ -26,11 +26,11 @@ from threading import BoundedSemaphore, Condition, Lock, Thread
 from time import monotonic
 from typing import Any
 
-from polyaccel.launch.keeper.client import KeeperClient
-from polyaccel.launch.keeper.memory import default_limit_nbytes
-from polyaccel.launch.keeper.protocol import (
+from polyaccel.launch.memory_server.client import KeeperClient
+from polyaccel.launch.memory_server.memory import default_limit_nbytes
+from polyaccel.launch.memory_server.protocol import (
     MOST_KEY_LENGTH,
-    Refused,
+    ProtocolError,
     address_of,
     greet_as_keeper,
     has_sealed_length,
@@ -57,7 +57,7 @@ class ShelfEntry:
 
 
 @dataclass
-class Shelf:
+class EntryStore:
     """All entries, which take at most `limit_nbytes`; memory that stands under two keys counts once."""
 
     limit_nbytes: int
@@ -73,7 +73,7 @@ class Shelf:
                 rest = {other: each for other, each in self._entries.items() if other != key}
                 taken = _taken([*rest.values(), entry])
                 if taken > self.limit_nbytes:
-                    raise Refused(f"{taken:,} bytes would be kept, and {self.limit_nbytes:,} are the most")
+                    raise ProtocolError(f"{taken:,} bytes would be kept, and {self.limit_nbytes:,} are the most")
                 former = self._entries.get(key)
                 self._entries[key], memory = entry, None
             _close(former)
@@ -110,11 +110,11 @@ class Shelf:
 
     def _checked(self, key: str, note: bytes, memory: int | None) -> ShelfEntry:
         if not 0 < len(key) <= MOST_KEY_LENGTH:
-            raise Refused(f"a key of {len(key)} characters")
+            raise ProtocolError(f"a key of {len(key)} characters")
         if memory is None:
             return ShelfEntry(note, None, None, 0)
         if not has_sealed_length(memory):
-            raise Refused("only memory without a name whose length is sealed is kept")
+            raise ProtocolError("only memory without a name whose length is sealed is kept")
         status = os.fstat(memory)
         return ShelfEntry(note, memory, (status.st_dev, status.st_ino), status.st_size)
 
@@ -129,7 +129,7 @@ def _close(entry: ShelfEntry | None) -> None:
         os.close(entry.memory)
 
 
-class Life:
+class Lease:
     """How long a keeper stays: until whoever holds it lets go of it, or has said nothing for `silence_s`. Who takes
     hold of it later does so in the place of who did before."""
 
@@ -166,9 +166,9 @@ class Life:
                 self._changed.wait(None if left_s == inf else left_s)
 
 
-def serve(listener: socket.socket, secret: bytes, shelf: Shelf, life: Life | None = None) -> None:
+def serve(listener: socket.socket, secret: bytes, shelf: EntryStore, life: Lease | None = None) -> None:
     """Answer whoever connects, for ever: a thread a peer."""
-    life = life or Life()
+    life = life or Lease()
     room = BoundedSemaphore(_MOST_CONNECTIONS)
     while True:
         try:
@@ -183,11 +183,11 @@ def serve(listener: socket.socket, secret: bytes, shelf: Shelf, life: Life | Non
             connection.close()
 
 
-def _attend(connection: socket.socket, secret: bytes, shelf: Shelf, room: BoundedSemaphore, life: Life) -> None:
+def _attend(connection: socket.socket, secret: bytes, shelf: EntryStore, room: BoundedSemaphore, life: Lease) -> None:
     """Answer one peer until it ends, or says what nobody of ours says."""
     holder = 0
     try:
-        with connection, suppress(OSError, EOFError, Refused):
+        with connection, suppress(OSError, EOFError, ProtocolError):
             connection.settimeout(_GREETING_S)
             greet_as_keeper(connection, secret)
             connection.settimeout(None)
@@ -204,11 +204,13 @@ def _attend(connection: socket.socket, secret: bytes, shelf: Shelf, room: Bounde
         room.release()
 
 
-def _answer(connection: socket.socket, shelf: Shelf, head: dict[str, Any], note: bytes, memory: int | None) -> None:
+def _answer(
+    connection: socket.socket, shelf: EntryStore, head: dict[str, Any], note: bytes, memory: int | None
+) -> None:
     key = head.get("key")
     try:
         if not isinstance(key, str):
-            raise Refused(f"{key!r:.100} is no key")
+            raise ProtocolError(f"{key!r:.100} is no key")
         match head.get("do"):
             case "put":
                 handed, memory = memory, None
@@ -226,8 +228,8 @@ def _answer(connection: socket.socket, shelf: Shelf, head: dict[str, Any], note:
             case "drop":
                 send(connection, {"dropped": shelf.drop(key)})
             case other:
-                raise Refused(f"{other!r:.100} is no request")
-    except Refused as error:
+                raise ProtocolError(f"{other!r:.100} is no request")
+    except ProtocolError as error:
         send(connection, {"refused": str(error)})
     finally:
         if memory is not None:
@@ -260,14 +262,14 @@ def main(arguments: Sequence[str]) -> None:
             raise
         _stand_for_launcher(KeeperClient(name, secret))
         return
-    shelf, life = Shelf(limit_nbytes or default_limit_nbytes()), Life(silence_s or inf)
+    shelf, life = EntryStore(limit_nbytes or default_limit_nbytes()), Lease(silence_s or inf)
     Thread(target=serve, args=(listener, secret, shelf, life), daemon=True).start()
     Thread(target=_heed_launcher, args=(life, life.hold()), daemon=True).start()
     _say_ready()
     life.wait()
 
 
-def _heed_launcher(life: Life, holder: int) -> None:
+def _heed_launcher(life: Lease, holder: int) -> None:
     while os.read(0, 4096):
         life.beat(holder)
         os.write(1, HERE)

@@ -40,7 +40,7 @@ _MOST_STRANGERS = 256
 _CHUNK_NBYTES = 1 << 16
 
 
-class Records:
+class EncryptedStream:
     """One direction of a connection: `sign` by one side in order, `opened` by the other in the same."""
 
     def __init__(self, key: bytes, nonce: bytes) -> None:
@@ -92,7 +92,7 @@ class Records:
         return (int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(data), "little")
 
 
-def call_back(address: str, port: int, number: int, key: bytes) -> tuple[socket.socket, Records]:
+def call_back(address: str, port: int, number: int, key: bytes) -> tuple[socket.socket, EncryptedStream]:
     """The agent's side: a connection to the launcher, and what opens its records. Raises OSError."""
     connection = socket.create_connection((address, port), timeout=_GREETING_S)
     try:
@@ -107,7 +107,7 @@ def call_back(address: str, port: int, number: int, key: bytes) -> tuple[socket.
     except BaseException:
         connection.close()
         raise
-    return connection, Records(key, nonce)
+    return connection, EncryptedStream(key, nonce)
 
 
 class _Connection:
@@ -118,7 +118,7 @@ class _Connection:
         self.nonce = secrets.token_bytes(_NONCE_NBYTES)
         self.proof = b""
         self.until_s = monotonic() + _GREETING_S
-        self.records: Records | None = None
+        self.records: EncryptedStream | None = None
         self.unsent = b""
         self.said = b""
 
@@ -128,7 +128,7 @@ class _Connection:
                 self.unsent = self.unsent[self.raw.send(self.unsent) :]
 
 
-class Callers:
+class CallbackServer:
     """The launcher's side: agents by their hosts' numbers. `take` whenever `fileno` can be read, and now and then."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Callers:
                     return
                 self._strangers.remove(stranger)
                 self._known[number] = stranger
-                stranger.records = Records(key, stranger.nonce)
+                stranger.records = EncryptedStream(key, stranger.nonce)
                 self._selector.modify(stranger.raw, selectors.EVENT_READ, number)
                 for line in self._waiting.pop(number, []):
                     self.send(number, line)

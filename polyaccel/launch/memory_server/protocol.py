@@ -35,7 +35,7 @@ UNCHANGING = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 
 """Seals of kept memory: its length stays what the keeper has counted, and no reader meets an end that moved."""
 
 
-class Refused(Exception):
+class ProtocolError(Exception):
     """The other side is not who it should be, or said what nobody of ours says."""
 
 
@@ -50,25 +50,25 @@ def is_own_user(connection: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
 
 
-def greet_as_rank(connection: socket.socket, secret: bytes) -> None:
+def authenticate_client(connection: socket.socket, secret: bytes) -> None:
     """Prove the secret to a keeper, after it has proved it. Raises Refused."""
     if not is_own_user(connection):
-        raise Refused("another user's process has the keeper's name")
+        raise ProtocolError("another user's process has the keeper's name")
     ours = secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours)
     answer = exactly(connection, _NONCE_NBYTES + MAC_NBYTES)
     theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
     if not hmac.compare_digest(proof, _proof(secret, _OF_KEEPER, ours + theirs)):
-        raise Refused("what answers under the keeper's name does not know the job's secret")
+        raise ProtocolError("what answers under the keeper's name does not know the job's secret")
     connection.sendall(_proof(secret, _OF_RANK, theirs + ours))
 
 
 def greet_as_keeper(connection: socket.socket, secret: bytes) -> None:
-    """The keeper's side of `greet_as_rank`. Raises Refused."""
+    """The keeper's side of `authenticate_client`. Raises Refused."""
     theirs, ours = exactly(connection, _NONCE_NBYTES), secrets.token_bytes(_NONCE_NBYTES)
     connection.sendall(ours + _proof(secret, _OF_KEEPER, theirs + ours))
     if not hmac.compare_digest(exactly(connection, MAC_NBYTES), _proof(secret, _OF_RANK, ours + theirs)):
-        raise Refused("a peer does not know the job's secret")
+        raise ProtocolError("a peer does not know the job's secret")
 
 
 def send(connection: socket.socket, head: Mapping[str, Any], note: bytes = b"", memory: int | None = None) -> None:
@@ -91,13 +91,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, int | Non
         lengths += exactly(connection, _LENGTHS.size - len(lengths))
         head_nbytes, note_nbytes = _LENGTHS.unpack(lengths)
         if head_nbytes > _MOST_HEAD_NBYTES or note_nbytes > MOST_NOTE_NBYTES or len(files) > 1:
-            raise Refused(f"a message of {head_nbytes} and {note_nbytes} bytes with {len(files)} files")
+            raise ProtocolError(f"a message of {head_nbytes} and {note_nbytes} bytes with {len(files)} files")
         try:
             head = json.loads(exactly(connection, head_nbytes))
         except (ValueError, RecursionError) as error:
-            raise Refused(f"a message that is no JSON: {error}") from error
+            raise ProtocolError(f"a message that is no JSON: {error}") from error
         if not isinstance(head, dict):
-            raise Refused(f"a message that is a {type(head).__name__}")
+            raise ProtocolError(f"a message that is a {type(head).__name__}")
         note = exactly(connection, note_nbytes)
         return head, note, files.pop() if files else None
     finally:

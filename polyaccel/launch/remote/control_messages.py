@@ -26,7 +26,7 @@ def word(**values: Any) -> bytes:
     return _MARK + json.dumps(values).encode("ascii") + b"\n"
 
 
-class WordFilter:
+class MessageFilter:
     """Takes the words out of what an agent sends, and gives them to `hear`."""
 
     def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:

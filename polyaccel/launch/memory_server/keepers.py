@@ -16,7 +16,7 @@ from time import monotonic
 from polyaccel.errors import LaunchError
 from polyaccel.launch.base import Job, Launcher
 from polyaccel.launch.hosts import is_here
-from polyaccel.launch.keeper.start import KeeperProcess, can_keep, keeper_name
+from polyaccel.launch.memory_server.start import KeeperProcess, can_keep, keeper_name
 
 BEAT_S = 2.0
 """How often a keeper on another host hears of the launcher."""
@@ -26,7 +26,7 @@ READY_S = 60.0
 _AGAIN_S = 5.0
 _END_S = 20.0
 _MOST_FAILURES = 10
-_PROGRAM = (sys.executable, "-m", "polyaccel.launch.keeper.process")
+_PROGRAM = (sys.executable, "-m", "polyaccel.launch.memory_server.process")
 
 
 class Keepers:
