@@ -37,18 +37,18 @@ from polyaccel.engine.rank_consistency import require_same_training, training_fa
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import ConfigError, Problem
 from polyaccel.mesh import Mesh
+from polyaccel.observability.setup import start_monitoring
+from polyaccel.observability.traces.recorder import RunTrace
+from polyaccel.observability.traces.tiers import TracedTier
 from polyaccel.offload.tier import Tier, TierOptions
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.policies.engines import common_settings_of, engine_settings_of
 from polyaccel.policies.modules import param_dtype_of
-from polyaccel.policies.steps import place_of, plan_for, state_tier_options, step_plan_for, step_policy_of
+from polyaccel.policies.steps import plan_for, state_tier_options, step_plan_for, step_policy, storage_tier
 from polyaccel.policies.watching import alarms_of, monitors_of, trace_of
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.trial_env import TrialModel, write_trial_model
 from polyaccel.types import DType, ParamSpec
-from polyaccel.watch.opening import open_stream
-from polyaccel.watch.traces.recorder import RunTrace
-from polyaccel.watch.traces.tiers import TracedTier
 from polyaccel.zero.engine import ZeroEngine
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.placement import Offload
@@ -92,8 +92,8 @@ class EngineBuilder:
 
     def engine_parts(self) -> EngineParts:
         """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
-        `open_stream`."""
-        monitor = open_stream(self.communicator, self.config.run_folder, monitors_of(self.config), self.about)
+        `start_monitoring`."""
+        monitor = start_monitoring(self.communicator, self.config.run_folder, monitors_of(self.config), self.about)
         return EngineParts(
             config=self.config,
             settings=engine_settings_of(self.config),
@@ -264,13 +264,13 @@ class EngineBuilder:
             piece_numel=params.buffer_size,
             own=params.tier_options,
         )
-        names = {place_of(name): name for name in ("cpu", params.device)}
+        names = {storage_tier(name): name for name in ("cpu", params.device)}
         of_params = {place: _new_tier(names[place]) for place in dict.fromkeys(offload.params.values())}
         for each in of_params.values():
             each.open(self.accelerator, host, options)
         if self.trace is not None:
             of_params = {place: TracedTier(each, self.trace) for place, each in of_params.items()}
-        return Tiers.around(device, {place_of(states.device): tier}, of_params)
+        return Tiers.around(device, {storage_tier(states.device): tier}, of_params)
 
     def storage(self, location: str) -> Storage:
         """The storage that `checkpoint.storage` names, at `location`."""
@@ -357,7 +357,7 @@ def build(parsed: Config, hints: Mapping[str, Any] | None = None, *, world_size:
         accelerator=accelerator,
         communicator=communicator,
         policy=ZeroPolicy.of_stage(config.zero_optimization.stage),
-        step_policy=step_policy_of(config),
+        step_policy=step_policy(config),
         param_dtype=param_dtype,
         mesh=mesh_of(config, world_size or communicator.world_size),
         trace=trace_of(config, communicator),

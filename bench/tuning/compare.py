@@ -30,10 +30,10 @@ from polyaccel.cli.plan.verb import parse_size
 from polyaccel.cli.tune import TunedJob, tune_job
 from polyaccel.config import load_config, resolve_config
 from polyaccel.tuning.candidates import Candidate, candidates
-from polyaccel.tuning.foretelling import Foretold
+from polyaccel.tuning.cost_model import CostEstimate
 from polyaccel.tuning.records import TrialLog, TrialRecord
 from polyaccel.tuning.trials import TrialPlan, run_trial
-from polyaccel.tuning.tuner import TuningAnswer, best_of
+from polyaccel.tuning.tuner import TuneResult, best_of
 
 _RANKS = 2
 _WHERE = ("--nproc", str(_RANKS), "--grace", "1")
@@ -47,7 +47,7 @@ _MIB = 1 << 20
 class Row:
     """A setting as it was foretold and measured."""
 
-    foretold: Foretold
+    foretold: CostEstimate
     measured: TrialRecord
 
     @property
@@ -132,7 +132,7 @@ def _plan(tree: dict[str, Any], args: argparse.Namespace) -> TrialPlan:
     )
 
 
-def _tuned(plan: TrialPlan, folder: Path) -> TuningAnswer:
+def _tuned(plan: TrialPlan, folder: Path) -> TuneResult:
     """What the tuner answers."""
     job = TunedJob(config_file=plan.config_file, command=plan.command, world_size=_RANKS, where=_WHERE)
     answer, _ = tune_job(job, {"results_dir": str(folder / "tuned")})
@@ -158,7 +158,7 @@ def _measured(every: Sequence[Candidate], plan: TrialPlan, folder: Path, end_s: 
     return list(log.records)
 
 
-def _rows(answer: TuningAnswer, rounds: Sequence[Sequence[TrialRecord]]) -> list[Row]:
+def _rows(answer: TuneResult, rounds: Sequence[Sequence[TrialRecord]]) -> list[Row]:
     """Each setting as it was foretold, and the shortest step of all rounds; without what failed in all."""
     rows = []
     for each in answer.foretold:
@@ -171,7 +171,7 @@ def _rows(answer: TuningAnswer, rounds: Sequence[Sequence[TrialRecord]]) -> list
     return rows
 
 
-def _again(rows: Sequence[Row], answer: TuningAnswer) -> TrialRecord | None:
+def _again(rows: Sequence[Row], answer: TuneResult) -> TrialRecord | None:
     """The tuner's choice as the rounds measured it."""
     best = None if answer.best is None else answer.best.candidate
     return next((row.measured for row in rows if row.measured.candidate == best), None)
@@ -188,7 +188,7 @@ def _table(rows: Sequence[Row], args: argparse.Namespace) -> Table:
     return table
 
 
-def _verdict(rows: Sequence[Row], answer: TuningAnswer, limit: int) -> str:
+def _verdict(rows: Sequence[Row], answer: TuneResult, limit: int) -> str:
     """The figures that count, in words."""
     lines = []
     for what, bound, errors in (

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from polyaccel import comm
-from polyaccel.pipeline.picture import picture_of
+from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
 from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
 
@@ -75,8 +75,8 @@ def write_report(
         for step, (loss, spent) in enumerate(zip(losses, seconds, strict=True), start=1)
     ]
     parts = {
-        "The last step as it was": picture_of(measured),
-        "The same as the table has it, with the median time of each kind of task": picture_of(promised),
+        "The last step as it was": to_svg(measured),
+        "The same as the table has it, with the median time of each kind of task": to_svg(promised),
         "Figures": _table(figures),
         "Losses": _table(rows),
     }

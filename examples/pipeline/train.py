@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyaccel
 from polyaccel import PolyaccelError, comm
-from polyaccel.pipeline.choice import chosen_table
+from polyaccel.pipeline.select import select_schedule
 
 BYTES = 256
 
@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> None:
         if comm.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.5f}, {seconds[-1]:.2f} s", flush=True)
     if stages > 1:
-        table = chosen_table(args.schedule, stages, engine.gradient_accumulation_steps())
+        table = select_schedule(args.schedule, stages, engine.gradient_accumulation_steps())
         measured = measured_step(engine, table)
         if measured is not None:
             promised = promised_step(measured, table)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from polyaccel.watch.run_folder import TRACE_FILE
-from polyaccel.watch.traces.chrome import read_trace
-from polyaccel.watch.traces.report import report_of
+from polyaccel.observability.run_folder import TRACE_FILE
+from polyaccel.observability.traces.chrome import read_trace
+from polyaccel.observability.traces.report import report_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -18,8 +18,8 @@ from polyaccel.trial_env import TRIAL_VARIABLE
 
 if TYPE_CHECKING:
     from polyaccel.comm.benchmark.table import CollectiveTimings
-    from polyaccel.tuning.rates import Rates
-    from polyaccel.tuning.tuner import TuningAnswer
+    from polyaccel.tuning.hardware_probe import HardwareRates
+    from polyaccel.tuning.tuner import TuneResult
 
 _DESCRIPTION = """\
 Find the fastest settings of CONFIG with which a training fits its devices: ZeRO stage, micro-batch and accumulation,
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if answer.best is not None else 1
 
 
-def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None = None) -> tuple[TuningAnswer, Path]:
+def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None = None) -> tuple[TuneResult, Path]:
     """Tune a job, with other values of the config's `section` autotuning, write the results and tell them; what was
     found, and the folder of the results. Raises PolyaccelError, ConfigError for the config."""
     from polyaccel.config.load import read_tree
@@ -116,7 +116,7 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
     from polyaccel.tuning.records import TrialLog
     from polyaccel.tuning.results import BEST_FILE, table_of, write_results
     from polyaccel.tuning.trials import TrialPlan
-    from polyaccel.tuning.tuner import TuningQuestion, tune
+    from polyaccel.tuning.tuner import TuneRequest, tune
 
     if TRIAL_VARIABLE in os.environ:
         raise PolyaccelError(
@@ -138,7 +138,7 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
         limit_s=tuning.trial_timeout,
         mapped={key: str(option) for key, option in tuning.arg_mappings.items()},
     )
-    question = TuningQuestion(
+    question = TuneRequest(
         config=config,
         world_size=job.world_size,
         plan=plan,
@@ -161,12 +161,12 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
     return answer, results
 
 
-def _rates(results: Path) -> Rates:
-    from polyaccel.tuning.rates import Rates, rates_here
+def _rates(results: Path) -> HardwareRates:
+    from polyaccel.tuning.hardware_probe import HardwareRates, rates_here
 
     file = results / RATES_FILE
     with suppress(OSError, ValueError, TypeError):
-        return Rates(**json.loads(file.read_text(encoding="utf-8")))
+        return HardwareRates(**json.loads(file.read_text(encoding="utf-8")))
     found = rates_here(results)
     file.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     return found

@@ -7,8 +7,8 @@ import webbrowser
 from pathlib import Path
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.watch.page.document import open_runs, write_page
-from polyaccel.watch.page.server import PageServer
+from polyaccel.observability.dashboard.document import open_runs, write_page
+from polyaccel.observability.dashboard.server import PageServer
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -26,7 +26,7 @@ from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.pytree import require_only_params
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.ops.optimizers import OPTIMIZERS
-from polyaccel.pipeline.choice import chosen_table
+from polyaccel.pipeline.select import select_schedule
 from polyaccel.policies.modules import RecomputePolicy, recompute_policy_of
 from polyaccel.runtime import EngineBuilder, build
 from polyaccel.zero.plan.policy import Placement
@@ -66,7 +66,7 @@ def initialize(
     engine: JaxEngine
     if layers is not None and runtime.mesh.size_of(("pipe",)) > 1:
         asked, stages = runtime.config.pipeline, runtime.mesh.size_of(("pipe",))
-        table_for = partial(chosen_table, asked.schedule, stages, chunks=asked.chunks or None)
+        table_for = partial(select_schedule, asked.schedule, stages, chunks=asked.chunks or None)
         table = table_for(runtime.config.gradient_accumulation_steps)
         method = "parameters" if asked.partition == "best" else asked.partition
         engine = JaxPipelineEngine(layers, params, runtime, slices, hyperparameters, seed, table, table_for, method)

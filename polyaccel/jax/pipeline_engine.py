@@ -22,8 +22,8 @@ from polyaccel.jax.program.context import engine_call
 from polyaccel.jax.views import array_over
 from polyaccel.jax.views_engine import ViewsEngine
 from polyaccel.pipeline.check import check_table
+from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
-from polyaccel.pipeline.own import write_table
 from polyaccel.pipeline.partition import layer_weights, split_layers
 from polyaccel.pipeline.program import TaskTime, program_of, spans_of, with_stages
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask

@@ -19,7 +19,7 @@ from polyaccel.pipeline.messages import (
     programs_of,
 )
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask, live_counts
-from polyaccel.pipeline.walk import needs_of, unit_durations, walk
+from polyaccel.pipeline.timeline import compute_timeline, dependencies, unit_durations
 
 _BACKWARDS = (PipelineOp.BACKWARD, PipelineOp.BACKWARD_INPUT)
 
@@ -116,7 +116,7 @@ def _check_own_order(table: PipelineTable) -> None:
 
 def _check_waits(table: PipelineTable) -> None:
     """No circle of stages, each of which waits for what the next does only after it has waited too."""
-    walked = walk(table, unit_durations(table.chunks))
+    walked = compute_timeline(table, unit_durations(table.chunks))
     if not walked.stuck:
         return
     stage, told, seen = walked.stuck[0], [], []
@@ -124,7 +124,7 @@ def _check_waits(table: PipelineTable) -> None:
         seen.append(stage)
         task = table.tasks[stage][len(walked.starts[stage])]
         done = {other for at, starts in enumerate(walked.starts) for other in table.tasks[at][: len(starts)]}
-        need = next(need for need in needs_of(task, table.chunks) if not _is_done(need, done))
+        need = next(need for need in dependencies(task, table.chunks) if not _is_done(need, done))
         told.append(f"{_at(stage, len(walked.starts[stage]), task)}, waits for stage {table.placement[need.chunk]}")
         stage = table.placement[need.chunk]
     circle = told[seen.index(stage) :]
@@ -204,7 +204,7 @@ def _check_messages(programs: Programs, placement: tuple[int, ...]) -> None:
                         value=step,
                     )
             else:
-                for need in needs_of(step, len(placement)):
+                for need in dependencies(step, len(placement)):
                     if placement[need.chunk] != stage and need not in there:
                         raise PipelineError(f"{_at(stage, position, step)}: nothing has come from {need}", value=step)
                 message = message_of(step, placement)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from polyaccel.pipeline.table import PipelineOp, PipelineTable, PipelineTask
-from polyaccel.pipeline.walk import unit_durations, walk
+from polyaccel.pipeline.timeline import compute_timeline, unit_durations
 
 
 class StageMessage(NamedTuple):
@@ -67,7 +67,7 @@ def message_of(task: PipelineTask, placement: tuple[int, ...]) -> StageMessage |
 
 def programs_of(table: PipelineTable) -> Programs:
     """The programs of all stages of a table that `check_table` accepts, see [Note: One order for all]."""
-    walked = walk(table, unit_durations(table.chunks))
+    walked = compute_timeline(table, unit_durations(table.chunks))
     events: list[tuple[float, int, int, int, PipelineTask | StageMessage]] = []  # time, 1 for a task, stage, position
     for stage, tasks in enumerate(table.tasks):
         for position, (task, begin, end) in enumerate(

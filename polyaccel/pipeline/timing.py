@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polyaccel.pipeline.table import PipelineError, PipelineTable
-from polyaccel.pipeline.walk import walk
+from polyaccel.pipeline.timeline import compute_timeline
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def simulate(table: PipelineTable, times: OpTimes) -> PipelineTiming:
             cure="give a time for each chunk",
             value=times,
         )
-    walked = walk(table, times.durations, times.transfer)
+    walked = compute_timeline(table, times.durations, times.transfer)
     if walked.stuck:
         raise PipelineError(f"stages {list(walked.stuck)} of {table.name} wait for ever", cure="check_table says why")
     return PipelineTiming(table, walked.starts, walked.ends)

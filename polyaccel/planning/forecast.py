@@ -16,7 +16,7 @@ from polyaccel.config.sections.offload import OffloadDevice
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.model import ModelShape
 from polyaccel.planning.times import comm_seconds
-from polyaccel.policies.steps import PLACES, place_of, plan_for, step_plan_for, step_policy_of
+from polyaccel.policies.steps import PLACES, plan_for, step_plan_for, step_policy, storage_tier
 from polyaccel.zero.plan.bucket_plan import StepPlan
 from polyaccel.zero.plan.layout import ShardLayout
 from polyaccel.zero.plan.memory import MemoryEstimate, estimate_memory
@@ -45,7 +45,7 @@ class Setting:
     def offloaded(self) -> tuple[int, int]:
         """How far states and parameters leave the device; 0 is not at all."""
         places = list(Place)
-        return places.index(place_of(self.offload)), places.index(place_of(self.offload_param))
+        return places.index(storage_tier(self.offload)), places.index(storage_tier(self.offload_param))
 
     def applied_to(self, config: ResolvedConfig) -> ResolvedConfig:
         """`config` with this choice and everything else as it was."""
@@ -66,7 +66,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class CopiesOfState:
+class CheckpointMemory:
     """Host memory that a rank's copies of its state take, beside the training itself: what a save in the background
     stages, as long as there is room, and replicas. On several hosts replicas take twice as much, the neighbour's
     too."""
@@ -86,7 +86,7 @@ class Forecast:
     memory: MemoryEstimate
     traffic: StepTraffic
     is_own: bool
-    copies: CopiesOfState
+    copies: CheckpointMemory
     comm_s: float | None = None
 
     def fits(self, *, device_nbytes: int | None, host_nbytes: int | None) -> bool:
@@ -134,7 +134,7 @@ def step_plan(config: ResolvedConfig, layout: ShardLayout, *, is_remote: bool) -
 
 def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     """Disk for one checkpoint, all ranks together: parameters in the precision of their masters, states, buffers."""
-    precision = step_policy_of(config).precision
+    precision = step_policy(config).precision
     nbytes = model.buffer_nbytes
     for spec in model.specs:
         kept = precision.master_of(spec.dtype) if spec.trainable else spec.dtype
@@ -143,11 +143,11 @@ def checkpoint_nbytes(config: ResolvedConfig, model: ModelShape) -> int:
     return nbytes
 
 
-def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) -> CopiesOfState:
+def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) -> CheckpointMemory:
     """What the config's copies of a rank's state take. At every stage each rank saves its share of everything."""
     share = -(-checkpoint_nbytes(config, model) // world_size)
     section = config.checkpoint
-    return CopiesOfState(share if section.in_background else 0, 2 * share if section.replica_section else 0)
+    return CheckpointMemory(share if section.in_background else 0, 2 * share if section.replica_section else 0)
 
 
 def state_names(config: ResolvedConfig) -> tuple[str, ...]:

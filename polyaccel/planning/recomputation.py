@@ -123,7 +123,7 @@ def choose_levels(costs: PassCosts, limit: int, allowed: Iterable[Level] = Level
                 if fixed + state.kept + call.whole_nbytes(level) <= limit:
                     kept = state.kept + _rounded(call.kept_nbytes(level), cell)
                     found.append(_State(kept, state.cost + call.recomputed_cost(level), state, level))
-        states = _best(found)
+        states = _pareto_front(found)
     states = [state for state in states if fixed + state.kept + costs.after_nbytes <= limit]
     if not states:  # rounding alone is in the way
         return nothing
@@ -148,7 +148,7 @@ class _State:
         return tuple(reversed(found))
 
 
-def _best(states: list[_State]) -> list[_State]:
+def _pareto_front(states: list[_State]) -> list[_State]:
     """Those than which no other one keeps less and costs less."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: (state.kept, state.cost)):

@@ -119,7 +119,7 @@ def step_plan_for(
     return plan_step(
         layout,
         ZeroPolicy.of_stage(config.zero_optimization.stage),
-        replace(step_policy_of(config), gathering=gather_policy_for(config, layout)),
+        replace(step_policy(config), gathering=gather_policy_for(config, layout)),
         state_names=state_names,
         micro_batches=config.gradient_accumulation_steps,
         offload=offload_of(config, layout, len(state_names), is_remote=is_remote),
@@ -144,13 +144,13 @@ def offload_of(config: ResolvedConfig, layout: ShardLayout, state_count: int, *,
     """Which buckets' states and parameters leave the device, with `state_count` optimizer states for a parameter."""
     zero = config.zero_optimization
     section, params = zero.offload_optimizer, zero.offload_param
-    place = place_of(section.device)
+    place = storage_tier(section.device)
     states = offloaded_buckets(layout, 0.0 if place is Place.DEVICE else section.ratio)
     resting: dict[int, Place] = {}
     if params.device != "none" and ZeroPolicy.of_stage(zero.stage).params is Placement.SHARDED:
         in_host = first_shards(layout, params.max_in_cpu) if params.device == "nvme" else frozenset()
         resting = {
-            bucket.index: Place.HOST if bucket.index in in_host else place_of(params.device)
+            bucket.index: Place.HOST if bucket.index in in_host else storage_tier(params.device)
             for bucket in layout.buckets
             if not bucket.kind.persistent
         }
@@ -169,7 +169,7 @@ def offload_of(config: ResolvedConfig, layout: ShardLayout, state_count: int, *,
     )
 
 
-def place_of(device: OffloadDevice) -> Place:
+def storage_tier(device: OffloadDevice) -> Place:
     """Where the tier that a config names `device` holds its buffers.
 
     Another plugin's tier counts as files where its buffers are not resident, else as host memory. Raises PluginNotFound
@@ -192,7 +192,7 @@ def state_tier_options(section: OffloadOptimizerConfig) -> TierOptions:
     )
 
 
-def step_policy_of(config: ResolvedConfig) -> StepPolicy:
+def step_policy(config: ResolvedConfig) -> StepPolicy:
     """The step's policy, but for the bounds on gathered parameters."""
     zero = config.zero_optimization
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "float16"

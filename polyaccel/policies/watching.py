@@ -11,12 +11,12 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.engine.metrics import MetricSink
 from polyaccel.engine.recording import Reporting
 from polyaccel.mesh import Mesh
-from polyaccel.watch.alarms.settings import AlarmSettings
-from polyaccel.watch.alarms.watching import RunAlarms
-from polyaccel.watch.opening import ChosenMonitor
-from polyaccel.watch.profiles.report import ProfileSettings
-from polyaccel.watch.profiles.table import TableStyle
-from polyaccel.watch.traces.recorder import RunTrace
+from polyaccel.observability.alerts.settings import AlarmSettings
+from polyaccel.observability.alerts.watching import RunAlarms
+from polyaccel.observability.profiles.report import ProfileSettings
+from polyaccel.observability.profiles.table import TableStyle
+from polyaccel.observability.setup import ChosenMonitor
+from polyaccel.observability.traces.recorder import RunTrace
 
 STEPS_PER_BREAKDOWN = 10
 """Steps between two progress lines with a breakdown where `steps_per_print` says nothing, as in DeepSpeed."""

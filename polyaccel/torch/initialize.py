@@ -19,7 +19,7 @@ from polyaccel.config import Config, ResolvedConfig, load_config
 from polyaccel.config.meshes import on_mesh
 from polyaccel.engine.lr_schedules import SCHEDULES, build_schedule
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
-from polyaccel.pipeline.choice import chosen_placement
+from polyaccel.pipeline.select import chosen_placement
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.policies.modules import RecomputePolicy, cut_rules_of, module_rules_of, recompute_policy_of
 from polyaccel.policies.watching import profile_settings_of

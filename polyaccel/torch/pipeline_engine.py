@@ -15,10 +15,10 @@ from polyaccel.accelerators.memory.torch import torch_dtype, wrap_torch
 from polyaccel.engine.rank_consistency import require_same_training
 from polyaccel.errors import CommError, PolyaccelError
 from polyaccel.ops.base import LINEAR_WEIGHT_GRAD
+from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.messages import StageMessage, StageReceive, StageSend
-from polyaccel.pipeline.own import write_table
-from polyaccel.pipeline.picture import foretold_picture
 from polyaccel.pipeline.program import TaskTime, spans_of, with_stages
+from polyaccel.pipeline.render import foretold_picture
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTask
 from polyaccel.torch.api.data import call_with
 from polyaccel.torch.pipeline.batches import StageBatches

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from polyaccel.observability.profiles.report import ProfileSettings
 from polyaccel.policies.modules import RecomputePolicy
-from polyaccel.watch.profiles.report import ProfileSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from polyaccel.tuning.records import TrialRecord
-from polyaccel.tuning.tuner import TuningAnswer
+from polyaccel.tuning.tuner import TuneResult
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 460, 70, 20, 46, 56
 _TICKS = 5
@@ -31,7 +31,7 @@ def pareto_front(records: Iterable[TrialRecord]) -> list[TrialRecord]:
     return front
 
 
-def front_picture(answer: TuningAnswer) -> str:
+def front_picture(answer: TuneResult) -> str:
     """The answer as SVG: seconds of a step over MiB of a rank. Blue is measured, grey foretold; the line is the front
     of what is best, the ring the chosen one, the dashes the limit."""
     tried = [(one, one.peak_nbytes or 0, one.step_s or 0.0) for one in answer.records if one.is_good]

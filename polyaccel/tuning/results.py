@@ -11,14 +11,14 @@ from polyaccel.trial_env import deep_merge
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.pictures import front_picture, pareto_front
 from polyaccel.tuning.records import TrialRecord
-from polyaccel.tuning.tuner import TuningAnswer
+from polyaccel.tuning.tuner import TuneResult
 
 BEST_FILE, TABLE_FILE, PICTURE_FILE = "best.json", "table.md", "front.svg"
 _HEAD = ("setting", "step s", "foretold s", "MiB", "foretold MiB", "")
 
 
 def write_results(
-    answer: TuningAnswer, own: Candidate, config_tree: Mapping[str, Any], train_batch_size: int, folder: Path
+    answer: TuneResult, own: Candidate, config_tree: Mapping[str, Any], train_batch_size: int, folder: Path
 ) -> None:
     """Write the files into `folder`. Without a best there is no config, and one of before is removed. `own` is what the
     config says itself."""
@@ -52,7 +52,7 @@ def _without(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def table_of(answer: TuningAnswer) -> str:
+def table_of(answer: TuneResult) -> str:
     """The trials as Markdown, the best first; what is on the front says so, and what failed says why."""
     front = pareto_front(answer.records)
     rows = [_HEAD]

@@ -16,8 +16,8 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.planning.model import ModelShape
 from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
-from polyaccel.tuning.foretelling import Foreteller, Foretold
-from polyaccel.tuning.rates import USUAL, Rates
+from polyaccel.tuning.cost_model import CostEstimate, CostModel
+from polyaccel.tuning.hardware_probe import USUAL, HardwareRates
 from polyaccel.tuning.records import TrialLog, TrialRecord
 from polyaccel.tuning.trials import TrialPlan, run_trial
 
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|MemoryError|SIGKILL|can't allocate|c
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningQuestion:
+class TuneRequest:
     """What is tuned: a config on so many ranks, tried by `plan` in folders below `trials_folder`.
 
     `limit_nbytes` is the memory that a rank may use of its device, None what the device has. `speeds` are those of
@@ -43,7 +43,7 @@ class TuningQuestion:
     trials_folder: Path
     limit_nbytes: int | None
     speeds: CollectiveTimings | None = None
-    rates: Rates = USUAL
+    rates: HardwareRates = USUAL
 
     @property
     def key(self) -> str:
@@ -55,13 +55,13 @@ class TuningQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningAnswer:
+class TuneResult:
     """`best` is the trial of the shortest step that fits, None where none does; `foretold` are all candidates by what
     is foretold of them in the end, the fastest of those that fit `limit_nbytes` first. `why` the tuner stopped."""
 
     best: TrialRecord | None
     records: tuple[TrialRecord, ...]
-    foretold: tuple[Foretold, ...]
+    foretold: tuple[CostEstimate, ...]
     limit_nbytes: int | None
     why: str
 
@@ -69,7 +69,7 @@ class TuningAnswer:
 Tell = Callable[[str], object]
 
 
-def tune(question: TuningQuestion, log: TrialLog, tell: Tell) -> TuningAnswer:
+def tune(question: TuneRequest, log: TrialLog, tell: Tell) -> TuneResult:
     """Try candidates until nothing better is foretold, or as the section `autotuning` says. Goes on where `log` ends;
     `tell` gets a sentence for each trial.
 
@@ -81,14 +81,14 @@ def tune(question: TuningQuestion, log: TrialLog, tell: Tell) -> TuningAnswer:
 class _Search:
     """A search while it goes on."""
 
-    def __init__(self, question: TuningQuestion, log: TrialLog, tell: Tell) -> None:
+    def __init__(self, question: TuneRequest, log: TrialLog, tell: Tell) -> None:
         self._question, self._log, self._tell = question, log, tell
         self._section = question.config.autotuning
-        self._foreteller: Foreteller | None = None
+        self._foreteller: CostModel | None = None
         self._every: tuple[Candidate, ...] = ()
         self._limit_nbytes = question.limit_nbytes
 
-    def run(self) -> TuningAnswer:
+    def run(self) -> TuneResult:
         told = self._log.model()
         if told is None or not any(record.is_good for record in self._log.records):
             told = self._probe()
@@ -99,7 +99,7 @@ class _Search:
             chosen, why = self._next()
         assert self._foreteller is not None  # set by _know
         self._foreteller.learn(self._log.records)
-        return TuningAnswer(
+        return TuneResult(
             best=self._best(),
             records=tuple(self._log.records),
             foretold=tuple(self._in_order(self._every)),
@@ -139,7 +139,7 @@ class _Search:
         question = self._question
         if self._limit_nbytes is None and told.is_remote and told.total_nbytes:
             self._limit_nbytes = told.total_nbytes
-        self._foreteller = Foreteller(
+        self._foreteller = CostModel(
             question.config,
             ModelShape("the script's model", told.specs, told.units),
             question.world_size,
@@ -150,16 +150,16 @@ class _Search:
         )
         self._every = candidates(question.config, question.world_size, is_remote=told.is_remote)
 
-    def _next(self) -> tuple[Foretold | None, str]:
+    def _next(self) -> tuple[CostEstimate | None, str]:
         """The candidate to try next, or None and why there is none."""
         untried = self._untried()
         why = self._reason_to_stop(untried)
-        doubtful = self._doubtful()
+        doubtful = self._within_noise()
         if doubtful and (why or self._trials_left() <= len(doubtful)):
             return doubtful[0], ""
         return (None, why) if why else (untried, "")
 
-    def _untried(self) -> Foretold | None:
+    def _untried(self) -> CostEstimate | None:
         """Of the candidates that are foretold to fit and have not been tried the fastest, or the first that teaches."""
         assert self._foreteller is not None  # set by _know
         self._foreteller.learn(self._log.records)
@@ -167,19 +167,19 @@ class _Search:
         ranked = [
             each
             for each in self._in_order([each for each in self._every if each not in tried])
-            if not each.excess(self._limit_nbytes) and not self._is_hopeless(each)
+            if not each.excess(self._limit_nbytes) and not self._will_oom(each)
         ]
-        other_kind = [each for each in ranked if self._teaches(each)]
+        other_kind = [each for each in ranked if self._explores(each)]
         return next(iter(other_kind or ranked), None)
 
-    def _teaches(self, chosen: Foretold) -> bool:
+    def _explores(self, chosen: CostEstimate) -> bool:
         """Whether this would be the first trial of two kinds: those that keep activations, and those that compute them
         again. No sum of trials of one kind foretells the other, which is what fits where there is less memory."""
         shown = {record.candidate.recomputes for record in self._log.records}
         is_affordable = self._section.tuner_num_trials >= _LEAST_FOR_BOTH_KINDS
         return is_affordable and chosen.candidate.recomputes not in shown
 
-    def _doubtful(self) -> list[Foretold]:
+    def _within_noise(self) -> list[CostEstimate]:
         """The settings that chance alone may have put behind the best, the fastest first and two at most: tried once,
         and no more behind than two trials of one setting may be. They are tried again before the last trial is over;
         the shortest step of a setting counts, so another trial of the best would not change the choice."""
@@ -201,11 +201,11 @@ class _Search:
     def _trials_left(self) -> int:
         return self._section.tuner_num_trials - len(self._log.records)
 
-    def _in_order(self, every: Sequence[Candidate]) -> list[Foretold]:
+    def _in_order(self, every: Sequence[Candidate]) -> list[CostEstimate]:
         assert self._foreteller is not None
         return in_order([self._foreteller.foretell(each) for each in every], self._limit_nbytes)
 
-    def _is_hopeless(self, foretold: Foretold) -> bool:
+    def _will_oom(self, foretold: CostEstimate) -> bool:
         """Whether a trial that needed no more has failed for want of memory."""
         assert self._foreteller is not None
         return any(
@@ -214,7 +214,7 @@ class _Search:
             if _OUT_OF_MEMORY.search(record.failure)
         )
 
-    def _reason_to_stop(self, chosen: Foretold | None) -> str:
+    def _reason_to_stop(self, chosen: CostEstimate | None) -> str:
         records, section, best = self._log.records, self._section, self._best()
         if chosen is None:
             return "everything that is foretold to fit has been tried"
@@ -225,7 +225,7 @@ class _Search:
         stale = len(records) - 1 - records.index(best)
         if section.tuner_early_stopping and stale >= section.tuner_early_stopping:
             return f"the last {stale} trials were no better (autotuning.tuner_early_stopping)"
-        if self._teaches(chosen):
+        if self._explores(chosen):
             return ""
         assert self._foreteller is not None
         least_s = max(best.step_s or 0.0, self._foreteller.foretell(best.candidate).step_s or 0.0)
@@ -236,7 +236,7 @@ class _Search:
     def _best(self) -> TrialRecord | None:
         return best_of(self._log.records, self._limit_nbytes)
 
-    def _try(self, candidate: Candidate, foretold: Foretold | None) -> TrialRecord:
+    def _try(self, candidate: Candidate, foretold: CostEstimate | None) -> TrialRecord:
         number = len(self._log.records) + 1
         record, told = run_trial(self._question.plan, candidate, self._question.trials_folder / f"trial{number}")
         if foretold is not None:
@@ -258,11 +258,13 @@ def fitting(records: Sequence[TrialRecord], limit_nbytes: int | None) -> list[Tr
     return [record for record in records if record.is_good and (limit_nbytes or 1 << 62) >= (record.peak_nbytes or 0)]
 
 
-def in_order(foretold: Sequence[Foretold], limit_nbytes: int | None, host_nbytes: int | None = None) -> list[Foretold]:
+def in_order(
+    foretold: Sequence[CostEstimate], limit_nbytes: int | None, host_nbytes: int | None = None
+) -> list[CostEstimate]:
     """Those that fit first, and of them the fastest; of equally fast ones what offloads less, then what needs less.
     What does not fit follows by its needs."""
 
-    def place(each: Foretold) -> tuple[bool, float, tuple[int, int], int]:
+    def place(each: CostEstimate) -> tuple[bool, float, tuple[int, int], int]:
         is_too_large = bool(each.excess(limit_nbytes, host_nbytes))
         seconds = 0.0 if is_too_large else each.step_s or 0.0
         return is_too_large, seconds, each.candidate.setting.offloaded, each.device_nbytes

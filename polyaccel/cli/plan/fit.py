@@ -18,8 +18,8 @@ from polyaccel.config.meshes import data_ranks
 from polyaccel.planning.assumptions import PlannedConfig
 from polyaccel.planning.model import ModelShape
 from polyaccel.tuning.candidates import Candidate, candidates, own_candidate
-from polyaccel.tuning.foretelling import Foreteller, Foretold, Pass
-from polyaccel.tuning.rates import USUAL, Rates, rates_here
+from polyaccel.tuning.cost_model import CostEstimate, CostModel, Pass
+from polyaccel.tuning.hardware_probe import USUAL, HardwareRates, rates_here
 from polyaccel.tuning.records import read_trials
 from polyaccel.tuning.tuner import in_order
 
@@ -38,7 +38,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
     records, told = ([], None) if args.trials is None else read_trials(args.trials)
     is_remote = True if told is None else told.is_remote
     known = _known_pass(args, config, model, notes, has_trials=bool(records))
-    foreteller = Foreteller(
+    foreteller = CostModel(
         config,
         model if told is None else ModelShape("the model of the trials", told.specs, told.units),
         args.world_size,
@@ -67,7 +67,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
     return 0 if fitting else 1
 
 
-def _rates(*, is_remote: bool) -> Rates:
+def _rates(*, is_remote: bool) -> HardwareRates:
     """The rates of this machine, with a usual link where a device has one and this machine has no such device."""
     found = rates_here(Path.cwd())
     return replace(found, link_s=USUAL.link_s) if is_remote and not found.link_s else found
@@ -117,8 +117,8 @@ def _peaks(args: argparse.Namespace, config: ResolvedConfig, rows: int) -> dict[
 
 
 def _print(
-    fitting: list[Foretold],
-    too_large: list[Foretold],
+    fitting: list[CostEstimate],
+    too_large: list[CostEstimate],
     args: argparse.Namespace,
     model: ModelShape,
     assumed: tuple[str, ...],
@@ -138,7 +138,7 @@ def _print(
     print_parts(parts)
 
 
-def why_too_large(each: Foretold, device_nbytes: int, host_nbytes: int | None) -> str:
+def why_too_large(each: CostEstimate, device_nbytes: int, host_nbytes: int | None) -> str:
     """What a setting needs, of what, and how much more than there is."""
     if each.device_nbytes > device_nbytes:
         rest = each.device_nbytes - each.states_nbytes
@@ -148,13 +148,13 @@ def why_too_large(each: Foretold, device_nbytes: int, host_nbytes: int | None) -
     return f"{short_bytes(each.host_nbytes)} is {each.excess(None, host_nbytes)}"
 
 
-def _figures(each: Foretold) -> tuple[str, ...]:
+def _figures(each: CostEstimate) -> tuple[str, ...]:
     seconds = "-" if each.step_s is None else f"{each.step_s:.3g}"
     return seconds, *(short_bytes(nbytes) for nbytes in (each.device_nbytes, each.states_nbytes, each.host_nbytes))
 
 
 def _as_json(
-    fitting: list[Foretold], too_large: list[Foretold], args: argparse.Namespace, assumed: tuple[str, ...]
+    fitting: list[CostEstimate], too_large: list[CostEstimate], args: argparse.Namespace, assumed: tuple[str, ...]
 ) -> dict[str, Any]:
     return {
         "limits": {"device_nbytes": args.fit, "host_nbytes": args.limit_host},

@@ -13,9 +13,9 @@ from rich.text import Text
 from polyaccel.cli.plan.tables import print_parts
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.check import check_table
+from polyaccel.pipeline.csv_schedule import read_table, write_table
 from polyaccel.pipeline.messages import Programs, StageSend
-from polyaccel.pipeline.own import read_table, write_table
-from polyaccel.pipeline.picture import picture_of
+from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import live_counts
 from polyaccel.pipeline.timing import OpTimes, PipelineTiming, simulate
@@ -36,7 +36,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(timing, programs), indent=2))
     else:
         _print(timing, programs, args)
-    for path, text in ((args.svg, picture_of), (args.csv, lambda timing: write_table(timing.table))):
+    for path, text in ((args.svg, to_svg), (args.csv, lambda timing: write_table(timing.table))):
         if path is not None:
             _write(path, text(timing))
     return 0

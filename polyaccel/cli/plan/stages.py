@@ -16,7 +16,7 @@ from polyaccel.cli.plan.tables import column_table, print_parts, short_bytes, sh
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.errors import PolyaccelError
-from polyaccel.pipeline.choice import chosen_table
+from polyaccel.pipeline.select import select_schedule
 from polyaccel.pipeline.table import PipelineTable
 from polyaccel.planning.activations import StageNeeds
 from polyaccel.planning.assumptions import PlannedConfig
@@ -52,7 +52,7 @@ def run_stages(args: argparse.Namespace, planned: PlannedConfig) -> int:
 
 def _table(config: ResolvedConfig, stages: int) -> PipelineTable:
     section = config.pipeline
-    return chosen_table(section.schedule, stages, config.gradient_accumulation_steps, section.chunks or None)
+    return select_schedule(section.schedule, stages, config.gradient_accumulation_steps, section.chunks or None)
 
 
 def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTable) -> tuple[StageNeeds, ...]:

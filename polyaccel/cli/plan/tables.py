@@ -14,7 +14,7 @@ from polyaccel.config import ResolvedConfig
 from polyaccel.config.meshes import mesh_of
 from polyaccel.ops.optimizers import OPTIMIZERS
 from polyaccel.planning.activations import ActivationNeeds
-from polyaccel.planning.forecast import SETTINGS, CopiesOfState, Forecast, state_names
+from polyaccel.planning.forecast import SETTINGS, CheckpointMemory, Forecast, state_names
 from polyaccel.planning.model import ModelShape
 from polyaccel.zero.plan.memory import Purpose
 from polyaccel.zero.plan.placement import Place
@@ -54,7 +54,7 @@ class Plan:
     forecasts: Sequence[Forecast]
     fitting: Sequence[Forecast]
     checkpoint_nbytes: int
-    copies: CopiesOfState
+    copies: CheckpointMemory
     device_limit_nbytes: int | None
     host_limit_nbytes: int | None
     speeds: CollectiveTimings | None = None

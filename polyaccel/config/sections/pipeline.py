@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import field_validator
 
 from polyaccel.config.section import CountInt, PositiveInt, Section
-from polyaccel.pipeline.choice import is_file
 from polyaccel.pipeline.schedules import SCHEDULES
+from polyaccel.pipeline.select import is_file
 
 
 class PipelineConfig(Section):

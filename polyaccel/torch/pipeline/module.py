@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyaccel.comm.default import default_communicator, is_initialized
-from polyaccel.pipeline.choice import chosen_placement
 from polyaccel.pipeline.partition import layer_weights, split_layers
+from polyaccel.pipeline.select import chosen_placement
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.torch.params.buffer_types import explaining_buffer_types
 from polyaccel.torch.params.units import set_parts

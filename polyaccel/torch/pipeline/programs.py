@@ -9,9 +9,9 @@ from typing import Protocol
 from torch import nn
 
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.choice import chosen_table, evaluation_table
 from polyaccel.pipeline.messages import message_of
 from polyaccel.pipeline.program import ProgramStep, program_of
+from polyaccel.pipeline.select import evaluation_table, select_schedule
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable
 from polyaccel.torch.params.units import parts_of_parameters
 
@@ -66,7 +66,7 @@ class StagePrograms:
 
     def table(self, micro_batches: int) -> PipelineTable:
         """The table of a training step. Raises PipelineError for a schedule for which the model was not cut."""
-        return self._table(chosen_table, micro_batches)
+        return self._table(select_schedule, micro_batches)
 
     def training(self, micro_batches: int) -> StageProgram:
         """What the stage does in a training step of so many micro-batches."""

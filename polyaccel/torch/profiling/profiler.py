@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyaccel.observability.profiles.tree import ProfileNode, tree_of
 from polyaccel.torch.profiling.operations import CountingMode
-from polyaccel.watch.profiles.tree import ProfileNode, tree_of
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
+from polyaccel.observability.profiles.report import ProfileSettings, report_profile
 from polyaccel.torch.profiling.profiler import ModuleProfiler
-from polyaccel.watch.profiles.report import ProfileSettings, report_profile
 
 
 class StepProfile:

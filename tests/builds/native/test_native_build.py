@@ -34,7 +34,10 @@ def test_what_is_missing_is_done_without(missing: str, tmp_path: Path) -> None:
     names = ZipFile(wheel).namelist()
     assert "polyaccel/ops/native/kernels.py" in names
     assert not any("libpolyaccel_cpu" in name for name in names)
-    page = {f"polyaccel/watch/page/{part}" for part in ("page.html", "page.css", "page.js", "cards.js", "charts.js")}
+    page = {
+        f"polyaccel/observability/dashboard/{part}"
+        for part in ("page.html", "page.css", "page.js", "cards.js", "charts.js")
+    }
     assert page <= set(names)
 
 

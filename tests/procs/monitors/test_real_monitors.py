@@ -21,10 +21,10 @@ from polyaccel_mlflow.monitor import MlflowMonitor
 
 import polyaccel
 from polyaccel.engine.metrics import Monitor
+from polyaccel.observability.monitors.comet import CometMonitor
+from polyaccel.observability.monitors.tensorboard import TensorBoardMonitor
+from polyaccel.observability.monitors.wandb import WandbMonitor
 from polyaccel.testkit.monitor import MonitorContract
-from polyaccel.watch.monitors.comet import CometMonitor
-from polyaccel.watch.monitors.tensorboard import TensorBoardMonitor
-from polyaccel.watch.monitors.wandb import WandbMonitor
 
 Row = tuple[str, float | None, int]
 _BLOCK = 1 << 15

@@ -17,8 +17,8 @@ import pytest
 from headless import Headless, find_browser
 from sample_runs import SampleRun, write_sample
 
-from polyaccel.watch.page.document import open_runs, write_page
-from polyaccel.watch.page.server import PageServer
+from polyaccel.observability.dashboard.document import open_runs, write_page
+from polyaccel.observability.dashboard.server import PageServer
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("TESTS_PAGE"), reason="needs a browser: make test-page"),

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.engine.metrics import Alarm, CallFigures, ExpertFigures, JsonlMonitor, StepMetrics
-from polyaccel.pipeline.choice import chosen_table
-from polyaccel.pipeline.picture import foretold_picture
-from polyaccel.watch.run_folder import LOG_FILE, METRICS_FILE, RANKS_FOLDER, RUN_FILE, TRACE_FILE
-from polyaccel.watch.traces.chrome import write_trace
-from polyaccel.watch.traces.clock import ClockOffset
-from polyaccel.watch.traces.spans import Span
+from polyaccel.observability.run_folder import LOG_FILE, METRICS_FILE, RANKS_FOLDER, RUN_FILE, TRACE_FILE
+from polyaccel.observability.traces.chrome import write_trace
+from polyaccel.observability.traces.clock import ClockOffset
+from polyaccel.observability.traces.spans import Span
+from polyaccel.pipeline.render import foretold_picture
+from polyaccel.pipeline.select import select_schedule
 
 STARTED_S = 1_790_000_000.0
 CONFIG = {
@@ -78,7 +78,9 @@ class SampleRun:
 
     def end(self) -> None:
         """Close the files, after all that comes at the end: pictures, a trace, the last line of the log."""
-        (self.folder / "pipeline.svg").write_text(foretold_picture(chosen_table("1f1b", 4, 8, None)), encoding="utf-8")
+        (self.folder / "pipeline.svg").write_text(
+            foretold_picture(select_schedule("1f1b", 4, 8, None)), encoding="utf-8"
+        )
         ranks = range(len(self._files))
         offsets = [ClockOffset(0.0, 1e-6) for _ in ranks]
         write_trace(self.folder / TRACE_FILE, ranks, [[*self._spans(rank)] for rank in ranks], offsets)

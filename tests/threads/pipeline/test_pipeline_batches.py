@@ -13,9 +13,9 @@ from torch import nn
 import polyaccel
 from polyaccel.errors import PolyaccelError
 from polyaccel.pipeline.check import check_table
-from polyaccel.pipeline.choice import evaluation_table
-from polyaccel.pipeline.own import write_table
+from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.schedules import make_table
+from polyaccel.pipeline.select import evaluation_table
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.pipeline import PipelineModule

@@ -12,7 +12,7 @@ from deep_pipelines import deep_model, numbered_words
 from pairwise import combinations
 from pipeline_models import MICRO_BATCHES, Figures, assert_same, pipeline_config, trained
 
-from polyaccel.pipeline.own import write_table
+from polyaccel.pipeline.csv_schedule import write_table
 from polyaccel.pipeline.schedules import make_table
 from polyaccel.pipeline.table import PipelineError
 

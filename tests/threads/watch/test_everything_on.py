@@ -11,8 +11,8 @@ import pytest
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.observability.traces.chrome import read_trace
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.chrome import read_trace
 
 STEPS = 4
 PHASES = {"data", "forward", "backward", "reduce", "update", "publish", "other"}

@@ -15,10 +15,10 @@ import torch
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.observability.run_folder import RUN_FILE
+from polyaccel.observability.run_log import RunLog
+from polyaccel.observability.setup import start_monitoring
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.opening import open_stream
-from polyaccel.watch.run_folder import RUN_FILE
-from polyaccel.watch.run_log import RunLog
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pyt
     (tmp_path / "ranks").write_text("in the way")
 
     def write(communicator: Any) -> None:
-        stream = open_stream(communicator, str(tmp_path), [], {})
+        stream = start_monitoring(communicator, str(tmp_path), [], {})
         stream.add_picture("none/at all.svg", lambda: "<svg/>")
         stream.close()
 
@@ -108,7 +108,7 @@ def test_the_console_goes_on_beside_a_log(tmp_path: Path) -> None:
 import logging, sys
 from pathlib import Path
 from polyaccel.engine.console import show_log
-from polyaccel.watch.run_log import RunLog
+from polyaccel.observability.run_log import RunLog
 RunLog(Path(sys.argv[1]), 0)
 show_log(0, None)
 logging.getLogger("polyaccel.any").info("shown in both")

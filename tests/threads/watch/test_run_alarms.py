@@ -15,9 +15,9 @@ from torch import nn
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.observability.alerts.settings import RankFigures
+from polyaccel.observability.alerts.watching import RunAlarms
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.alarms.settings import RankFigures
-from polyaccel.watch.alarms.watching import RunAlarms
 
 EVERY = 2
 

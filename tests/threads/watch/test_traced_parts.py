@@ -14,9 +14,9 @@ from traced_training import LAST, ThreeLayers, traced_config
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
+from polyaccel.observability.traces.chrome import read_trace
+from polyaccel.observability.traces.report import report_of
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.chrome import read_trace
-from polyaccel.watch.traces.report import report_of
 
 
 def train(inner: Any, settings: dict[str, Any], steps: int = LAST + 1) -> None:

@@ -13,11 +13,11 @@ from traced_training import FIRST, LAST, ThreeLayers, traced_config
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
+from polyaccel.observability.traces.chrome import read_trace
+from polyaccel.observability.traces.report import report_of
 from polyaccel.pipeline.program import TaskTime, spans_of
 from polyaccel.pipeline.table import PipelineOp, PipelineTask
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.chrome import read_trace
-from polyaccel.watch.traces.report import report_of
 
 RANKS = 2
 

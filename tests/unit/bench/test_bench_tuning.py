@@ -10,13 +10,15 @@ import pytest
 
 from bench.tuning import compare
 from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.foretelling import Foretold
+from polyaccel.tuning.cost_model import CostEstimate
 from polyaccel.tuning.records import TrialRecord
 from polyaccel.tuning.trials import TrialPlan
-from polyaccel.tuning.tuner import TuningAnswer
+from polyaccel.tuning.tuner import TuneResult
 
 EVERY = tuple(
-    Foretold(Candidate(stage=0, micro_batch=number, accumulation=1, bucket_numel=1), 100 + number, 0, 50, float(number))
+    CostEstimate(
+        Candidate(stage=0, micro_batch=number, accumulation=1, bucket_numel=1), 100 + number, 0, 50, float(number)
+    )
     for number in range(1, 5)
 )
 PLAN = TrialPlan(command=("x",), config_file="x", config_tree={}, train_batch_size=4, mapped={})
@@ -30,9 +32,9 @@ def measured(factors: Sequence[float], nbytes: int = 100) -> list[TrialRecord]:
     ]
 
 
-def answer(best: int) -> TuningAnswer:
+def answer(best: int) -> TuneResult:
     record = TrialRecord(candidate=EVERY[best].candidate, step_s=1.0, peak_nbytes=1)
-    return TuningAnswer(best=record, records=(record,), foretold=EVERY[::-1], limit_nbytes=None, why="")
+    return TuneResult(best=record, records=(record,), foretold=EVERY[::-1], limit_nbytes=None, why="")
 
 
 def test_a_round_goes_on_where_it_was_stopped_until_its_time_is_over(

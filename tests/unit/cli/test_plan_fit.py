@@ -14,7 +14,7 @@ from polyaccel.cli.plan import fit
 from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.trial_env import TrialModel
 from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.rates import USUAL
+from polyaccel.tuning.hardware_probe import USUAL
 from polyaccel.tuning.records import TrialLog, TrialRecord
 from polyaccel.types import DType, ParamSpec
 

@@ -15,7 +15,7 @@ from polyaccel.launch.base import Job, JobEnd
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.records import TrialRecord
 from polyaccel.tuning.results import BEST_FILE
-from polyaccel.tuning.tuner import TuningAnswer
+from polyaccel.tuning.tuner import TuneResult
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_run_trains_with_the_best_config_and_tune_does_not(
     tuned: list[Any] = []
     started: list[Job] = []
 
-    def tune_job(job: Any, section: Any) -> tuple[TuningAnswer, Path]:
+    def tune_job(job: Any, section: Any) -> tuple[TuneResult, Path]:
         tuned.append(job)
         one = Candidate(stage=2, micro_batch=4, accumulation=1, bucket_numel=1)
         record = TrialRecord(candidate=one, step_s=1.0, peak_nbytes=1) if best else None
         (tmp_path / BEST_FILE).write_text("{}")
-        return TuningAnswer(best=record, records=(), foretold=(), limit_nbytes=None, why=""), tmp_path
+        return TuneResult(best=record, records=(), foretold=(), limit_nbytes=None, why=""), tmp_path
 
     monkeypatch.setattr(verb, "tune_job", tune_job)
     monkeypatch.setattr(

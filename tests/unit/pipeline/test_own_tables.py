@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.pipeline.own import read_table, write_table
-from polyaccel.pipeline.picture import picture_of
+from polyaccel.pipeline.csv_schedule import read_table, write_table
+from polyaccel.pipeline.render import to_svg
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import PipelineError
 from polyaccel.pipeline.timing import OpTimes, simulate
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_picture_has_a_row_a_stage_and_each_micro_batch() -> None:
     table = make_table("zb-v", 3, 6)
-    picture = picture_of(simulate(table, OpTimes.even(table.chunks)))
+    picture = to_svg(simulate(table, OpTimes.even(table.chunks)))
     assert picture.startswith("<svg ")
     assert picture.rstrip().endswith("</svg>")
     assert [f">stage {stage}<" in picture for stage in range(4)] == [True, True, True, False]

@@ -10,8 +10,8 @@ from polyaccel.pipeline.check import check_table
 from polyaccel.pipeline.messages import StageReceive, StageSend
 from polyaccel.pipeline.schedules import SCHEDULES, make_table
 from polyaccel.pipeline.table import PipelineError, PipelineOp, PipelineTable, PipelineTask, live_counts
+from polyaccel.pipeline.timeline import dependencies
 from polyaccel.pipeline.timing import OpTimes, simulate
-from polyaccel.pipeline.walk import needs_of
 
 _FORWARD, _BACKWARD = PipelineOp.FORWARD, PipelineOp.BACKWARD
 _INPUT, _WEIGHT = PipelineOp.BACKWARD_INPUT, PipelineOp.BACKWARD_WEIGHT
@@ -115,9 +115,11 @@ def makespan_of_pairs(table: PipelineTable, pair: float) -> tuple[float, list[in
     while any(left):
         before = len(done)
         for stage, joined in enumerate(left):
-            while joined and all(need in done for task in joined[0] for need in needs_of(task, table.chunks)):
+            while joined and all(need in done for task in joined[0] for need in dependencies(task, table.chunks)):
                 each = joined.pop(0)
-                begin = max([clocks[stage], *(done[need] for task in each for need in needs_of(task, table.chunks))])
+                begin = max(
+                    [clocks[stage], *(done[need] for task in each for need in dependencies(task, table.chunks))]
+                )
                 clocks[stage] = begin + (pair if len(each) == 2 else durations[each[0].op])
                 for op, *which in each:
                     done[PipelineTask(_INPUT if op is _BACKWARD else op, *which)] = clocks[stage]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyaccel
+from polyaccel.observability.profiles.table import profile_table
 from polyaccel.torch.profiling.profiler import ModuleProfiler, profile_module
-from polyaccel.watch.profiles.table import profile_table
 
 B, T, D, F, V, L = 2, 24, 32, 64, 50, 2
 """Samples, tokens, width, width of feed-forward layers, words, layers."""

@@ -10,7 +10,7 @@ import pytest
 from polyaccel.config import load_config, resolve_config
 from polyaccel.planning.model import ModelShape
 from polyaccel.tuning.candidates import Candidate
-from polyaccel.tuning.foretelling import Foreteller
+from polyaccel.tuning.cost_model import CostModel
 from polyaccel.tuning.records import TrialRecord
 from polyaccel.types import DType, ParamSpec
 
@@ -47,12 +47,12 @@ def specs() -> Iterator[ParamSpec]:
 
 
 @pytest.fixture
-def foreteller() -> Foreteller:
+def foreteller() -> CostModel:
     tree = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
     config = resolve_config(load_config(tree), world_size=2)
     units = {spec.fqn: spec.fqn[:8] for spec in specs() if "blocks" in spec.fqn}
     model = ModelShape("a GPT", tuple(specs()), units)
-    return Foreteller(config, model, 2, is_remote=False, base_nbytes=PROCESS_MIB * MIB)
+    return CostModel(config, model, 2, is_remote=False, base_nbytes=PROCESS_MIB * MIB)
 
 
 def setting(stage: int, rows: int, recomputes: bool) -> Candidate:
@@ -67,7 +67,7 @@ def setting(stage: int, rows: int, recomputes: bool) -> Candidate:
     ids=["one trial", "three trials"],
 )
 def test_the_memory_of_settings_that_nobody_tried_is_foretold(
-    tried: tuple[tuple[int, int, bool], ...], error: float, foreteller: Foreteller
+    tried: tuple[tuple[int, int, bool], ...], error: float, foreteller: CostModel
 ) -> None:
     foreteller.learn(
         [TrialRecord(candidate=setting(*one), step_s=1.0, peak_nbytes=MEASURED_MIB[one] * MIB) for one in tried]

@@ -21,7 +21,7 @@ from polyaccel.tuning.pictures import front_picture, pareto_front
 from polyaccel.tuning.records import TrialLog, TrialRecord, read_trials
 from polyaccel.tuning.results import write_results
 from polyaccel.tuning.trials import TrialPlan
-from polyaccel.tuning.tuner import TuningQuestion, best_of, tune
+from polyaccel.tuning.tuner import TuneRequest, best_of, tune
 from polyaccel.types import DType, ParamSpec
 
 MIB = 1 << 20
@@ -52,11 +52,11 @@ def measured(candidate: Candidate) -> TrialRecord:
 
 
 @pytest.fixture
-def question(tmp_path: Path) -> Callable[..., TuningQuestion]:
-    def ask(limit_nbytes: int | None = None, **section: Any) -> TuningQuestion:
+def question(tmp_path: Path) -> Callable[..., TuneRequest]:
+    def ask(limit_nbytes: int | None = None, **section: Any) -> TuneRequest:
         config = resolve_config(load_config({**TREE, "autotuning": section}), world_size=2)
         plan = TrialPlan(command=("x",), config_file="x", config_tree=TREE, train_batch_size=32, mapped={})
-        return TuningQuestion(
+        return TuneRequest(
             config=config, world_size=2, plan=plan, trials_folder=tmp_path / "trials", limit_nbytes=limit_nbytes
         )
 
@@ -76,13 +76,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     return found
 
 
-def open_log(question: TuningQuestion, folder: Path, *, overwrite: bool = True) -> TrialLog:
+def open_log(question: TuneRequest, folder: Path, *, overwrite: bool = True) -> TrialLog:
     return TrialLog(folder, question.key, overwrite=overwrite)
 
 
 @pytest.mark.parametrize("limit", [None, 420 * MIB, 300 * MIB, 250 * MIB])
 def test_the_best_of_all_is_found_in_a_few_trials(
-    limit: int | None, question: Callable[..., TuningQuestion], tried: list[Candidate], tmp_path: Path
+    limit: int | None, question: Callable[..., TuneRequest], tried: list[Candidate], tmp_path: Path
 ) -> None:
     asked = question(limit, tuner_num_trials=8)
     answer = tune(asked, open_log(asked, tmp_path), lambda sentence: None)
@@ -98,7 +98,7 @@ def test_the_best_of_all_is_found_in_a_few_trials(
 
 
 def test_what_the_trials_told_foretells_the_rest(
-    question: Callable[..., TuningQuestion], tried: list[Candidate], tmp_path: Path
+    question: Callable[..., TuneRequest], tried: list[Candidate], tmp_path: Path
 ) -> None:
     asked = question(tuner_num_trials=8, margin=10.0, tuner_early_stopping=0)
     answer = tune(asked, open_log(asked, tmp_path), lambda sentence: None)
@@ -114,7 +114,7 @@ def test_what_the_trials_told_foretells_the_rest(
 
 
 def test_what_chance_may_have_put_behind_is_tried_twice(
-    question: Callable[..., TuningQuestion], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    question: Callable[..., TuneRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The third trial, the first of what is foretold to be best, is disturbed: others seem to be faster."""
     tried: list[Candidate] = []
@@ -138,7 +138,7 @@ def test_what_chance_may_have_put_behind_is_tried_twice(
 
 
 def test_a_tuner_that_was_stopped_goes_on(
-    question: Callable[..., TuningQuestion], tried: list[Candidate], tmp_path: Path
+    question: Callable[..., TuneRequest], tried: list[Candidate], tmp_path: Path
 ) -> None:
     asked = question(tuner_num_trials=2)
     tune(asked, open_log(asked, tmp_path), lambda sentence: None)
@@ -154,7 +154,7 @@ def test_a_tuner_that_was_stopped_goes_on(
 
 
 def test_trials_of_another_question_do_not_count(
-    question: Callable[..., TuningQuestion], tried: list[Candidate], tmp_path: Path
+    question: Callable[..., TuneRequest], tried: list[Candidate], tmp_path: Path
 ) -> None:
     asked = question(tuner_num_trials=1)
     tune(asked, open_log(asked, tmp_path), lambda sentence: None)
@@ -165,7 +165,7 @@ def test_trials_of_another_question_do_not_count(
 
 
 def test_what_fails_for_want_of_memory_is_the_limit(
-    question: Callable[..., TuningQuestion], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    question: Callable[..., TuneRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     failed: list[int] = []
 
@@ -188,7 +188,7 @@ def test_what_fails_for_want_of_memory_is_the_limit(
 
 
 def test_where_nothing_can_be_tried_the_reason_is_told(
-    question: Callable[..., TuningQuestion], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    question: Callable[..., TuneRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Candidate] = []
 
@@ -204,9 +204,7 @@ def test_where_nothing_can_be_tried_the_reason_is_told(
     assert (len(seen), least.stage, least.micro_batch, least.recomputes) == (2, 3, 1, True)
 
 
-def test_the_files_of_an_answer(
-    question: Callable[..., TuningQuestion], tried: list[Candidate], tmp_path: Path
-) -> None:
+def test_the_files_of_an_answer(question: Callable[..., TuneRequest], tried: list[Candidate], tmp_path: Path) -> None:
     asked = question(300 * MIB, tuner_num_trials=5)
     answer = tune(asked, open_log(asked, tmp_path), lambda sentence: None)
     write_results(answer, own_candidate(asked.config), TREE, 32, tmp_path)
@@ -231,6 +229,6 @@ def test_the_files_of_an_answer(
         )
 
 
-def test_a_picture_of_nothing_is_one_too(question: Callable[..., TuningQuestion]) -> None:
-    answer = tuner.TuningAnswer(best=None, records=(), foretold=(), limit_nbytes=None, why="")
+def test_a_picture_of_nothing_is_one_too(question: Callable[..., TuneRequest]) -> None:
+    answer = tuner.TuneResult(best=None, records=(), foretold=(), limit_nbytes=None, why="")
     assert "Nothing fits" in ElementTree.fromstring(front_picture(answer))[0].text  # type: ignore[operator]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from polyaccel.config.sections.timers import AlarmsConfig
 from polyaccel.engine.metrics import Alarm, StepMetrics
-from polyaccel.watch.alarms.machines import MachineAlarms
-from polyaccel.watch.alarms.replicas import alarms_of_digests
-from polyaccel.watch.alarms.robust import Creep, Window
-from polyaccel.watch.alarms.settings import AlarmSettings, RankFigures, ToldDigest
-from polyaccel.watch.alarms.training import TrainingAlarms
+from polyaccel.observability.alerts.machines import MachineAlarms
+from polyaccel.observability.alerts.replicas import alarms_of_digests
+from polyaccel.observability.alerts.robust import MonotonicGrowth, Window
+from polyaccel.observability.alerts.settings import AlarmSettings, DigestReport, RankFigures
+from polyaccel.observability.alerts.training import TrainingAlarms
 
 SETTINGS = AlarmSettings(**AlarmsConfig().model_dump(exclude={"enabled"}))
 SEEDS = st.integers(0, 2**32 - 1)
@@ -158,7 +158,7 @@ def test_memory_that_creeps_up_is_told_with_the_steps_that_are_left() -> None:
 
 
 def test_a_slow_leak_in_much_noise_is_found_at_a_longer_scale() -> None:
-    noise, creep = np.random.default_rng(3), Creep()
+    noise, creep = np.random.default_rng(3), MonotonicGrowth()
     values = [1000 + 0.5 * at + float(noise.uniform(0, 20)) for at in range(400)]
     found = [(at, told) for at, value in enumerate(values) if (told := creep.add(value)) is not None]
     assert found
@@ -177,7 +177,7 @@ def test_deviations_are_those_of_normal_noise() -> None:
 
 def test_one_copy_among_three_is_named_and_of_two_nobody_knows() -> None:
     def digests(rank: int, *values: int) -> RankFigures:
-        named = [ToldDigest(7, f"layer.{at}", 0, (0, 1, 2), value) for at, value in enumerate(values)]
+        named = [DigestReport(7, f"layer.{at}", 0, (0, 1, 2), value) for at, value in enumerate(values)]
         return replace(told(rank), digests=named)
 
     assert [*alarms_of_digests([digests(rank, 1, 2) for rank in range(3)])] == []

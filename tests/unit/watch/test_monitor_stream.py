@@ -14,8 +14,8 @@ import pytest
 
 from polyaccel.engine.metrics import Event, Monitor, StepMetrics
 from polyaccel.errors import PolyaccelError
-from polyaccel.watch import stream
-from polyaccel.watch.stream import MonitorStream
+from polyaccel.observability import stream
+from polyaccel.observability.stream import MonitorStream
 
 _LIMIT_S = 60.0
 
@@ -143,7 +143,7 @@ def test_a_process_that_ends_has_written_all(tmp_path: Path, ends: str) -> None:
 import sys
 from pathlib import Path
 from polyaccel.engine.metrics import JsonlMonitor, StepMetrics
-from polyaccel.watch.stream import MonitorStream
+from polyaccel.observability.stream import MonitorStream
 monitor = JsonlMonitor()
 monitor.open(Path({str(tmp_path)!r}), {{}})
 stream = MonitorStream([monitor])

@@ -14,14 +14,14 @@ from polyaccel.config import load_resolved
 from polyaccel.config.sections.monitors import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.errors import ConfigError
+from polyaccel.observability.monitors.comet import CometMonitor
+from polyaccel.observability.monitors.csv_files import CsvMonitor
+from polyaccel.observability.monitors.tensorboard import TensorBoardMonitor
+from polyaccel.observability.monitors.wandb import WandbMonitor
+from polyaccel.observability.setup import ChosenMonitor, start_monitoring
 from polyaccel.policies.watching import monitors_of
 from polyaccel.testkit.monitor import MonitorContract
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.monitors.comet import CometMonitor
-from polyaccel.watch.monitors.csv_files import CsvMonitor
-from polyaccel.watch.monitors.tensorboard import TensorBoardMonitor
-from polyaccel.watch.monitors.wandb import WandbMonitor
-from polyaccel.watch.opening import ChosenMonitor, open_stream
 
 SECTIONS = {
     "tensorboard": (TensorBoardConfig, TensorBoardMonitor, {"output_path": "out", "job_name": "job"}),
@@ -70,7 +70,7 @@ def test_rank_0_writes_the_run_and_its_figures(tmp_path: Path) -> None:
     wanted = chosen(run_folder=str(folder), csv_monitor={"enabled": True})
 
     def body(communicator: Any) -> bool:
-        stream = open_stream(communicator, str(folder), wanted, {"packages": {}})
+        stream = start_monitoring(communicator, str(folder), wanted, {"packages": {}})
         stream.write(StepMetrics(step=1, loss=2.0, lr=(0.1, 0.2), phase_s={"forward": 0.5}))
         stream.write_events([("eval/a b", 0.25, 7), ("eval_a_b", 0.75, 8)])
         enabled = stream.enabled
@@ -98,7 +98,7 @@ def test_what_cannot_be_opened_is_told_on_every_rank(tmp_path: Path, monkeypatch
         said = []
         for folder, monitors in ((None, [*wanted, *taken]), (str(tmp_path / "taken" / "run"), wanted)):
             with pytest.raises(ConfigError) as caught:
-                open_stream(communicator, folder, monitors, {})
+                start_monitoring(communicator, folder, monitors, {})
             said.append(str(caught.value))
         return said[0], said[1]
 

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from polyaccel.watch.profiles.flame import flame_svg
-from polyaccel.watch.profiles.report import FLAME_FILE, ProfileSettings, report_profile
-from polyaccel.watch.profiles.table import TableStyle, profile_table, shown
-from polyaccel.watch.profiles.tree import ProfileNode, tree_of
+from polyaccel.observability.profiles.flame import flame_svg
+from polyaccel.observability.profiles.report import FLAME_FILE, ProfileSettings, report_profile
+from polyaccel.observability.profiles.table import TableStyle, profile_table, shown
+from polyaccel.observability.profiles.tree import ProfileNode, tree_of
 
 NODES = {
     "": ProfileNode("", "Net", 3000, 4000, 0.01, 1),

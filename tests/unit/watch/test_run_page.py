@@ -19,10 +19,10 @@ from sample_runs import SampleRun, write_sample
 from polyaccel.cli.main import main
 from polyaccel.engine.metrics import StepMetrics
 from polyaccel.errors import PolyaccelError
+from polyaccel.observability.dashboard.document import open_runs, write_page
+from polyaccel.observability.dashboard.server import PageServer
+from polyaccel.observability.setup import ChosenMonitor, start_monitoring
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.opening import ChosenMonitor, open_stream
-from polyaccel.watch.page.document import open_runs, write_page
-from polyaccel.watch.page.server import PageServer
 
 EVIL = "</script><script>alert(1)</script><!-- @SCRIPT@ \u2028"
 
@@ -157,7 +157,7 @@ def test_a_page_that_cannot_be_written_leaves_no_part(
 def test_a_run_leaves_its_report_when_it_ends(tmp_path: Path) -> None:
     def train(communicator: Any) -> None:
         chosen = [ChosenMonitor("jsonl", "monitors.jsonl", {})]
-        stream = open_stream(communicator, str(tmp_path), chosen, {"config": {"train_batch_size": 1}})
+        stream = start_monitoring(communicator, str(tmp_path), chosen, {"config": {"train_batch_size": 1}})
         stream.write(StepMetrics(step=1, loss=0.5, lr=(0.1,)))
         stream.close()
 

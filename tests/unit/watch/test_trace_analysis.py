@@ -12,13 +12,13 @@ import pytest
 
 from polyaccel.cli.main import main
 from polyaccel.errors import PolyaccelError
+from polyaccel.observability.traces.analysis import critical_path, exposed_s, meetings_of
+from polyaccel.observability.traces.chrome import read_trace, write_trace
+from polyaccel.observability.traces.clock import ClockOffset, clock_offsets
+from polyaccel.observability.traces.profiled import kept_events
+from polyaccel.observability.traces.report import report_of
+from polyaccel.observability.traces.spans import Span
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.watch.traces.analysis import critical_path, exposed_s, meetings_of
-from polyaccel.watch.traces.chrome import read_trace, write_trace
-from polyaccel.watch.traces.clock import ClockOffset, clock_offsets
-from polyaccel.watch.traces.profiled import kept_events
-from polyaccel.watch.traces.report import report_of
-from polyaccel.watch.traces.spans import Span
 
 
 def call(number: int, begin_s: float, end_s: float, waited_s: float, operation: str = "all_reduce") -> Span:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from sample_runs import SampleRun, write_sample
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.watch.page.document import open_runs
-from polyaccel.watch.page.figures import FigureTable, flattened
-from polyaccel.watch.page.following import FollowedLines
-from polyaccel.watch.page.run import WatchedRun
-from polyaccel.watch.page.waits import WaitTable, told_of
-from polyaccel.watch.traces.spans import Span
+from polyaccel.observability.dashboard.document import open_runs
+from polyaccel.observability.dashboard.figures import FigureTable, flattened
+from polyaccel.observability.dashboard.run import WatchedRun
+from polyaccel.observability.dashboard.tail import FileTailer
+from polyaccel.observability.dashboard.waits import WaitTable, told_of
+from polyaccel.observability.traces.spans import Span
 
 
 @settings(max_examples=30, deadline=None)
@@ -25,7 +25,7 @@ def test_lines_are_told_once_however_they_arrive(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], texts: list[str]
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
-    followed = FollowedLines(path)
+    followed = FileTailer(path)
     assert followed.news() == (False, [])
     data = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
     told = []
@@ -44,7 +44,7 @@ def test_lines_are_told_once_however_they_arrive(
 def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'[1]\n\n{"a": 1\n\xff\xfe\n{"b": 2}\n{"c"')
-    followed = FollowedLines(path)
+    followed = FileTailer(path)
     assert followed.news() == (False, [{"b": 2}])
     assert followed.unread == 3
 
@@ -56,7 +56,7 @@ ANEW = {"shorter": '{"other": 1}\n', "longer": '{"longer": "than it was before"}
 def test_a_file_that_begins_anew_is_read_anew(tmp_path: Path, anew: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"first": 1}\n')
-    followed = FollowedLines(path)
+    followed = FileTailer(path)
     followed.news()
     path.write_text(anew)
     assert followed.news() == (True, [json.loads(line) for line in anew.splitlines()])

@@ -14,7 +14,7 @@ from polyaccel.config.sections.monitors import (
     WandbConfig,
 )
 from polyaccel.engine.metrics import Event, StepMetrics
-from polyaccel.watch.opening import ChosenMonitor, open_stream
+from polyaccel.observability.setup import ChosenMonitor, start_monitoring
 
 _SECTIONS: dict[str, type[MonitorSection]] = {
     "tensorboard": TensorBoardConfig,
@@ -70,7 +70,7 @@ class MonitorMaster:
             if section.get("enabled") is True:
                 checked = kind.model_validate(with_defaults(key, section))
                 chosen.append(ChosenMonitor(checked.plugin, key, checked.options))
-        self._stream = open_stream(default_communicator(), None, chosen, {})
+        self._stream = start_monitoring(default_communicator(), None, chosen, {})
 
     @property
     def enabled(self) -> bool:

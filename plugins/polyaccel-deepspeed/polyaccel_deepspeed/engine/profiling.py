@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from polyaccel.errors import PolyaccelError
+from polyaccel.observability.profiles.table import TableStyle, profile_table, shown
+from polyaccel.observability.profiles.tree import ProfileNode
 from polyaccel.torch.profiling.profiler import ModuleProfiler, inputs_of_shape, profile_module
-from polyaccel.watch.profiles.table import TableStyle, profile_table, shown
-from polyaccel.watch.profiles.tree import ProfileNode
 
 
 class FlopsProfiler:
