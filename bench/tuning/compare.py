@@ -26,7 +26,7 @@ from bench.machine import describe_machine
 from bench.steps.cases import SHAPES
 from bench.steps.launch import rank_environment
 from bench.table import make_console, make_table
-from polyaccel.cli.plan.verb import parse_size
+from polyaccel.cli.plan.command import parse_size
 from polyaccel.cli.tune import TunedJob, tune_job
 from polyaccel.config import load_config, resolve_config
 from polyaccel.tuning.candidates import Candidate, candidates

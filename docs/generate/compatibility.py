@@ -16,8 +16,8 @@ from polyaccel_deepspeed.names.internals import MEMBERS_ABSENT
 from polyaccel_deepspeed.names.surface import MODULES
 
 from polyaccel.config import Config
-from polyaccel.config.absent import ABSENT, BELOW, Absent
 from polyaccel.config.keys import walk_keys
+from polyaccel.config.unsupported_keys import ABSENT, BELOW, Absent
 
 _INTRODUCTION = """\
 # Scripts written for DeepSpeed

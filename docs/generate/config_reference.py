@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polyaccel.config import Config, json_schema
-from polyaccel.config.absent import ABSENT, BELOW, Absent
 from polyaccel.config.keys import Key, json_name, nested_models, walk_keys
 from polyaccel.config.section import Section
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
 from polyaccel.config.sections.zero import UNBOUNDED
+from polyaccel.config.unsupported_keys import ABSENT, BELOW, Absent
 
 Schema = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.matrix_choice import MatrixChoice
+from polyaccel.ops.matmul_autotune import MatrixChoice
 from polyaccel.types import DeviceId, DType
 from polyaccel.types import Probe as Probe  # every kind of plugin answers a probe
 

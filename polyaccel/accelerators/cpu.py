@@ -19,7 +19,7 @@ from polyaccel.accelerators.memory.host import HostArrays
 from polyaccel.buffer import Buffer
 from polyaccel.errors import PluginContractError, ShardingError
 from polyaccel.ops.base import KernelTable
-from polyaccel.ops.matrix_choice import MatrixChoice
+from polyaccel.ops.matmul_autotune import MatrixChoice
 from polyaccel.ops.native.kernels import native_kernels
 from polyaccel.ops.native.library import host_threads
 from polyaccel.types import DeviceId, DType

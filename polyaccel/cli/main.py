@@ -21,26 +21,32 @@ from polyaccel.errors import PolyaccelError
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class Command:
     """A subcommand: the module that has it, and its line in `polyaccel --help`."""
 
     module: str
     help: str
 
 
-VERBS: Mapping[str, Verb] = MappingProxyType(
+VERBS: Mapping[str, Command] = MappingProxyType(
     {
-        "run": Verb("polyaccel.cli.run", "start the ranks of a training script"),
-        "config": Verb("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
-        "plan": Verb("polyaccel.cli.plan.verb", "say what training will need in memory, traffic and disk, by setting"),
-        "tune": Verb("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
-        "build": Verb("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
-        "plugins": Verb("polyaccel.cli.plugins.verb", "list the installed plugins, check one, or begin a new one"),
-        "ckpt": Verb("polyaccel.cli.ckpt.verb", "list, inspect, verify, compare, export and import checkpoints"),
-        "comm": Verb("polyaccel.cli.comm.verb", "measure collectives, or say where the ranks of a failed job diverged"),
-        "trace": Verb("polyaccel.cli.trace", "say where the time of traced steps went"),
-        "watch": Verb("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
-        "doctor": Verb("polyaccel.cli.doctor.verb", "say what works on this machine and what does not"),
+        "run": Command("polyaccel.cli.run", "start the ranks of a training script"),
+        "config": Command("polyaccel.cli.config", "check a config file, or print the schema of all keys"),
+        "plan": Command(
+            "polyaccel.cli.plan.command", "say what training will need in memory, traffic and disk, by setting"
+        ),
+        "tune": Command("polyaccel.cli.tune", "find the fastest settings of a config that fit, by short trials"),
+        "build": Command("polyaccel.cli.build", "compile the part of a comm backend that its library needs here"),
+        "plugins": Command(
+            "polyaccel.cli.plugins.command", "list the installed plugins, check one, or begin a new one"
+        ),
+        "ckpt": Command("polyaccel.cli.ckpt.command", "list, inspect, verify, compare, export and import checkpoints"),
+        "comm": Command(
+            "polyaccel.cli.comm.command", "measure collectives, or say where the ranks of a failed job diverged"
+        ),
+        "trace": Command("polyaccel.cli.trace", "say where the time of traced steps went"),
+        "watch": Command("polyaccel.cli.watch", "show runs on a page of this machine, while they train or later"),
+        "doctor": Command("polyaccel.cli.doctor.command", "say what works on this machine and what does not"),
     }
 )
 

@@ -48,7 +48,7 @@ class TunedJob:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from polyaccel.cli.plan.verb import parse_size
+    from polyaccel.cli.plan.command import parse_size
 
     parser = subparsers.add_parser(
         "tune",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyaccel.config.absent import ABSENT_OPTIMIZERS
 from polyaccel.config.auto import AUTO
-from polyaccel.config.problems import validate_tree
 from polyaccel.config.section import Section
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS, OptimizerConfig
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS, SchedulerConfig
+from polyaccel.config.unsupported_keys import ABSENT_OPTIMIZERS
+from polyaccel.config.validation import validate_tree
 from polyaccel.errors import Problem
 
 

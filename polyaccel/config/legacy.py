@@ -12,7 +12,7 @@ from polyaccel.errors import Problem
 _logger = logging.getLogger(__name__)
 
 
-def modernise(tree: dict[str, Any]) -> list[Problem]:
+def migrate_deprecated(tree: dict[str, Any]) -> list[Problem]:
     """Rewrite the deprecated keys of `tree` in place, and return the problems.
 
     Every rewriting is logged as a warning that names the new key.

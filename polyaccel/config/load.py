@@ -14,10 +14,10 @@ from typing import Any
 from polyaccel.config.arguments import check_optimizer, check_scheduler
 from polyaccel.config.auto import take_auto
 from polyaccel.config.conflicts import conflict_problems
-from polyaccel.config.legacy import modernise
-from polyaccel.config.problems import take_absent, validate_tree
+from polyaccel.config.jsonc import parse_json
+from polyaccel.config.legacy import migrate_deprecated
 from polyaccel.config.root import Config
-from polyaccel.config.text import parse_json
+from polyaccel.config.validation import pop_unsupported, validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
 from polyaccel.trial_env import deep_merge, trial_changes
 
@@ -58,9 +58,9 @@ def draft_config(source: Source, *, source_name: str | None = None) -> Draft:
     if not isinstance(tree, dict):
         problem = Problem("config", tree, "should be an object", 'write {"train_batch_size": ...}')
         raise ConfigError([problem], source=name)
-    problems += modernise(tree)
+    problems += migrate_deprecated(tree)
     deep_merge(tree, trial_changes(os.environ))
-    absent, without_effect = take_absent(Config, tree)
+    absent, without_effect = pop_unsupported(Config, tree)
     problems += absent
     auto_keys = take_auto(tree)
     config, found = validate_tree(Config, tree)

@@ -17,9 +17,9 @@ from polyaccel.config.conflicts import plugin_problems
 from polyaccel.config.elastic import compute_elastic_config
 from polyaccel.config.load import Draft, Source, config_problems, draft_config
 from polyaccel.config.meshes import data_ranks, mesh_problems, ranks_alike
-from polyaccel.config.problems import validate_tree
 from polyaccel.config.root import Config, ResolvedConfig
 from polyaccel.config.sections.zero import ZeroConfig
+from polyaccel.config.validation import validate_tree
 from polyaccel.errors import ConfigError, InvariantError, Problem
 
 _logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyaccel.bridge.torch_module_of_jax import as_torch as as_torch
+    from polyaccel.interop.jax_to_torch import as_torch as as_torch
     from polyaccel.jax.native.mesh import init_distributed as init_distributed
     from polyaccel.jax.program.batches import replicated as replicated
     from polyaccel.jax.program.units import scan_units as scan_units
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["as_torch", "init_distributed", "replicated", "scan_units", "unit"]
 
 _HOMES = {
-    "as_torch": "polyaccel.bridge.torch_module_of_jax",  # the room of both frameworks is above this one
+    "as_torch": "polyaccel.interop.jax_to_torch",  # the room of both frameworks is above this one
     "init_distributed": "polyaccel.jax.native.mesh",
     "replicated": "polyaccel.jax.program.batches",
     "scan_units": "polyaccel.jax.program.units",

@@ -16,10 +16,10 @@ from polyaccel.offload.file_buffer import FileBuffer
 from polyaccel.offload.file_fetch import DirectFetch, PieceBuffers, StagedFetch
 from polyaccel.offload.folder import RankFolder
 from polyaccel.offload.native_transfers import describe_transfers, open_transfers
+from polyaccel.offload.prefetch_pipeline import Walk
 from polyaccel.offload.state_file import StateFile, padded
 from polyaccel.offload.tier import Fetch, HostMemory, Tier, TierOptions
 from polyaccel.offload.transfers import Transfers
-from polyaccel.offload.walk import Walk
 from polyaccel.types import DType
 
 _log = getLogger(__name__)

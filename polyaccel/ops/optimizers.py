@@ -107,7 +107,7 @@ def _moments_meaning(x: ArrayMath, s: Settings, step: int, g: Any, m: Any, v: An
     return (m / correction1) / (x.sqrt(v / correction2) + s["eps"]), m, v
 
 
-def _adam_meaning(
+def _adam_reference(
     x: ArrayMath, s: Settings, step: int, p: Any, g: Any, m: Any, v: Any, *, decoupled: bool
 ) -> tuple[Any, ...]:
     if decoupled:
@@ -131,7 +131,7 @@ ADAMW, ADAM = (
         _ADAM_STATES,
         partial(_adam_constants, decoupled=decoupled),
         partial(_adam, decoupled=decoupled),
-        partial(_adam_meaning, decoupled=decoupled),
+        partial(_adam_reference, decoupled=decoupled),
     )
     for name, decoupled in (("adamw", True), ("adam", False))
 )

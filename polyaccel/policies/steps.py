@@ -14,8 +14,8 @@ from types import MappingProxyType
 from polyaccel.config import ResolvedConfig
 from polyaccel.config.sections.offload import OffloadDevice, OffloadOptimizerConfig
 from polyaccel.mesh import Mesh
+from polyaccel.offload.prefetch_pipeline import most_host_buffers
 from polyaccel.offload.tier import Tier, TierOptions
-from polyaccel.offload.walk import most_host_buffers
 from polyaccel.registry import PluginGroup, load_plugin
 from polyaccel.types import DType, ParamSpec
 from polyaccel.zero.plan.bucket_plan import StepPlan, plan_step

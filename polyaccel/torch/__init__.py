@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyaccel.bridge.jax_function_of_torch import as_jax as as_jax
+    from polyaccel.interop.torch_to_jax import as_jax as as_jax
 
 __all__ = ["as_jax"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # not imported here: the room of both frameworks is above this one
-        return getattr(import_module("polyaccel.bridge.jax_function_of_torch"), name)
+        return getattr(import_module("polyaccel.interop.torch_to_jax"), name)
     raise AttributeError(f"module 'polyaccel.torch' has no attribute {name!r}")

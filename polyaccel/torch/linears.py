@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable
-from polyaccel.ops.matrix_choice import MatrixChoice, matrix_choice
+from polyaccel.ops.matmul_autotune import MatrixChoice, matrix_choice
 from polyaccel.torch.fsdp.pending import PendingParameter
 from polyaccel.torch.fsdp.sharded import ShardedParameter
 from polyaccel.torch.moe.layer import StackedExperts

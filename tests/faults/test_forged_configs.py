@@ -11,7 +11,7 @@ from fault_table import TABLE, Ends
 from forging import COUNT, forged, garbled, random_of
 
 from polyaccel.config import load_resolved
-from polyaccel.config.text import parse_json
+from polyaccel.config.jsonc import parse_json
 from polyaccel.errors import ConfigError
 
 CONFIG: dict[str, Any] = {

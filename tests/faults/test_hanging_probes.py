@@ -16,7 +16,7 @@ from fault_table import TABLE, Ends
 from polyaccel.accelerators import detect
 from polyaccel.accelerators.detect import choose_accelerator
 from polyaccel.accelerators.mps import MpsAccelerator
-from polyaccel.cli.doctor import verb as doctor
+from polyaccel.cli.doctor import command as doctor
 from polyaccel.comm.init.setup import init_distributed
 from polyaccel.errors import PluginContractError
 from polyaccel.registry import PluginGroup, PluginInfo, find_plugin, probe_all, probe_plugin, probing

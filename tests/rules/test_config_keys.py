@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from polyaccel.config import Config, json_schema
-from polyaccel.config.absent import ABSENT, ABSENT_OPTIMIZERS, BELOW
 from polyaccel.config.auto import RULES
 from polyaccel.config.keys import walk_keys
 from polyaccel.config.section import Section
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
+from polyaccel.config.unsupported_keys import ABSENT, ABSENT_OPTIMIZERS, BELOW
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
 ABSENT_GOLDEN = GOLDEN.with_name("absent_keys.txt")

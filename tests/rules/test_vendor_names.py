@@ -18,7 +18,7 @@ NAMES = re.compile(
 EXCEPTIONS = {
     "cli/build.py": "compiles the part of a comm backend that its user names",
     "cli/doctor/libraries.py": "says which vendors' packages, libraries and variables are there",
-    "config/absent.py": "a key of DeepSpeed's JSON, enable_cuda_graph",
+    "config/unsupported_keys.py": "a key of DeepSpeed's JSON, enable_cuda_graph",
     "launch/commands/mpi.py": "each MPI's command line, under its own name",
     "torch/profiling/operations.py": "an operation of torch, _lstm_mps",
     "torch/fsdp/sharded.py": "attributes of torch's tensors, is_cuda and its like",

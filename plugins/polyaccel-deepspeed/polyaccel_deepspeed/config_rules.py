@@ -13,12 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from polyaccel.config import Config
-from polyaccel.config.absent import absent_keys, entry_of, is_above
 from polyaccel.config.keys import json_name, nested_models, suggest_key, walk_keys
 from polyaccel.config.section import Section
 from polyaccel.config.sections.comm import LoggedOp
 from polyaccel.config.sections.optimizer import OPTIMIZER_PARAMS
 from polyaccel.config.sections.scheduler import SCHEDULER_PARAMS
+from polyaccel.config.unsupported_keys import absent_keys, entry_of, is_above
 from polyaccel_deepspeed.change import Change, Tree
 
 _READ_BY_KEY = (

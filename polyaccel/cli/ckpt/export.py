@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyaccel.checkpoint import CheckpointReader
 from polyaccel.cli.ckpt.shown import add_storage, progress, size
-from polyaccel.cli.plan.verb import parse_size
+from polyaccel.cli.plan.command import parse_size
 from polyaccel.errors import CheckpointError, ShardingError
 from polyaccel.exchange.exporting import ExportTensor, Progress, chosen, default_kinds
 from polyaccel.exchange.locate import opened

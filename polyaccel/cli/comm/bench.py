@@ -102,7 +102,7 @@ def _measure(args: argparse.Namespace, wanted: Sequence[tuple[str, int]], dtype:
 
 
 def _parsed(what: str) -> Callable[[str], int]:
-    from polyaccel.cli.plan.verb import parse_size
+    from polyaccel.cli.plan.command import parse_size
 
     def size(text: str) -> int:
         nbytes = parse_size(text)

@@ -119,4 +119,4 @@ def _kernels() -> str:
 
 def _matrix_kernels() -> str:
     """The measured gain of matrix products on the host, one line."""
-    return str(importlib.import_module("polyaccel.ops.matrix_choice").describe_matrix_kernels())
+    return str(importlib.import_module("polyaccel.ops.matmul_autotune").describe_matrix_kernels())

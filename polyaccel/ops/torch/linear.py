@@ -27,7 +27,7 @@ from polyaccel.ops.base import (
     KernelTable,
     Op,
 )
-from polyaccel.ops.matrix_choice import LEAST_SPEEDUP, load_measured, save_measured
+from polyaccel.ops.matmul_autotune import LEAST_SPEEDUP, load_measured, save_measured
 
 log = getLogger(__name__)
 

@@ -14,8 +14,8 @@ import pytest
 from polyaccel_deepspeed.names.surface import MODULES
 
 from polyaccel.config import Config
-from polyaccel.config.absent import ABSENT, BELOW, absent_keys
 from polyaccel.config.keys import walk_keys
+from polyaccel.config.unsupported_keys import ABSENT, BELOW, absent_keys
 from polyaccel.errors import CommTimeout
 
 ROOT = Path(__file__).parents[3]

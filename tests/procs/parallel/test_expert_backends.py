@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import polyaccel
 from polyaccel.comm.base import Communicator
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.ops.native.library import native
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.torch.moe import MoELayer
@@ -49,7 +49,7 @@ def trained(communicator: Communicator, experts: int, most: int) -> Any:
         expert_parallel={"enabled": True, "autoep_size": experts},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(matrix_choice.VARIABLE, "on")
+        patch.setenv(matmul_autotune.VARIABLE, "on")
         engine, *_ = polyaccel.initialize(model=Model(), config=config)
     losses, norms = [], []
     rank, last = communicator.rank, communicator.world_size - 1

@@ -11,7 +11,7 @@ import torch
 from dropin_mixtures import STEPS, batch, built, config_of
 
 from polyaccel.comm.base import Communicator
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.params.tensor_shard import cuts_of
 
@@ -31,7 +31,7 @@ CASES = ["top 1 in order of nothing dropped", "top 2 without sampling", "top 3",
 def test_layers_of_experts_train_what_plain_torch_trains(
     case: str, ep_sizes: tuple[int, int], ranks: int, stage: int, data_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(matrix_choice.VARIABLE, "off" if data_first else "on")
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "off" if data_first else "on")
     model = built(case, ep_sizes)
     if case == "residual":
         for mixture in model.mixtures:

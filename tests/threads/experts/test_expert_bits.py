@@ -16,7 +16,7 @@ from transformer_models import transformer_batch, transformer_model
 
 import polyaccel
 from polyaccel.comm.base import Communicator
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.ops.native.library import native
 from polyaccel.testkit.ranks.threads import run_threads
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(native().library is None, reason="csrc was not c
 
 @pytest.fixture(autouse=True)
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(matrix_choice.VARIABLE, "on")
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "on")
 
 
 class Trained(NamedTuple):

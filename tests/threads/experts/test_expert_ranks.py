@@ -19,7 +19,7 @@ from transformers import MixtralForCausalLM
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, ShardingError
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.params.tensor_shard import cuts_of, local_slice
 from polyaccel.utils import safe_get_full_optimizer_state
@@ -41,7 +41,7 @@ ROWS = list(product(KINDS, (2, 3), (1, 2), range(4))) if os.environ.get(VARIABLE
 @pytest.fixture(autouse=True)
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts by grouped products. Those of other tests are left to their modules."""
-    monkeypatch.setenv(matrix_choice.VARIABLE, "on")
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "on")
 
 
 def config_of(stage: int, experts: int, **changes: Any) -> dict[str, Any]:

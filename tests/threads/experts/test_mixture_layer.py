@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.moe import MoELayer, balance_experts
 from polyaccel.torch.moe.gates import load_direction
@@ -78,7 +78,7 @@ def test_each_token_gets_its_experts_times_their_weights() -> None:
 def test_ranks_that_share_experts_train_what_plain_torch_trains(
     name: str, experts: int, data: int, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(matrix_choice.VARIABLE, "off" if stage == 2 else "on")
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "off" if stage == 2 else "on")
     model, ranks = made(**SETTINGS[name]), experts * data
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ from torch.nn import functional
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import LINEAR, LINEAR_WEIGHT_GRAD, KernelTable
-from polyaccel.ops.matrix_choice import VARIABLE
+from polyaccel.ops.matmul_autotune import VARIABLE
 from polyaccel.ops.torch import linear as torch_linear
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch import linears

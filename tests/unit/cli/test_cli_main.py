@@ -29,7 +29,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         parser.set_defaults(func=lambda args: fake.func(args))
 
     module = SimpleNamespace(add_parser=add_parser)
-    monkeypatch.setattr(frame, "VERBS", {**VERBS, "fake": frame.Verb("fake_module", "for the test")})
+    monkeypatch.setattr(frame, "VERBS", {**VERBS, "fake": frame.Command("fake_module", "for the test")})
     monkeypatch.setattr(frame, "import_module", {"fake_module": module}.__getitem__)
     return fake
 

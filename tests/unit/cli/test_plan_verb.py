@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from polyaccel.cli.main import main
+from polyaccel.cli.plan.command import parse_size
 from polyaccel.cli.plan.tables import short_bytes, short_count
-from polyaccel.cli.plan.verb import parse_size
 from polyaccel.comm.benchmark.table import SpeedRow, speed_table
 from polyaccel.config import load_resolved
 from polyaccel.planning.forecast import (

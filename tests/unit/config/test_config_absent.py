@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyaccel.config import load_config, resolve_config
-from polyaccel.config.absent import ABSENT, BELOW, Absent
+from polyaccel.config.unsupported_keys import ABSENT, BELOW, Absent
 from polyaccel.errors import ConfigError
 
 

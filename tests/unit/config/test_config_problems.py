@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polyaccel.config import Config, load_config, load_resolved, resolve_config
-from polyaccel.config.problems import validate_tree
 from polyaccel.config.section import Listed, Section
+from polyaccel.config.validation import validate_tree
 from polyaccel.errors import ConfigError
 
 OK = {"train_micro_batch_size_per_gpu": 1}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyaccel.config.text import blank_comments, parse_json
+from polyaccel.config.jsonc import parse_json, strip_comments
 from polyaccel.errors import ConfigError
 
 awkward = st.text(alphabet='ab/*#,]}{["\\ \n\u20ac', max_size=12)
@@ -51,7 +51,7 @@ def test_comments_and_trailing_commas_do_not_change_the_value(case: tuple[Any, s
 @given(commented())
 def test_every_character_keeps_its_place(case: tuple[Any, str]) -> None:
     _, text = case
-    blanked = blank_comments(text)
+    blanked = strip_comments(text)
     assert len(blanked) == len(text)
     assert all(new in (old, " ") for old, new in zip(text, blanked, strict=True))
     assert [i for i, char in enumerate(blanked) if char == "\n"] == [i for i, char in enumerate(text) if char == "\n"]
@@ -60,13 +60,13 @@ def test_every_character_keeps_its_place(case: tuple[Any, str]) -> None:
 @given(trees)
 def test_plain_json_is_left_alone(tree: Any) -> None:
     text = json.dumps(tree)
-    assert blank_comments(text) == text
+    assert strip_comments(text) == text
 
 
 @given(st.text(alphabet='"\\/*#,]}{[: \n1a', max_size=20))
 def test_a_text_is_json_or_a_config_error_and_nothing_else(text: str) -> None:
     try:
-        expected = json.loads(blank_comments(text))
+        expected = json.loads(strip_comments(text))
     except json.JSONDecodeError:
         with pytest.raises(ConfigError, match="is not JSON"):
             parse_json(text, source="test")

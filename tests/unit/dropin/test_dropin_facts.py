@@ -18,8 +18,8 @@ from polyaccel_deepspeed.names.surface import MODULES
 from polyaccel_deepspeed.version import __version__
 
 from polyaccel.config import Config, load_resolved
-from polyaccel.config.absent import ABSENT, BELOW
 from polyaccel.config.keys import walk_keys
+from polyaccel.config.unsupported_keys import ABSENT, BELOW
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "generate"))
 from deepspeed_facts import arguments

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.cli.doctor.verb import examine
+from polyaccel.cli.doctor.command import examine
 from polyaccel.errors import ConfigError
-from polyaccel.ops import matrix_choice
+from polyaccel.ops import matmul_autotune
 from polyaccel.ops.base import GROUPED_OPS, LINEAR, LINEAR_INPUT_GRAD, MATRIX_OPS, KernelTable
 from polyaccel.ops.torch import linear as torch_linear
 
@@ -22,7 +22,7 @@ FAST = {op.name: 1.0 for op in MATRIX_OPS} | {"linear": 2.0, "linear_input_grad"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the user's, and nothing known in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(matrix_choice.VARIABLE, raising=False)
+    monkeypatch.delenv(matmul_autotune.VARIABLE, raising=False)
     torch_linear._faster.cache_clear()
     return tmp_path / "polyaccel"
 
@@ -47,12 +47,12 @@ def chosen() -> list[str]:
 
 
 def test_the_environment_goes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert matrix_choice.matrix_choice("off") == "off"
-    monkeypatch.setenv(matrix_choice.VARIABLE, "on")
-    assert matrix_choice.matrix_choice("off") == "on"
-    monkeypatch.setenv(matrix_choice.VARIABLE, "yes")
+    assert matmul_autotune.matrix_choice("off") == "off"
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "on")
+    assert matmul_autotune.matrix_choice("off") == "on"
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "yes")
     with pytest.raises(ConfigError, match=r"POLYACCEL_MATRIX_KERNELS.*'yes'"):
-        matrix_choice.matrix_choice("auto")
+        matmul_autotune.matrix_choice("auto")
 
 
 def test_each_product_is_used_from_a_speedup_of_a_fifth(measured: list[str]) -> None:
@@ -165,5 +165,5 @@ def test_doctor_says_what_is_known(measured: list[str], monkeypatch: pytest.Monk
     assert "oneDNN's speed over torch's: linear 2.00, linear_input_grad 1.10, linear_weight_grad 1.20" in line
     assert "taken for linear, linear_weight_grad" in line
     assert line.startswith(f"{torch.get_num_threads()} thread")
-    monkeypatch.setenv(matrix_choice.VARIABLE, "off")
+    monkeypatch.setenv(matmul_autotune.VARIABLE, "off")
     assert examine().machine["matrix kernels"] == "off (POLYACCEL_MATRIX_KERNELS)"

@@ -10,8 +10,8 @@ from typing import Any
 
 from polyaccel.config.elastic import ElasticBatch
 from polyaccel.config.elastic import compute_elastic_config as solve
-from polyaccel.config.problems import validate_tree
 from polyaccel.config.sections.elasticity import ElasticityConfig
+from polyaccel.config.validation import validate_tree
 from polyaccel.errors import ConfigError, PolyaccelError
 
 log = getLogger("polyaccel.deepspeed")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from polyaccel.bridge.handover_torch_jax import Handover, narrow
 from polyaccel.errors import PolyaccelError
+from polyaccel.interop.dlpack import Handover, narrow
 
 TensorFn = Callable[..., Sequence[Tensor]]
 """A function of an ExitStack and tensors. Contexts that it enters there last until its results' gradients are

@@ -45,10 +45,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError:
-        return json.loads(blank_comments(text), object_pairs_hook=_Object)
+        return json.loads(strip_comments(text), object_pairs_hook=_Object)
 
 
-def blank_comments(text: str) -> str:
+def strip_comments(text: str) -> str:
     """`text` with comments and trailing commas replaced by as many spaces; line ends and strings stay.
 
     Raises json.JSONDecodeError for a `/*` without its end.

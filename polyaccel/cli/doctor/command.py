@@ -21,7 +21,7 @@ from typing import Any
 
 from polyaccel.cli.doctor import libraries as doctor_libraries
 from polyaccel.cli.doctor import machine as doctor_machine
-from polyaccel.cli.plugins import verb as plugins
+from polyaccel.cli.plugins import command as plugins
 from polyaccel.registry import PATIENCE_S, PluginGroup, PluginStatus, list_plugins, probe_all
 
 WIDTH = 80

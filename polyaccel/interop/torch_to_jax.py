@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyaccel.bridge.handover_torch_jax import Handover, narrow
-from polyaccel.bridge.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.errors import PolyaccelError
+from polyaccel.interop.dlpack import Handover, narrow
+from polyaccel.interop.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.jax.views import CopyCount
 from polyaccel.torch.fsdp.sharded import require_unsharded
 

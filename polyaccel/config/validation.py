@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from polyaccel.config.absent import Absent, absent_keys, entry_of, is_above
 from polyaccel.config.keys import Path, dotted, section_names, suggest_key, suggest_word
 from polyaccel.config.section import Section
+from polyaccel.config.unsupported_keys import Absent, absent_keys, entry_of, is_above
 from polyaccel.errors import Problem
 
 M = TypeVar("M", bound=Section)
@@ -66,7 +66,7 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
     return Problem(dotted((*prefix, *path)), value, "is not a known key", cure)
 
 
-def take_absent(model: type[Section], tree: dict[str, Any]) -> tuple[list[Problem], dict[str, str]]:
+def pop_unsupported(model: type[Section], tree: dict[str, Any]) -> tuple[list[Problem], dict[str, str]]:
     """Remove the absent keys from `tree`, a config of the kind `model`. Return a problem for each that asks for its
     feature and for each unknown key among them; and sentences about tuning keys without effect, by key."""
     without_effect: dict[str, str] = {}
