@@ -27,9 +27,9 @@ from bench.table import make_console, make_table
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import (
     CAST,
-    COMBINE,
     DEQUANTIZE,
     QUANTIZE,
+    REDUCE,
     SQUARE_SUMS,
     UPDATE,
     KernelTable,
@@ -184,8 +184,8 @@ def _ours(
         "cast fp32 to bf16": (6, lambda: table[CAST](g, p16)),
         "cast bf16 to fp32": (6, lambda: table[CAST](g16, to)),
         "cast to bf16 stochastically": (6, lambda: table[CAST](g, p16, chance)),
-        "sum into fp32": (12, lambda: table[COMBINE](m, g, ReduceOp.SUM)),
-        "sum bf16 into fp32": (10, lambda: table[COMBINE](m, g16, ReduceOp.SUM)),
+        "sum into fp32": (12, lambda: table[REDUCE](m, g, ReduceOp.SUM)),
+        "sum bf16 into fp32": (10, lambda: table[REDUCE](m, g16, ReduceOp.SUM)),
         f"int8 blocks of {_BLOCK_NUMEL}": (5, lambda: table[QUANTIZE](g, codes, scales, _BLOCK_NUMEL)),
         "int8 back": (5, lambda: table[DEQUANTIZE](to, codes, scales, _BLOCK_NUMEL)),
         f"4-bit blocks of {_BLOCK_NUMEL}": (5, lambda: table[QUANTIZE](g, four_bits, scales, _BLOCK_NUMEL)),

@@ -19,7 +19,7 @@ from polyaccel.types import DeviceId, DType
 class Buffer(ABC):
     """`numel` elements of `dtype` on `device`.
 
-    Code that writes through `raw` calls `mark_written`, so that frontends know when views that they handed out have
+    Code that writes through `raw` calls `bump_version`, so that frontends know when views that they handed out have
     changed.
     """
 
@@ -38,12 +38,12 @@ class Buffer(ABC):
 
     @property
     @abstractmethod
-    def generation(self) -> int:
+    def version(self) -> int:
         """Grows with every write of the engine; a view shares it with the buffer that it was cut from."""
 
     @abstractmethod
-    def mark_written(self) -> None:
-        """Count one write in `generation`."""
+    def bump_version(self) -> None:
+        """Count one write in `version`."""
 
     @abstractmethod
     def view(self, offset: int, numel: int) -> Buffer:
@@ -77,7 +77,7 @@ class Buffer(ABC):
         """Overwrite with what `to_bytes` gave, in the order of the current stream; `data` may change once this has
         returned. Raises ShardingError when `data` is not exactly `nbytes` long."""
 
-    def references(self) -> int:
+    def use_count(self) -> int:
         """How many arrays stand on this memory, views included; 0 where that is not known. When the number has grown
         since the memory was lent, the borrower still has views of it."""
         return 0
@@ -105,31 +105,31 @@ class WriteCount:
 
 
 class CountedBuffer(Buffer):
-    """A buffer whose `generation` is a `WriteCount` that its views share. Subclasses bring the memory, and cut a view
+    """A buffer whose `version` is a `WriteCount` that its views share. Subclasses bring the memory, and cut a view
     with their own count: `writes=self._writes`."""
 
     def __init__(self, writes: WriteCount | None = None) -> None:
         self._writes = writes if writes is not None else WriteCount()
 
     @property
-    def generation(self) -> int:
+    def version(self) -> int:
         return self._writes.value
 
-    def mark_written(self) -> None:
+    def bump_version(self) -> None:
         self._writes.value += 1
 
     def _check_range(self, offset: int, numel: int) -> None:
         if offset < 0 or numel < 0 or offset + numel > self.numel:
             raise ShardingError(
                 f"elements [{offset}, {offset + numel}) are outside {self!r}",
-                cure=f"a view lies inside [0, {self.numel})",
+                hint=f"a view lies inside [0, {self.numel})",
                 value=(offset, numel),
             )
 
     def _check_source(self, source: Buffer) -> None:
         if source.numel != self.numel:
             raise ShardingError(
-                f"cannot copy {source!r} to {self!r}", cure="cut views of equal numel", value=source.numel
+                f"cannot copy {source!r} to {self!r}", hint="cut views of equal numel", value=source.numel
             )
 
     def _check_nbytes(self, data: bytes | bytearray | memoryview) -> int:
@@ -139,7 +139,7 @@ class CountedBuffer(Buffer):
         return nbytes
 
 
-class Cuts:
+class BufferViews:
     """The views of buffers at `windows`, each an offset and a length in elements, cut once and used in every step.
 
     They are forgotten with the `Buffer` that they were cut from, so that they keep no memory alive that its owner let

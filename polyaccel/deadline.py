@@ -47,7 +47,7 @@ class Deadline:
         except DeadlineExceeded:
             raise CommTimeout(
                 f"nothing came of waiting for {waits_for} within {self.timeout_s:g} s",
-                cure="look for the first error among the ranks, and for what listens at that place",
+                hint="look for the first error among the ranks, and for what listens at that place",
                 value=waits_for,
             ) from None
 

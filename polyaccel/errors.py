@@ -14,17 +14,17 @@ from polyaccel.redaction import HIDDEN, is_secret
 class PolyaccelError(Exception):
     """Base of everything polyaccel raises on purpose.
 
-    `message` says what happened, `cure` what to do about it, `value` is the offending value (None when there is none).
+    `message` says what happened, `hint` what to do about it, `value` is the offending value (None when there is none).
     """
 
-    def __init__(self, message: str, *, cure: str = "", value: object = None) -> None:
+    def __init__(self, message: str, *, hint: str = "", value: object = None) -> None:
         super().__init__(message)
         self.message = message
-        self.cure = cure
+        self.hint = hint
         self.value = value
 
     def __str__(self) -> str:
-        return f"{self.message}\n  cure: {self.cure}" if self.cure else self.message
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
 _MOST_SHOWN = 100
@@ -33,17 +33,17 @@ _MOST_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a config: the dotted key, its value, what was expected, and the cure."""
+    """One thing wrong in a config: the dotted key, its value, what was expected, and the hint."""
 
     key: str
     value: object
     expected: str
-    cure: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         hides = is_secret(self.key) and isinstance(self.value, str | bytes)
         head = f"{self.key} = {HIDDEN if hides else _shown(self.value)}: {self.expected}"
-        return f"{head}\n    cure: {self.cure}" if self.cure else head
+        return f"{head}\n    hint: {self.hint}" if self.hint else head
 
 
 def _shown(value: object) -> str:
@@ -89,17 +89,17 @@ class CommError(PolyaccelError, RuntimeError):
     part, and the `value` where no other is given."""
 
     def __init__(
-        self, message: str, *, missing_ranks: Sequence[int] = (), cure: str = "", value: object = None
+        self, message: str, *, missing_ranks: Sequence[int] = (), hint: str = "", value: object = None
     ) -> None:
         self.missing_ranks = tuple(missing_ranks)
-        super().__init__(message, cure=cure, value=self.missing_ranks or None if value is None else value)
+        super().__init__(message, hint=hint, value=self.missing_ranks or None if value is None else value)
 
 
 class CommTimeout(CommError, TimeoutError):
     """A collective did not finish in time. Names the operation, its sequence number and the missing ranks."""
 
 
-class RanksApart(CommError):
+class HostsDifferError(CommError):
     """A backend cannot reach all of these ranks, and every one of them has found that out; another backend may."""
 
 

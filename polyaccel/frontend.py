@@ -131,8 +131,8 @@ def initialize(
     frontend = _load_frontend(home)
     if model is None:
         swapped = args is not None and callable(args)
-        cure = "pass it as model=; the first argument is args" if swapped else "pass model=, a torch.nn.Module"
-        raise PolyaccelError("initialize was called without a model", cure=cure)
+        hint = "pass it as model=; the first argument is args" if swapped else "pass model=, a torch.nn.Module"
+        raise PolyaccelError("initialize was called without a model", hint=hint)
     both = {
         "optimizer": optimizer,
         "distributed_port": distributed_port,
@@ -159,7 +159,7 @@ def _refuse_foreign(mine: str, foreign: Mapping[str, Any]) -> None:
     given = [name for name, value in foreign.items() if value is not None]
     if given:
         raise PolyaccelError(
-            f"initialize was given {', '.join(given)}, which {mine} has no use for", cure=f"leave {given[0]} out"
+            f"initialize was given {', '.join(given)}, which {mine} has no use for", hint=f"leave {given[0]} out"
         )
 
 
@@ -187,12 +187,12 @@ def _load_frontend(home: Literal["torch", "jax"]) -> Any:
         if error.name != home:
             raise PolyaccelError(
                 f"this version of {home} is too old: {error}",
-                cure=f"pip install --upgrade 'polyaccel[{home}]'",
+                hint=f"pip install --upgrade 'polyaccel[{home}]'",
                 value=home,
             ) from error
         other = ", or pass params= where the model is a function of JAX" if home == "torch" else ""
         raise PolyaccelError(
-            f"{home} is not installed", cure=f"pip install 'polyaccel[{home}]'{other}", value=home
+            f"{home} is not installed", hint=f"pip install 'polyaccel[{home}]'{other}", value=home
         ) from error
 
 

@@ -25,7 +25,7 @@ def job_secret_from_env(environ: Mapping[str, str]) -> bytes | None:
     if len(text) < LEAST_SECRET_LENGTH:
         raise CommError(
             f"{SECRET_VARIABLE} has {len(text)} characters, and {LEAST_SECRET_LENGTH} are the fewest",
-            cure=f"export {SECRET_VARIABLE}=$(openssl rand -hex 32) before the launcher, the same on every host",
+            hint=f"export {SECRET_VARIABLE}=$(openssl rand -hex 32) before the launcher, the same on every host",
             value=len(text),
         )
     return text.encode()

@@ -38,7 +38,7 @@ def free_port(candidates: Sequence[int] | None = None) -> int:
             return port
     raise LaunchError(
         f"none of {len(tried)} ports between {min(tried, default=0)} and {max(tried, default=0)} can be bound",
-        cure="name a port that you may use: MASTER_PORT, or --master-port P of `polyaccel run`",
+        hint="name a port that you may use: MASTER_PORT, or --master-port P of `polyaccel run`",
         value=tried,
     )
 

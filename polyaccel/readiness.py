@@ -3,7 +3,7 @@ made a step.
 
 So the launcher knows that a rank which has ended with code 0 will be waited for in vain, and need not let the others
 find that out by their time limit; and it knows which rank makes no progress. The words go through a pipe of the
-launcher's, whose number and identity stand in POLYACCEL_ARRIVALS; a process that has inherited the variable without the
+launcher's, whose number and identity stand in POLYACCEL_READY_FD; a process that has inherited the variable without the
 pipe says nothing.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-READY_FD_VARIABLE = "POLYACCEL_ARRIVALS"
+READY_FD_VARIABLE = "POLYACCEL_READY_FD"
 WAITS, JOINED, STEP = "waits", "met", "step"
 SHOW_STACK = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """The signal at which a rank that has said anything shows what its main thread does."""

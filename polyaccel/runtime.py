@@ -246,8 +246,8 @@ class EngineBuilder:
         tier = device if states.device == "none" else _new_tier(states.device)
         if resident and not tier.is_resident:
             expected = "works with polyaccel's own optimizers; one of torch steps on all states at once"
-            cure = f'use "cpu", or one of {", ".join(OPTIMIZERS)} in the config'
-            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", states.device, expected, cure)])
+            hint = f'use "cpu", or one of {", ".join(OPTIMIZERS)} in the config'
+            raise ConfigError([Problem("zero_optimization.offload_optimizer.device", states.device, expected, hint)])
         run_id = self.communicator.broadcast_object(uuid4().hex)
         host, rank = host_accelerator(self.accelerator), self.communicator.rank
         options = replace(state_tier_options(states), run_id=run_id, rank=rank, piece_numel=params.buffer_size)

@@ -85,7 +85,7 @@ def from_bytes(data: bytes) -> Any:
 def _encode(value: Any, where: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise SerializationError(
-            f"{where[:60]}... is nested deeper than {MAX_DEPTH} levels, or contains itself", cure="give a flatter value"
+            f"{where[:60]}... is nested deeper than {MAX_DEPTH} levels, or contains itself", hint="give a flatter value"
         )
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -106,7 +106,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise SerializationError(
         f"{where} is a {name}, which is no plain value",
-        cure="convert it to None, bool, int, float, str, bytes, list, tuple or dict first "
+        hint="convert it to None, bool, int, float, str, bytes, list, tuple or dict first "
         "(a one-element tensor or numpy value: .item(), a larger one: .tolist())",
         value=name,
     )
@@ -117,7 +117,7 @@ def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
         if type(key) is not str:
             raise SerializationError(
                 f"{where} has the key {key!r} of type {type(key).__qualname__}",
-                cure="keys must be str: use str(key)",
+                hint="keys must be str: use str(key)",
                 value=key,
             )
     items = {key: _encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
@@ -141,7 +141,7 @@ def _decode(tree: Any, depth: int) -> Any:
     if decode is None or len(tree) != 1:
         raise SerializationError(
             f"a value marked {mark!r:.60}, which this version does not know",
-            cure="read it with the version of polyaccel that wrote it, or a later one",
+            hint="read it with the version of polyaccel that wrote it, or a later one",
             value=mark,
         )
     try:

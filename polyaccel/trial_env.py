@@ -1,4 +1,5 @@
-"""A trial of the tuner, as its processes see it: a folder that the environment variable `POLYACCEL_TRIAL` names.
+"""A trial of the tuner, as its processes see it: a folder that the environment variable `POLYACCEL_TUNE_TRIAL_DIR`
+names.
 
 `trial.json` there has the changes to the config, which every config that a rank loads gets, whatever script it is; rank
 0 writes `model.json` beside it, what its model is made of and what memory was in use before there were buffers.
@@ -15,7 +16,7 @@ from typing import Any
 from polyaccel.errors import PolyaccelError
 from polyaccel.types import DType, ParamSpec
 
-TRIAL_VARIABLE = "POLYACCEL_TRIAL"
+TRIAL_VARIABLE = "POLYACCEL_TUNE_TRIAL_DIR"
 """The variable with the folder of the trial that a process belongs to. Every process that a rank starts inherits it."""
 CHANGES_FILE, MODEL_FILE = "trial.json", "model.json"
 
@@ -76,7 +77,7 @@ def trial_changes(environment: Mapping[str, str]) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise PolyaccelError(
             f"{TRIAL_VARIABLE}={folder}, and its {CHANGES_FILE} cannot be read: {error}",
-            cure=f"unset {TRIAL_VARIABLE}: only the tuner sets it",
+            hint=f"unset {TRIAL_VARIABLE}: only the tuner sets it",
             value=str(folder),
         ) from error
     return changes if isinstance(changes, dict) else {}

@@ -46,7 +46,7 @@ class DType(Enum):
             return cls(_SHORT_NAMES.get(name, name))
         except ValueError:
             known = ", ".join(sorted([*_SHORT_NAMES, *(dtype.value for dtype in cls)]))
-            raise ShardingError(f"no element type is called {name!r}", cure=f"use one of {known}", value=name) from None
+            raise ShardingError(f"no element type is called {name!r}", hint=f"use one of {known}", value=name) from None
 
 
 class ReduceOp(Enum):

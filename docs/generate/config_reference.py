@@ -85,7 +85,7 @@ def _removed() -> Iterator[str]:
     yield "They are errors that say so. Keys that are only deprecated are read under their new name, with a warning.\n"
     for entry in ABSENT:
         if entry.is_removed:
-            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
+            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.hint}."
 
 
 def _tuning() -> Iterator[str]:
@@ -105,7 +105,7 @@ def _absent() -> Iterator[str]:
     )
     for entry in ABSENT:
         if not entry.is_removed and not entry.is_tuning:
-            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.cure}."
+            yield f"- {_patterns(entry)}: {entry.feature}. Cure: {entry.hint}."
     yield ""
 
 

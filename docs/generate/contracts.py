@@ -18,15 +18,19 @@ BEGIN, END = "<!-- made by docs/generate/contracts.py: begin -->", "<!-- made by
 SECTIONS = {
     "Accelerator": (
         *("polyaccel.accelerators.base", "polyaccel.accelerators.torch_device", "polyaccel.accelerators.jax_device"),
-        *("polyaccel.accelerators.presence", "polyaccel.accelerators.memory.host"),
+        *("polyaccel.accelerators.device_probe", "polyaccel.accelerators.memory.host"),
         *("polyaccel.accelerators.memory.torch", "polyaccel.accelerators.memory.numpy"),
     ),
     "Comm backend": (
         *("polyaccel.comm.base", "polyaccel.comm.composed", "polyaccel.comm.objects"),
         *("polyaccel.comm.collective", "polyaccel.comm.work", "polyaccel.comm.arguments"),
-        *("polyaccel.comm.members.ranks", "polyaccel.comm.members.sockets"),
-        *("polyaccel.comm.parts.exchange", "polyaccel.comm.parts.reduction", "polyaccel.comm.parts.scratch"),
-        *("polyaccel.comm.parts.single", "polyaccel.comm.backends.torch.backend"),
+        *("polyaccel.comm.rendezvous.ranks", "polyaccel.comm.rendezvous.sockets"),
+        *(
+            "polyaccel.comm.collectives.p2p",
+            "polyaccel.comm.collectives.reduction",
+            "polyaccel.comm.collectives.scratch",
+        ),
+        *("polyaccel.comm.collectives.single", "polyaccel.comm.backends.torch.backend"),
     ),
     "Tier": ("polyaccel.offload.tier",),
     "Storage": ("polyaccel.checkpoint.storage",),

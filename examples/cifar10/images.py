@@ -44,8 +44,8 @@ def read_cifar10(folder: Path) -> Splits:
     test = folder / "test_batch.bin"
     missing = [name for name, found in (("data_batch_*.bin", bool(batches)), (test.name, test.is_file())) if not found]
     if missing:
-        cure = "give the folder cifar-10-batches-bin of the unpacked archive"
-        raise PolyaccelError(f"{folder} has no {' and no '.join(missing)}", cure=cure, value=str(folder))
+        hint = "give the folder cifar-10-batches-bin of the unpacked archive"
+        raise PolyaccelError(f"{folder} has no {' and no '.join(missing)}", hint=hint, value=str(folder))
     parts = [_read_batch(file) for file in batches]
     training = Images(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))
     return Splits(training, _read_batch(test))
@@ -57,15 +57,15 @@ def _read_batch(file: Path) -> Images:
     if data.size == 0 or data.size % _RECORD_NBYTES:
         raise PolyaccelError(
             f"{file} has {data.size} bytes, which is no whole number of {_RECORD_NBYTES}-byte records",
-            cure="download it again: it is cut off, or not CIFAR-10's binary version",
+            hint="download it again: it is cut off, or not CIFAR-10's binary version",
             value=data.size,
         )
     records = torch.from_numpy(data.reshape(-1, _RECORD_NBYTES))
     labels = records[:, 0].long()
     if int(labels.max()) >= _CLASSES:
         found = int(labels.max())
-        cure = "use CIFAR-10, not CIFAR-100, in its binary version"
-        raise PolyaccelError(f"{file} has a label {found}, where 0 to 9 are possible", cure=cure, value=found)
+        hint = "use CIFAR-10, not CIFAR-100, in its binary version"
+        raise PolyaccelError(f"{file} has a label {found}, where 0 to 9 are possible", hint=hint, value=found)
     return Images(records[:, 1:].reshape(-1, _CHANNELS, _SIDE, _SIDE).float() / 127.5 - 1.0, labels)
 
 

@@ -48,7 +48,7 @@ def open_corpus(root: Path | None = None, cache: Path | None = None) -> Corpus:
     if not all(parts.values()):
         raise PolyaccelError(
             f"{root} has {len(files)} source files, too few to train and validate on",
-            cure="use a Python that has its library as source files",
+            hint="use a Python that has its library as source files",
             value=str(root),
         )
     folder = cache / f"stdlib-{_fingerprint(files, root)}"
@@ -57,7 +57,7 @@ def open_corpus(root: Path | None = None, cache: Path | None = None) -> Corpus:
     described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     for part, nbytes in described["nbytes"].items():
         if (folder / f"{part}.bin").stat().st_size != nbytes:
-            raise PolyaccelError(f"{folder / part}.bin is not what was written", cure=f"remove {folder}", value=nbytes)
+            raise PolyaccelError(f"{folder / part}.bin is not what was written", hint=f"remove {folder}", value=nbytes)
     return Corpus(folder / "training.bin", folder / "validation.bin", described["digest"], described["files"])
 
 

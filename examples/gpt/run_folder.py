@@ -67,8 +67,8 @@ def choose_folder(runs: Path, name: str | None, *, resume: bool) -> RunFolder:
         return next(folder for name in names if not (folder := RunFolder(runs / name)).path.exists())
     folder = RunFolder(runs / name)
     if folder.exists():
-        cure = "choose another --name, or go on with it by --resume"
-        raise PolyaccelError(f"the run {folder.path} exists", cure=cure, value=name)
+        hint = "choose another --name, or go on with it by --resume"
+        raise PolyaccelError(f"the run {folder.path} exists", hint=hint, value=name)
     return folder
 
 
@@ -78,5 +78,5 @@ def _existing(runs: Path, name: str | None) -> RunFolder:
         begun = [folder for folder in begun if folder.path == runs / name]
     if not begun:
         what = f"no run {runs / name}" if name else f"no run in {runs}"
-        raise PolyaccelError(f"there is {what} to resume", cure="start one without --resume", value=name)
+        raise PolyaccelError(f"there is {what} to resume", hint="start one without --resume", value=name)
     return max(begun, key=lambda folder: max(file.stat().st_mtime for file in folder.path.iterdir()))

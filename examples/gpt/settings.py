@@ -40,7 +40,7 @@ class Settings:
         try:
             return cls(**json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise PolyaccelError(f"{file.parent} is not a run", cure="name one that has been started") from None
+            raise PolyaccelError(f"{file.parent} is not a run", hint="name one that has been started") from None
 
     @classmethod
     def begin(cls, args: argparse.Namespace) -> Settings:
@@ -70,8 +70,8 @@ class Settings:
             told = ", ".join(
                 f"--{name.replace('_', '-')} {value} (it has {getattr(self, name)})" for name, value in other.items()
             )
-            cure = "leave these out, or start a new run"
-            raise PolyaccelError(f"a resumed run continues exactly and cannot change {told}", cure=cure, value=other)
+            hint = "leave these out, or start a new run"
+            raise PolyaccelError(f"a resumed run continues exactly and cannot change {told}", hint=hint, value=other)
 
 
 def begin_run(
@@ -116,8 +116,8 @@ def _choose_precision(written: Mapping[str, Any], asked: str | None) -> str:
         return asked if asked in ("fp32", "bf16") else "bf16" if has_fast_bf16() else "fp32"
     chosen = next((name for name, is_on in enabled.items() if is_on), "fp32")
     if asked not in (None, "auto", chosen):
-        cure = 'set bf16.enabled to "auto" in the config, or leave --precision out'
-        raise PolyaccelError(f"--precision {asked}, but the config says {chosen}", cure=cure, value=asked)
+        hint = 'set bf16.enabled to "auto" in the config, or leave --precision out'
+        raise PolyaccelError(f"--precision {asked}, but the config says {chosen}", hint=hint, value=asked)
     return chosen
 
 

@@ -78,8 +78,8 @@ def train(args: argparse.Namespace) -> int:
     if args.resume:
         _, state = engine.load_checkpoint(str(folder.checkpoint))
         if state["corpus"] != corpus.digest:
-            cure = "resume with the Python that the run was started with"
-            raise PolyaccelError("the library is not the one that the run was trained on", cure=cure)
+            hint = "resume with the Python that the run was started with"
+            raise PolyaccelError("the library is not the one that the run was trained on", hint=hint)
     validation = ValidationSet(Windows(corpus.validation, shape.context), engine, settings.eval_windows)
 
     rank = engine.communicator.rank
@@ -142,8 +142,8 @@ def agreed_corpus() -> Corpus:
     comm.all_gather_object(digests, corpus.digest)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        cure = "use the same version of Python on every host"
-        raise PolyaccelError(f"ranks {others} have another standard library than rank 0", cure=cure, value=others)
+        hint = "use the same version of Python on every host"
+        raise PolyaccelError(f"ranks {others} have another standard library than rank 0", hint=hint, value=others)
     return corpus
 
 

@@ -105,8 +105,8 @@ def train(args: argparse.Namespace) -> int:
     if args.resume:
         _, state = engine.load_checkpoint(str(folder.checkpoint))
         if state["corpus"] != corpus.digest:
-            cure = "resume with the Python that the run was started with"
-            raise PolyaccelError("the library is not the one that the run was trained on", cure=cure)
+            hint = "resume with the Python that the run was started with"
+            raise PolyaccelError("the library is not the one that the run was trained on", hint=hint)
     windows, validation = Windows(corpus.training, shape.context), Windows(corpus.validation, shape.context)
     last = min(settings.steps, args.until or settings.steps)
     monitor = JsonlMonitor()

@@ -179,10 +179,10 @@ class Accelerator(ABC):
         Raises PluginContractError for an array this accelerator does not know, ShardingError when it is not contiguous.
         """
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        cure = (
+        hint = (
             "give it a `wrap` that knows this array, or a `torch_device_type` of None if torch does not see its memory"
         )
-        raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", cure=cure, value=kind)
+        raise PluginContractError(f"accelerator {self.name!r} cannot wrap a {kind}", hint=hint, value=kind)
 
     def import_array(self, array: Any) -> Buffer:
         """A buffer to read from, over the memory of another framework's array on this device, flattened: DLPack.
@@ -192,15 +192,15 @@ class Accelerator(ABC):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise PluginContractError(f"accelerator {self.name!r} cannot import a {kind}", value=kind)
 
-    def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
+    def from_host_memory(self, memory: Any, dtype: DType) -> Buffer:
         """A buffer over the bytes of a writable numpy array of uint8, which it keeps alive: memory that another library
         or process has made. Raises PluginContractError where the device cannot work on host memory."""
         raise PluginContractError(f"accelerator {self.name!r} does not work on host memory", value=dtype)
 
     @property
     def works_on_host_memory(self) -> bool:
-        """Whether `over_host_memory` is provided: ranks on one host can then share memory."""
-        return type(self).over_host_memory is not Accelerator.over_host_memory
+        """Whether `from_host_memory` is provided: ranks on one host can then share memory."""
+        return type(self).from_host_memory is not Accelerator.from_host_memory
 
     def matrix_kernels(self, choice: MatrixChoice) -> KernelTable:
         """Kernels of `MATRIX_OPS` to use for float32 in place of the framework's own matrix products; often none.

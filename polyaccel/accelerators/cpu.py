@@ -66,7 +66,7 @@ class CpuAccelerator(Accelerator):
     def __init__(self, memory: HostArrays | None = None, *, native: bool = True) -> None:
         if memory not in (None, "torch", "numpy"):
             raise PluginContractError(
-                f"cpu memory {memory!r} is unknown", cure='use "torch", "numpy" or None', value=memory
+                f"cpu memory {memory!r} is unknown", hint='use "torch", "numpy" or None', value=memory
             )
         self.memory: HostArrays = memory or ("torch" if find_spec("torch") else "numpy")
         self._native = native
@@ -121,7 +121,7 @@ class CpuAccelerator(Accelerator):
 
         return import_numpy(array)
 
-    def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
+    def from_host_memory(self, memory: Any, dtype: DType) -> Buffer:
         if self.memory == "torch":
             from polyaccel.accelerators.memory.torch import torch_over
 
@@ -180,7 +180,7 @@ class CpuAccelerator(Accelerator):
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ShardingError(
                 f"{len(state)} bytes are no random state of the cpu accelerator with {self.memory} memory: {error}",
-                cure="restore a state with the accelerator that saved it",
+                hint="restore a state with the accelerator that saved it",
                 value=len(state),
             ) from error
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import ClassVar
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
 from polyaccel.ops.base import KernelTable
@@ -38,17 +38,17 @@ class CudaAccelerator(TorchAccelerator):
 
     @classmethod
     def probe(cls) -> Probe:
-        if (hidden := presence.hidden_by("CUDA_VISIBLE_DEVICES")) is not None:
-            return presence.unusable(hidden)
-        if (answer := presence.ask_torch("cuda")) is not None:
+        if (hidden := device_probe.hidden_by("CUDA_VISIBLE_DEVICES")) is not None:
+            return device_probe.unusable(hidden)
+        if (answer := device_probe.ask_torch("cuda")) is not None:
             return answer
-        nvidia, amd = presence.first_existing(_NVIDIA), presence.first_existing(_AMD)
+        nvidia, amd = device_probe.first_existing(_NVIDIA), device_probe.first_existing(_AMD)
         if nvidia is None and amd is None:
-            return presence.unusable(f"no GPU: none of {', '.join(_NVIDIA + _AMD)} exists")
+            return device_probe.unusable(f"no GPU: none of {', '.join(_NVIDIA + _AMD)} exists")
         toolkits = tuple(name for name, found in (("cuda", nvidia), ("hip", amd)) if found is not None)
-        if (lack := presence.built_for(*toolkits)) is not None:
-            return presence.unusable(f"{nvidia or amd} exists, but {lack}")
-        return presence.usable(f"{nvidia or amd} exists")
+        if (lack := device_probe.built_for(*toolkits)) is not None:
+            return device_probe.unusable(f"{nvidia or amd} exists, but {lack}")
+        return device_probe.usable(f"{nvidia or amd} exists")
 
     def capabilities(self) -> Capabilities:
         dtypes = set(DType)

@@ -57,7 +57,7 @@ def set_accelerator(accelerator: Accelerator) -> None:
     if not isinstance(accelerator, Accelerator):
         raise PluginContractError(
             f"{accelerator!r} is not an accelerator",
-            cure=f"pass an instance of a subclass of {Accelerator.__module__}.{Accelerator.__name__}",
+            hint=f"pass an instance of a subclass of {Accelerator.__module__}.{Accelerator.__name__}",
             value=accelerator,
         )
     with _lock:
@@ -79,15 +79,15 @@ def choose_accelerator(name: str | None = None, *, limit_s: float = PROBE_LIMIT_
     except PluginNotFound as error:
         found = _torch_device(wanted, origin) or _jax_device(wanted, origin)
         if found is None:
-            cure = f"{error.cure}; a device of torch's has to be known to torch: import the package that adds it before"
-            cure += "; one of JAX's is named as its platform"
-            raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, cure) from None
+            hint = f"{error.hint}; a device of torch's has to be known to torch: import the package that adds it before"
+            hint += "; one of JAX's is named as its platform"
+            raise _refusal(f"no accelerator is called {wanted!r} (from {origin})", wanted, hint) from None
         return found
     plugin = load_plugin(PluginGroup.ACCELERATORS, wanted, Accelerator, Accelerator.API_VERSION)
     probe = probe_plugin(info, plugin, limit_s=limit_s)
     if not probe.usable:
-        cure = "name one that can be used, or none to let the best be chosen"
-        raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, cure)
+        hint = "name one that can be used, or none to let the best be chosen"
+        raise _refusal(f"accelerator {wanted!r} (from {origin}) cannot be used: {probe.reason}", wanted, hint)
     return _logged(info, _build(info, plugin), f"named by {origin}; {probe.reason}")
 
 
@@ -113,7 +113,7 @@ def _from_environment() -> tuple[str | None, str]:
     given = {variable: value for variable in VARIABLES if (value := os.environ.get(variable, "").strip())}
     if len(set(given.values())) > 1:
         both = " and ".join(f"{variable}={value}" for variable, value in given.items())
-        raise PluginConflict(f"the environment names two accelerators: {both}", cure="unset one of them", value=given)
+        raise PluginConflict(f"the environment names two accelerators: {both}", hint="unset one of them", value=given)
     return next(((value, variable) for variable, value in given.items()), (None, ""))
 
 
@@ -131,8 +131,8 @@ def _torch_device(name: str, origin: str) -> Accelerator | None:
         return None
     probe = plugin.probe()
     if not probe.usable:
-        cure = "name one that can be used, or none to let the best be chosen"
-        raise _refusal(f"device {name!r} of torch's (from {origin}) cannot be used: {probe.reason}", name, cure)
+        hint = "name one that can be used, or none to let the best be chosen"
+        raise _refusal(f"device {name!r} of torch's (from {origin}) cannot be used: {probe.reason}", name, hint)
     _log.info("accelerator %s, named by %s: %s", name, origin, probe.reason)
     return plugin()
 
@@ -164,7 +164,7 @@ def _best_present(limit_s: float) -> Accelerator:
         names = " or ".join(f"DS_ACCELERATOR={status.info.name}" for status in (best, *others))
         raise PluginConflict(
             f"{equals} are present and have the same priority, {highest}",
-            cure=f'choose one: {names}, or "accelerator" in the config',
+            hint=f'choose one: {names}, or "accelerator" in the config',
             value=highest,
         )
     if best.plugin is None:
@@ -183,7 +183,7 @@ def _build(info: PluginInfo, plugin: type[Any]) -> Accelerator:
     except Exception as error:
         raise PluginContractError(
             f"{info} failed while it was constructed: {error!r}",
-            cure=f"constructing must be cheap and initialise nothing: report it to the authors of {info.package}",
+            hint=f"constructing must be cheap and initialise nothing: report it to the authors of {info.package}",
             value=info.value,
         ) from error
     if not isinstance(accelerator, Accelerator):
@@ -195,10 +195,10 @@ def _statuses(limit_s: float = PATIENCE_S) -> tuple[PluginStatus, ...]:
     return probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERSION, limit_s=limit_s)
 
 
-def _refusal(message: str, value: str | None, cure: str) -> PluginNotFound:
+def _refusal(message: str, value: str | None, hint: str) -> PluginNotFound:
     """The error for `message`, with a line on every installed accelerator and why it can or cannot be used."""
     rows = "".join(
         f"\n  {status.info.name} ({status.info.source}): {'usable' if status.usable else 'not usable'}, {status.reason}"
         for status in _statuses()
     )
-    return PluginNotFound(f"{message}; installed:{rows}", cure=cure, value=value)
+    return PluginNotFound(f"{message}; installed:{rows}", hint=hint, value=value)

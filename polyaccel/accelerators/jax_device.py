@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Accelerator, Capabilities, DeviceQueue, MemoryStats, Stream
 from polyaccel.accelerators.memory.numpy import allocate_numpy
 from polyaccel.buffer import Buffer
@@ -74,7 +74,7 @@ class JaxAccelerator(Accelerator):
             total = ones.raw if dtype is DType.BOOL else ones.raw + ones.raw
             return bool((np.asarray(total) == (1 if dtype is DType.BOOL else 2)).all())
 
-        return self._jax.dtypes.canonicalize_dtype(dtype.value).name == dtype.value and presence.works(add)
+        return self._jax.dtypes.canonicalize_dtype(dtype.value).name == dtype.value and device_probe.works(add)
 
     def kernels(self) -> KernelTable:
         from polyaccel.ops.jax.kernels import jax_kernels
@@ -107,7 +107,7 @@ class JaxAccelerator(Accelerator):
         if not 0 <= index < count:
             raise ShardingError(
                 f"{self.name}:{index} does not exist, this process sees {count}",
-                cure=f"start at most {count} ranks here",
+                hint=f"start at most {count} ranks here",
                 value=index,
             )
         self._index = index
@@ -143,7 +143,7 @@ class JaxAccelerator(Accelerator):
         if not state.startswith(_STATE):
             raise ShardingError(
                 f"{len(state)} bytes are no random state of {self.name}",
-                cure="restore a state with the accelerator that saved it",
+                hint="restore a state with the accelerator that saved it",
                 value=len(state),
             )
         self._seed = int(state.removeprefix(_STATE))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import jax
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Probe
 from polyaccel.accelerators.jax_device import JaxAccelerator
 
@@ -33,4 +33,4 @@ class GenericJaxAccelerator(JaxAccelerator):
     def probe(cls) -> Probe:
         count = len(jax.local_devices(backend=cls.jax_platform))
         found = f"jax {jax.__version__} sees {count} {cls.name} device{'s' if count > 1 else ''}"
-        return presence.usable(f"{found}; no plugin is for it")
+        return device_probe.usable(f"{found}; no plugin is for it")

@@ -10,7 +10,7 @@ import platform
 import sys
 from typing import Any, ClassVar
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Event, MemoryStats, Probe, Stream
 from polyaccel.accelerators.torch_device import TorchAccelerator, TorchEvent
 from polyaccel.errors import PluginContractError
@@ -50,13 +50,17 @@ class MpsAccelerator(TorchAccelerator):
     @classmethod
     def probe(cls) -> Probe:
         if (sys.platform, platform.machine()) != ("darwin", "arm64"):
-            return presence.unusable(f"no Apple silicon: this is {sys.platform} on {platform.machine()}")
-        if (torch := presence.loaded_torch()) is not None:
+            return device_probe.unusable(f"no Apple silicon: this is {sys.platform} on {platform.machine()}")
+        if (torch := device_probe.loaded_torch()) is not None:
             found = torch.backends.mps.is_available()
-            return presence.usable("torch sees the mps device") if found else presence.unusable("torch sees no mps")
-        if presence.torch_build() is None:
-            return presence.unusable("Apple silicon, but torch is not installed")
-        return presence.usable("Apple silicon, and torch is installed")
+            return (
+                device_probe.usable("torch sees the mps device")
+                if found
+                else device_probe.unusable("torch sees no mps")
+            )
+        if device_probe.torch_build() is None:
+            return device_probe.unusable("Apple silicon, but torch is not installed")
+        return device_probe.usable("Apple silicon, and torch is installed")
 
     def capabilities(self) -> Capabilities:
         return Capabilities(dtypes=frozenset(DType) - {DType.FLOAT64}, default_comm="gloo")

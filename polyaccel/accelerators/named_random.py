@@ -18,7 +18,7 @@ from polyaccel.accelerators.detect import get_accelerator
 from polyaccel.errors import PolyaccelError
 
 
-class NamedRandomStates:
+class RngTracker:
     """States of the generators of `accelerator` (None: the chosen one) by name. Recomputed activations draw from them
     as they did the first time."""
 
@@ -36,11 +36,11 @@ class NamedRandomStates:
         Raises PolyaccelError for a name that exists, and for a seed that another name has: they would draw alike.
         """
         if name in self._states:
-            raise PolyaccelError(f"there are random states named {name!r} already", cure="clear() first", value=name)
+            raise PolyaccelError(f"there are random states named {name!r} already", hint="clear() first", value=name)
         if seed in self._seeds:
             raise PolyaccelError(
                 f"{name!r} has the seed of {self._seeds[seed]!r}, so both would draw the same numbers",
-                cure="use another seed",
+                hint="use another seed",
                 value=seed,
             )
         device = self._device
@@ -59,7 +59,7 @@ class NamedRandomStates:
         if name not in self._states:
             raise PolyaccelError(
                 f"there are no random states named {name!r}",
-                cure=f"add({name!r}, seed) first; there are: {', '.join(self._states) or 'none'}",
+                hint=f"add({name!r}, seed) first; there are: {', '.join(self._states) or 'none'}",
                 value=name,
             )
         device = self._device
@@ -89,9 +89,9 @@ class NamedRandomStates:
         return self._accelerator or get_accelerator()
 
 
-_NAMED = NamedRandomStates()
+_NAMED = RngTracker()
 
 
-def named_random_states() -> NamedRandomStates:
+def named_random_states() -> RngTracker:
     """The named random states of this process."""
     return _NAMED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import ClassVar
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
 from polyaccel.types import DType
@@ -24,14 +24,14 @@ class NpuAccelerator(TorchAccelerator):
 
     @classmethod
     def probe(cls) -> Probe:
-        torch = presence.loaded_torch()
-        if torch is not None and hasattr(torch, "npu") and (answer := presence.ask_torch("npu")) is not None:
+        torch = device_probe.loaded_torch()
+        if torch is not None and hasattr(torch, "npu") and (answer := device_probe.ask_torch("npu")) is not None:
             return answer
-        if (device := presence.first_existing([_DEVICES])) is None:
-            return presence.unusable(f"no Ascend NPU: no {_DEVICES}")
+        if (device := device_probe.first_existing([_DEVICES])) is None:
+            return device_probe.unusable(f"no Ascend NPU: no {_DEVICES}")
         if find_spec("torch") is None or find_spec("torch_npu") is None:
-            return presence.unusable(f"{device} exists, but torch and torch_npu are not both installed")
-        return presence.usable(f"{device} exists and torch_npu is installed")
+            return device_probe.unusable(f"{device} exists, but torch and torch_npu are not both installed")
+        return device_probe.usable(f"{device} exists and torch_npu is installed")
 
     def capabilities(self) -> Capabilities:
         # Ascend cores compute float64 slowly or by fallback to the host; the engine does not count on it.

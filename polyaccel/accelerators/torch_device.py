@@ -128,7 +128,7 @@ class TorchAccelerator(Accelerator):
         if not 0 <= index < count:
             raise ShardingError(
                 f"{self.name}:{index} does not exist, this process sees {count}",
-                cure=f"start at most {count} ranks here, or show more devices by {self.visible_devices_variable}",
+                hint=f"start at most {count} ranks here, or show more devices by {self.visible_devices_variable}",
                 value=index,
             )
         self._module.set_device(index)
@@ -170,7 +170,7 @@ class TorchAccelerator(Accelerator):
             self._torch.set_rng_state(before)
             raise ShardingError(
                 f"{len(state)} bytes are no random state of {self.name}: {error}",
-                cure="restore a state with the accelerator that saved it",
+                hint="restore a state with the accelerator that saved it",
                 value=len(state),
             ) from error
 
@@ -204,7 +204,7 @@ def require_torch_memory(accelerator: Accelerator) -> None:
         raise PluginContractError(
             f"torch cannot see the memory of accelerator {accelerator.name!r}: `raw` of its buffers is a "
             f"{type(raw).__module__}.{type(raw).__qualname__}",
-            cure="allocate buffers over tensors (`TorchBuffer`), or state `torch_device_type = None`: modules train in "
+            hint="allocate buffers over tensors (`TorchBuffer`), or state `torch_device_type = None`: modules train in "
             "no memory that torch does not see",
             value=type(raw).__qualname__,
         )
@@ -214,7 +214,7 @@ def torch_device_of(accelerator: Accelerator) -> torch.device:
     """The torch device that modules live on. Raises PluginContractError for an accelerator that torch does not know."""
     if accelerator.torch_device_type is None:
         raise PluginContractError(
-            f"accelerator {accelerator.name!r} has no torch device", cure="choose one that torch knows, such as cpu"
+            f"accelerator {accelerator.name!r} has no torch device", hint="choose one that torch knows, such as cpu"
         )
     import torch
 

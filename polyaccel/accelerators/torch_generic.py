@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, DeviceQueue, MemoryStats, Probe, Stream
 from polyaccel.accelerators.memory.torch import allocate_torch, torch_dtype
 from polyaccel.accelerators.torch_device import TorchAccelerator
@@ -70,8 +70,10 @@ class GenericAccelerator(TorchAccelerator):
         count = int(DeviceModule(cls.torch_device_type).device_count())
         known = f"torch {torch.__version__}"
         if not count:
-            return presence.unusable(f"{known} sees no {cls.name} device")
-        return presence.usable(f"{known} sees {count} {cls.name} device{'s' if count > 1 else ''}; no plugin is for it")
+            return device_probe.unusable(f"{known} sees no {cls.name} device")
+        return device_probe.usable(
+            f"{known} sees {count} {cls.name} device{'s' if count > 1 else ''}; no plugin is for it"
+        )
 
     @cached_property
     def _module(self) -> Any:
@@ -87,19 +89,19 @@ class GenericAccelerator(TorchAccelerator):
             super(GenericAccelerator, self).current_stream().wait(event)
             event.synchronize()
 
-        return presence.works(use)
+        return device_probe.works(use)
 
     @cached_property
     def _has_memory_stats(self) -> bool:
-        return presence.works(super().memory_stats)
+        return device_probe.works(super().memory_stats)
 
     @cached_property
     def _has_generator(self) -> bool:
-        return presence.works(super()._generator_state)
+        return device_probe.works(super()._generator_state)
 
     @cached_property
     def _pins(self) -> bool:
-        return presence.works(lambda: allocate_torch(1, DType.UINT8, self._torch_device(), pinned=True))
+        return device_probe.works(lambda: allocate_torch(1, DType.UINT8, self._torch_device(), pinned=True))
 
     def _computes(self, dtype: DType) -> bool:
         def add() -> bool:
@@ -107,7 +109,7 @@ class GenericAccelerator(TorchAccelerator):
             total = two.clone() if dtype is DType.BOOL else two + two
             return bool((total.cpu() == (1 if dtype is DType.BOOL else 2)).all())
 
-        return presence.works(add)
+        return device_probe.works(add)
 
     @cached_property
     def _capabilities(self) -> Capabilities:

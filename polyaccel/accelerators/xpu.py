@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Capabilities, Probe
 from polyaccel.accelerators.torch_device import TorchAccelerator
 from polyaccel.types import DType
@@ -20,13 +20,13 @@ class XpuAccelerator(TorchAccelerator):
 
     @classmethod
     def probe(cls) -> Probe:
-        if (answer := presence.ask_torch("xpu")) is not None:
+        if (answer := device_probe.ask_torch("xpu")) is not None:
             return answer
-        if (node := presence.intel_render_node()) is None:
-            return presence.unusable("no Intel GPU: no /dev/dri/renderD* of vendor 0x8086")
-        if (lack := presence.built_for("xpu")) is not None:
-            return presence.unusable(f"{node} is Intel's, but {lack}")
-        return presence.usable(f"{node} is Intel's")
+        if (node := device_probe.intel_render_node()) is None:
+            return device_probe.unusable("no Intel GPU: no /dev/dri/renderD* of vendor 0x8086")
+        if (lack := device_probe.built_for("xpu")) is not None:
+            return device_probe.unusable(f"{node} is Intel's, but {lack}")
+        return device_probe.usable(f"{node} is Intel's")
 
     def capabilities(self) -> Capabilities:
         dtypes = set(DType)

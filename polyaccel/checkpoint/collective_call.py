@@ -16,18 +16,18 @@ def barrier(communicator: Communicator, name: str) -> None:
 
     Raises CommTimeout, with the likely cause, when a rank does not come, CommError when one calls something else.
     """
-    cure = f"{name} must be called on every rank: call it outside of `if rank == 0`"
+    hint = f"{name} must be called on every rank: call it outside of `if rank == 0`"
     try:
         communicator.barrier(label=f"{name} (must be called on every rank)")
     except CommTimeout as error:
         raise CommTimeout(
             f"{name}: not every rank arrived: {error.message}",
             missing_ranks=error.missing_ranks,
-            cure=cure,
+            hint=hint,
             value=error.value,
         ) from error
     except CommError as error:
-        raise CommError(f"{name}: another rank did something else: {error}", cure=cure, value=error.value) from error
+        raise CommError(f"{name}: another rank did something else: {error}", hint=hint, value=error.value) from error
 
 
 def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -> list[T]:
@@ -45,8 +45,8 @@ def run_on_all(communicator: Communicator, step: str, action: Callable[[], T]) -
     failed = {rank: outcome for rank, (_, outcome) in enumerate(outcomes) if outcome is not None}
     if failed:
         what = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failed.items())
-        cure = next((cure for _, cure in failed.values() if cure), "")
-        raise CheckpointError(f"{step} failed on {what}", cure=cure, value=tuple(failed)) from failure
+        hint = next((hint for _, hint in failed.values() if hint), "")
+        raise CheckpointError(f"{step} failed on {what}", hint=hint, value=tuple(failed)) from failure
     return [value for value, _ in outcomes]
 
 
@@ -58,5 +58,5 @@ def on_rank_0(communicator: Communicator, step: str, action: Callable[[], T]) ->
 
 def _describe(error: Exception) -> tuple[str, str]:
     if isinstance(error, PolyaccelError):
-        return error.message, error.cure
+        return error.message, error.hint
     return f"{type(error).__name__}: {error}", ""

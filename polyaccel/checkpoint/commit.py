@@ -60,7 +60,7 @@ class Commit:
         """The inverse of `to_bytes`. Raises CheckpointError, naming `path`, for anything else."""
         body, _, rest = data.partition(b"\n")
         if rest != b"%08x\n" % zlib.crc32(body):
-            raise CheckpointError(f"{path} is damaged: its checksum is wrong", cure="load another tag", value=path)
+            raise CheckpointError(f"{path} is damaged: its checksum is wrong", hint="load another tag", value=path)
         tree = json_object(body, path)
         check_format(tree.get("format"), path)
         return cls(**parsed(CommitTree, tree, path).model_dump())
@@ -78,7 +78,7 @@ def check_tag(tag: object) -> str:
     ):
         raise CheckpointError(
             f"{tag!r} cannot be a checkpoint's tag",
-            cure="use a name such as 'global_step100': printable, without / \\ :, not starting with '.', not 'latest'",
+            hint="use a name such as 'global_step100': printable, without / \\ :, not starting with '.', not 'latest'",
             value=tag,
         )
     return tag
@@ -127,7 +127,7 @@ def read_latest(storage: Storage) -> str | None:
     try:
         return check_tag(storage.read(LATEST, 0, min(nbytes, _MOST_NBYTES)).decode("utf-8").strip())
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{LATEST!r} in {storage.location} is damaged", cure="name a tag") from error
+        raise CheckpointError(f"{LATEST!r} in {storage.location} is damaged", hint="name a tag") from error
 
 
 def write_latest(storage: Storage, tag: str) -> None:

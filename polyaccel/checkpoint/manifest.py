@@ -74,7 +74,7 @@ class Manifest:
         if len(self.blobs) != self.world_size:
             raise CheckpointError(
                 f"the manifest of {self.tag!r} has states of {len(self.blobs)} ranks, saved by {self.world_size}",
-                cure="load another tag",
+                hint="load another tag",
                 value=self.tag,
             )
         shapes: dict[str, TensorEntry] = {}
@@ -87,7 +87,7 @@ class Manifest:
                 raise CheckpointError(
                     f"the manifest of {self.tag!r} has {name} in the shape {tensor.shape}, and its {first.kind} in "
                     f"{first.shape}",
-                    cure="load another tag",
+                    hint="load another tag",
                     value=tensor.fqn,
                 )
             for piece in tensor.pieces:
@@ -104,7 +104,7 @@ class Manifest:
                 if start < end:
                     raise CheckpointError(
                         f"bytes [{start}, {end}) of {file} should hold both {one} and {other}",
-                        cure="the checkpoint was not written by a correct writer: load another tag",
+                        hint="the checkpoint was not written by a correct writer: load another tag",
                         value=file,
                     )
 
@@ -122,7 +122,7 @@ class Manifest:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files.get(file, -1):
             raise CheckpointError(
                 f"bytes [{offset}, {offset + nbytes}) of {file}, which should hold {name}, lie outside that file",
-                cure="the checkpoint was not written by a correct writer: load another tag",
+                hint="the checkpoint was not written by a correct writer: load another tag",
                 value=file,
             )
 
@@ -160,7 +160,7 @@ class Manifest:
             raise not_understood(what, f"{type(error).__name__}: {error}") from error
         if not is_original:
             raise CheckpointError(
-                f"{what} was changed after it was written: its digest is another", cure="load another tag", value=what
+                f"{what} was changed after it was written: its digest is another", hint="load another tag", value=what
             )
         checked = parsed(ManifestTree, tree, what)
         scalars, about = decode_plain(checked.scalars), decode_plain(checked.about)
@@ -189,7 +189,7 @@ def check_format(version: Any, what: str) -> tuple[int, int]:
     majors = " and ".join(f"{major}.x" for major in _READABLE)
     raise CheckpointError(
         f"{what} has format {version!r:.100}, this version of polyaccel reads {majors}",
-        cure="load it with a version of polyaccel that knows this format",
+        hint="load it with a version of polyaccel that knows this format",
         value=version,
     )
 

@@ -97,7 +97,7 @@ def parsed(model: type[Parsed], tree: dict[str, Any], what: str) -> Parsed:
 
 
 def not_understood(what: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{what} cannot be understood: {why[:1000]}", cure="load another tag", value=what)
+    return CheckpointError(f"{what} cannot be understood: {why[:1000]}", hint="load another tag", value=what)
 
 
 def _refuse_constant(name: str) -> NoReturn:

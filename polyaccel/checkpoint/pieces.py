@@ -73,14 +73,14 @@ class PieceSpec:
             raise CheckpointError(
                 f"{self.fqn!r} ({self.kind}) has the shape {self.shape}, its block is one of a tensor of "
                 f"{self.place.shape}",
-                cure="`shape` is that of the whole tensor, and so is the block's",
+                hint="`shape` is that of the whole tensor, and so is the block's",
                 value=self.fqn,
             )
         if not 0 <= self.start <= self.start + self.length <= self.place.numel:
             raise CheckpointError(
                 f"elements [{self.start}, {self.start + self.length}) are not inside {self.fqn!r} ({self.kind}) "
                 f"of shape {self.place.local_shape}",
-                cure="starts and lengths count elements of the flattened tensor, or of its block",
+                hint="starts and lengths count elements of the flattened tensor, or of its block",
                 value=self.fqn,
             )
 
@@ -126,7 +126,7 @@ class TensorPiece:
         if self.buffer.dtype is not self.dtype:
             raise CheckpointError(
                 f"{self.fqn!r} ({self.kind}) is said to be {self.dtype.value}, its buffer is {self.buffer.dtype.value}",
-                cure="state the type that is stored",
+                hint="state the type that is stored",
                 value=self.fqn,
             )
         self.spec.check()
@@ -161,7 +161,7 @@ class FileLayout:
         def place(content: PieceSpec | str, stored: str, dtype: str, shape: Sequence[int], nbytes: int) -> None:
             nonlocal at
             if stored in tensors:
-                raise CheckpointError(f"{stored!r} is given twice", cure="give each piece once", value=stored)
+                raise CheckpointError(f"{stored!r} is given twice", hint="give each piece once", value=stored)
             tensors[stored] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
             placed.append(FileSegment(at, nbytes, content))
             at += nbytes

@@ -108,7 +108,7 @@ class CheckpointReader:
             return self._manifest.by_name[fqn, kind]
         except KeyError:
             raise CheckpointError(
-                f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", cure=self._suggest(fqn), value=(fqn, kind)
+                f"{self.commit.tag!r} holds no {kind!r} of {fqn!r}", hint=self._suggest(fqn), value=(fqn, kind)
             ) from None
 
     def verify(self, fqn: str, kind: str, start: int, length: int, dtype: DType, *, block: Block | None = None) -> None:
@@ -175,7 +175,7 @@ class CheckpointReader:
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"{self.commit.tag!r} was saved by {self.world_size} ranks and has no blobs of rank {rank}",
-                cure="compare with `world_size` first: states such as random numbers do not carry over to more ranks",
+                hint="compare with `world_size` first: states such as random numbers do not carry over to more ranks",
                 value=rank,
             )
         if rank in self._blobs:
@@ -217,7 +217,7 @@ class CheckpointReader:
             where = " or ".join(name for _, name in self._manifest.held[extent.file])
             raise CheckpointError(
                 f"{path} is not in {self.storage.location}: each host has its own part of {self.tag!r}",
-                cure=f"copy it here from {where}, or load on the hosts that saved",
+                hint=f"copy it here from {where}, or load on the hosts that saved",
                 value=path,
             )
         return extent.read(self.storage, self.commit.folder)
@@ -227,14 +227,14 @@ class CheckpointReader:
             raise CheckpointError(
                 f"a block of a tensor of {block.shape} is no part of {tensor.fqn!r} ({tensor.kind}), saved with shape "
                 f"{tensor.shape}",
-                cure="load into a model of the same shapes",
+                hint="load into a model of the same shapes",
                 value=block.shape,
             )
         if not 0 <= start <= start + length <= (tensor.numel if block is None else block.numel):
             raise CheckpointError(
                 f"elements [{start}, {start + length}) are not inside {tensor.fqn!r} ({tensor.kind}), "
                 f"saved with shape {tensor.shape}",
-                cure="load into a model of the same shapes",
+                hint="load into a model of the same shapes",
                 value=(start, length),
             )
 
@@ -250,14 +250,14 @@ class CheckpointReader:
     def _check_dtype(self, tensor: TensorEntry, dtype: DType, *, may_cast: bool) -> None:
         if dtype is tensor.dtype:
             return
-        cure = "load into a model with the same types"
+        hint = "load into a model with the same types"
         if dtype.is_floating == tensor.dtype.is_floating:
             if may_cast:
                 return
-            cure = "load with the same precision, or ask for the conversion with cast_through=accelerator.allocate"
+            hint = "load with the same precision, or ask for the conversion with cast_through=accelerator.allocate"
         raise CheckpointError(
             f"{tensor.fqn!r} ({tensor.kind}) was saved as {tensor.dtype.value}, the buffer is {dtype.value}",
-            cure=cure,
+            hint=hint,
             value=tensor.dtype,
         )
 
@@ -354,7 +354,7 @@ def _choose(storage: Storage, tag: str | None, fallback: bool) -> CheckpointRead
             raise foreign.error() from error
         raise CheckpointError(
             f"{error.message}\n  {_inventory(storage, tags)}",
-            cure=f"pass tag={complete[0]!r}, the newest that is complete" if complete else "check the directory",
+            hint=f"pass tag={complete[0]!r}, the newest that is complete" if complete else "check the directory",
             value=error.value,
         ) from error
 
@@ -369,7 +369,7 @@ def _open_tag(storage: Storage, tag: str) -> CheckpointReader:
     if commit.tag != tag:
         raise CheckpointError(
             f"{tag!r} in {storage.location} holds the checkpoint {commit.tag!r}: the folder was renamed",
-            cure=f"rename it back to {commit.tag!r}",
+            hint=f"rename it back to {commit.tag!r}",
             value=tag,
         )
     return CheckpointReader(storage, commit, read_manifest(storage, commit))

@@ -34,7 +34,7 @@ class Recognised:
     format_name: str
 
     @property
-    def cure(self) -> str:
+    def hint(self) -> str:
         """The command that makes one of ours of it."""
         if self.tool == "equinox":  # its files have arrays without names
             return "read it with equinox.tree_deserialise_leaves(file, model), and give polyaccel.initialize the model"
@@ -42,7 +42,7 @@ class Recognised:
 
     def error(self) -> CheckpointError:
         """What to raise where one of ours was asked for."""
-        return CheckpointError(f"{self.place} is a checkpoint of {self.tool}", cure=self.cure, value=self.place)
+        return CheckpointError(f"{self.place} is a checkpoint of {self.tool}", hint=self.hint, value=self.place)
 
 
 def recognise(storage: Storage, path: str = "") -> Recognised | None:

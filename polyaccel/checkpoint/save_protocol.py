@@ -75,7 +75,7 @@ class SavePart:
         for name, blob in blobs.items():
             if not isinstance(blob, bytes):
                 kind = type(blob).__qualname__
-                raise CheckpointError(f"rank blob {name!r} is a {kind}, not bytes", cure="give bytes", value=kind)
+                raise CheckpointError(f"rank blob {name!r} is a {kind}, not bytes", hint="give bytes", value=kind)
         sizes = {name: len(blob) for name, blob in blobs.items()}
         layout = FileLayout.plan(rank_file(rank), [piece.spec for piece in pieces], sizes)
         return cls(layout, (*pieces, *blobs.values()), dict(scalars), dict(about))
@@ -120,7 +120,7 @@ def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
         named = ", ".join(f"rank {rank} under {tag!r}" for rank, tag in others.items())
         message = f"rank 0 saves under the tag {tags[0]!r}, but {named}"
         if validation == "Fail":
-            raise CheckpointError(message, cure="give the same tag on every rank", value=tuple(tags))
+            raise CheckpointError(message, hint="give the same tag on every rank", value=tuple(tags))
         _log.warning("%s; all ranks save under %r", message, tags[0])
     return tags[0]
 
@@ -179,7 +179,7 @@ def require_files(storage: Storage, folder: str, files: Mapping[str, int]) -> No
             seen = "no file" if found is None else f"{found} bytes"
             raise CheckpointError(
                 f"rank 0 sees {seen} at {path} in {storage.location}, where {nbytes} bytes were written",
-                cure="save to a directory that all hosts share, or to each host's own by "
+                hint="save to a directory that all hosts share, or to each host's own by "
                 '"checkpoint": {"storage": "node_local"}',
                 value=path,
             )

@@ -285,7 +285,7 @@ class _UnderWay:
         Collective."""
         assert self._pending is not None  # unless `begin` raised
         mine = self._pending.outcome(timeout_s)
-        told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.cure))
+        told = self._communicator.all_gather_object(None if mine is None else (mine.error, mine.hint))
         self._outcomes = [None if each is None else client.SaveOutcome(*each) for each in told]
         if all(outcome is not None for outcome in self._outcomes):
             end_hold(self._storage, f"{self._tag}/{self._folder}")
@@ -301,9 +301,9 @@ class _UnderWay:
             self._pending.is_told = True
         if failed:
             what = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed.items())
-            cure = next((outcome.cure for outcome in failed.values() if outcome.cure), "")
+            hint = next((outcome.hint for outcome in failed.values() if outcome.hint), "")
             raise CheckpointError(
-                f"saving {self._tag!r} in the background failed on {what}", cure=cure, value=tuple(failed)
+                f"saving {self._tag!r} in the background failed on {what}", hint=hint, value=tuple(failed)
             )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ def encode_plain(value: Any, where: str) -> Any:
         return tagged_json.encode(value, where)
     except tagged_json.SerializationError as error:
         raise CheckpointError(
-            f"a checkpoint cannot hold this: {error.message}", cure=error.cure, value=error.value
+            f"a checkpoint cannot hold this: {error.message}", hint=error.hint, value=error.value
         ) from error
 
 
@@ -25,5 +25,5 @@ def decode_plain(tree: Any) -> Any:
         return tagged_json.decode(tree)
     except tagged_json.SerializationError as error:
         raise CheckpointError(
-            f"the manifest holds {error.message}", cure=error.cure or "load another tag", value=error.value
+            f"the manifest holds {error.message}", hint=error.hint or "load another tag", value=error.value
         ) from error

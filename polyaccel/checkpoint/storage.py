@@ -134,7 +134,7 @@ class FileStorage(Storage):
         if _URL.match(self.location):
             raise CheckpointError(
                 f"{self.location!r} is a URL, and the storage {self.name!r} would make a folder of that name",
-                cure='name another storage for it in the config, such as "checkpoint": {"storage": "fsspec"}',
+                hint='name another storage for it in the config, such as "checkpoint": {"storage": "fsspec"}',
                 value=self.location,
             )
         # The program may change its working directory later, and the process that writes has another one.
@@ -185,7 +185,7 @@ class FileStorage(Storage):
         if found_nbytes != nbytes:
             raise CheckpointError(
                 f"{self._show(path)} ends at byte {offset + found_nbytes}, {nbytes - found_nbytes} bytes too early",
-                cure="the file was truncated: load another tag",
+                hint="the file was truncated: load another tag",
                 value=path,
             )
 
@@ -239,7 +239,7 @@ class FileStorage(Storage):
         if nbytes > free_nbytes:
             raise CheckpointError(
                 f"the checkpoint needs {nbytes:,} bytes, but {self.location} has {free_nbytes:,} left",
-                cure="free some space or save elsewhere; nothing was written and earlier checkpoints are intact",
+                hint="free some space or save elsewhere; nothing was written and earlier checkpoints are intact",
                 value=nbytes,
             )
 
@@ -267,7 +267,7 @@ class FileStorage(Storage):
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(
-                f"{path!r} leads out of {self.location}", cure="the checkpoint is damaged or forged", value=path
+                f"{path!r} leads out of {self.location}", hint="the checkpoint is damaged or forged", value=path
             )
         return Path(self.location, *parts.parts)
 
@@ -282,11 +282,11 @@ class FileStorage(Storage):
         except CheckpointError:
             raise
         except OSError as error:
-            cure = "check that the directory exists on every host and that you may use it"
+            hint = "check that the directory exists on every host and that you may use it"
             if error.errno in _FULL:
-                cure = "the disk or quota is full: free some space; earlier checkpoints are intact"
+                hint = "the disk or quota is full: free some space; earlier checkpoints are intact"
             raise CheckpointError(
-                f"cannot {verb} {self._show(path)}: {error.strerror or error}", cure=cure, value=path
+                f"cannot {verb} {self._show(path)}: {error.strerror or error}", hint=hint, value=path
             ) from error
 
 

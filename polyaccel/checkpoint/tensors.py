@@ -136,7 +136,7 @@ class TensorEntry:
     def _tiling_error(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {what} of {self.fqn!r} ({self.kind})",
-            cure="when saving: every element belongs to one rank's pieces; when loading: use another tag",
+            hint="when saving: every element belongs to one rank's pieces; when loading: use another tag",
             value=(self.fqn, self.kind),
         )
 
@@ -159,7 +159,7 @@ def _join(parts: list[tuple[int, TensorEntry]]) -> TensorEntry:
             raise CheckpointError(
                 f"{first.fqn!r} ({first.kind}) is {first.dtype.value}{list(first.shape)} on rank {first_rank} "
                 f"but {other.dtype.value}{list(other.shape)} on rank {rank}",
-                cure="build the same model on every rank",
+                hint="build the same model on every rank",
                 value=first.fqn,
             )
     pieces = sorted((piece for _, entry in parts for piece in entry.pieces), key=_order)
@@ -180,7 +180,7 @@ def _block(tree: TensorTree, runs: RunsTree) -> Block:
     except ShardingError as error:
         raise CheckpointError(
             f"the manifest has a block of {tree.fqn!r} ({tree.kind}) that is none: {error.message}",
-            cure="load another tag",
+            hint="load another tag",
             value=tree.fqn,
         ) from error
 

@@ -91,9 +91,9 @@ def _as_deepspeed(file: str, world_size: int, settings: dict[str, Any]) -> tuple
     """What the drop-in makes of a config, and a sentence for each change. Raises ConfigError where it is missing."""
     found = [point for point in metadata.entry_points(group=READERS) if point.name == "deepspeed"]
     if not found:
-        cure = "pip install polyaccel-deepspeed"
+        hint = "pip install polyaccel-deepspeed"
         raise ConfigError(
-            [Problem("--deepspeed", True, "needs the drop-in, which is not installed", cure)], source=file
+            [Problem("--deepspeed", True, "needs the drop-in, which is not installed", hint)], source=file
         )
     tree, sentences = found[0].load()(file, world_size, settings)
     return dict(tree), list(sentences)

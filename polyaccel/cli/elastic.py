@@ -51,7 +51,7 @@ def check_size(world_size: int, sizes: tuple[int, ...] | None) -> None:
         shown = ", ".join(map(str, sizes))
         raise LaunchError(
             f"{world_size} ranks cannot train with the config's section elasticity",
-            cure=f"start one of {shown}",
+            hint=f"start one of {shown}",
             value=world_size,
         )
 
@@ -64,8 +64,8 @@ def elastic_job(
     least = args.min_elastic_nodes or 1
     most = args.max_elastic_nodes or least
     if most < least:
-        cure = "give a larger --max-elastic-nodes, or a smaller --min-elastic-nodes"
-        raise LaunchError(f"at least {least} hosts, and at most {most}", cure=cure, value=(least, most))
+        hint = "give a larger --max-elastic-nodes, or a smaller --min-elastic-nodes"
+        raise LaunchError(f"at least {least} hosts, and at most {most}", hint=hint, value=(least, most))
     restarts = _RESTARTS if args.restarts is None else args.restarts
     hosts = ElasticHosts(least=least, most=most, restarts=restarts, sizes=sizes)
     return replace(job, elastic=hosts, secret=job.secret if most == 1 else environment.get(SECRET_VARIABLE, ""))
@@ -76,8 +76,8 @@ def refuse_elastic(args: argparse.Namespace, launcher: str) -> None:
     for name in ("elastic_training", "min_elastic_nodes", "max_elastic_nodes"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
-            cure = "leave it out, or choose --launcher torchelastic"
-            raise LaunchError(f"{option} is not for the launcher {launcher!r}", cure=cure, value=launcher)
+            hint = "leave it out, or choose --launcher torchelastic"
+            raise LaunchError(f"{option} is not for the launcher {launcher!r}", hint=hint, value=launcher)
 
 
 def _named_by(arguments: Sequence[str]) -> str | None:

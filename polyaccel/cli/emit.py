@@ -101,8 +101,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raise LaunchError for options that a manifest needs, or that mean nothing in one."""
     for option, value in (("--image", args.image), ("--nproc", args.nproc)):
         if value is None:
-            cure = f"give {option}: this machine is not the cluster's"
-            raise LaunchError(f"--emit {args.emit}, and no {option}", cure=cure, value=args.emit)
+            hint = f"give {option}: this machine is not the cluster's"
+            raise LaunchError(f"--emit {args.emit}, and no {option}", hint=hint, value=args.emit)
     meaningless = {
         "--hostfile": args.hostfile,
         "--hosts": args.hosts,
@@ -114,13 +114,13 @@ def _check(args: argparse.Namespace) -> None:
     }
     for option, value in meaningless.items():
         if value is not None:
-            cure = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc say how many"
-            raise LaunchError(f"--emit {args.emit} and {option} cannot be given together", cure=cure, value=value)
+            hint = f"leave {option} out: the cluster chooses hosts, --num-nodes and --nproc say how many"
+            raise LaunchError(f"--emit {args.emit} and {option} cannot be given together", hint=hint, value=value)
 
 
 def _resources(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for text in args.resource:
         name, mark, value = text.partition("=")
         if not name or (mark and not value):
-            raise LaunchError(f"--resource {text!r} names none", cure="write NAME or NAME=AMOUNT", value=text)
+            raise LaunchError(f"--resource {text!r} names none", hint="write NAME or NAME=AMOUNT", value=text)
         yield name, value or str(args.nproc)

@@ -31,7 +31,7 @@ ENVIRONMENT_FILE = ".polyaccel_env"
 DEFAULT_PORT = 29500
 """Where ranks meet whose hosts are given the command one by one; a free port elsewhere."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "POLYACCEL_", "DS_", "HF_", "WANDB_")
-_OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_ARRIVALS")
+_OF_A_PROCESS = (JOB_ID, SECRET_VARIABLE, "POLYACCEL_READY_FD")
 _THIS_HOST = "localhost"
 
 
@@ -54,7 +54,7 @@ def job_of(
     if args.debugpy is not None:
         check_debugger(is_python=not args.no_python)
     elif args.wait:
-        raise LaunchError("--wait is for a debugger, and none is asked for", cure="give --debugpy too, or leave it out")
+        raise LaunchError("--wait is for a debugger, and none is asked for", hint="give --debugpy too, or leave it out")
     secret = environment.get(SECRET_VARIABLE)
     job = Job(
         command=command,
@@ -97,9 +97,9 @@ def choose_hosts(args: argparse.Namespace, count_ranks: Callable[[], int]) -> Ho
     ]
     if len(named) > 1 or (args.nproc is not None and (args.include or args.exclude)):
         both = " and ".join([*named, "--nproc"][:2])
-        raise LaunchError(f"{both} cannot be given together", cure="choose hosts and slots by one of them")
+        raise LaunchError(f"{both} cannot be given together", hint="choose hosts and slots by one of them")
     if args.hosts is not None and args.hostfile is not None:
-        raise LaunchError("--hosts and --hostfile cannot be given together", cure="name the hosts by one of them")
+        raise LaunchError("--hosts and --hostfile cannot be given together", hint="name the hosts by one of them")
     if args.hosts is not None:
         hosts: Hosts = listed_hosts(args.hosts)
     elif args.hostfile is None:
@@ -122,8 +122,8 @@ def _node(args: argparse.Namespace, hosts: Hosts) -> int | None:
         return 0
     if args.node_rank is None or not 0 <= args.node_rank < len(hosts):
         shown = "--no-ssh" if args.node_rank is None else f"--node-rank {args.node_rank}"
-        cure = f"give each host its number, from --node-rank 0 to {len(hosts) - 1}"
-        raise LaunchError(f"{shown}, and {len(hosts)} hosts", cure=cure, value=args.node_rank)
+        hint = f"give each host its number, from --node-rank 0 to {len(hosts) - 1}"
+        raise LaunchError(f"{shown}, and {len(hosts)} hosts", hint=hint, value=args.node_rank)
     return int(args.node_rank)
 
 
@@ -131,16 +131,16 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        cure = "write it as for a shell: quotes come in pairs"
-        raise LaunchError(f"--launcher_args cannot be read: {error}", cure=cure, value=text) from error
+        hint = "write it as for a shell: quotes come in pairs"
+        raise LaunchError(f"--launcher_args cannot be read: {error}", hint=hint, value=text) from error
 
 
 def _exported(texts: list[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for text in texts:
         name, mark, value = text.partition("=")
         if not name or (not mark and name not in environment):
-            cure = "write --export NAME=VALUE, or --export NAME for a variable of this shell"
-            raise LaunchError(f"--export {name}{mark}: there is no such variable", cure=cure, value=name)
+            hint = "write --export NAME=VALUE, or --export NAME for a variable of this shell"
+            raise LaunchError(f"--export {name}{mark}: there is no such variable", hint=hint, value=name)
         yield name, value if mark else environment[name]
 
 

@@ -107,7 +107,7 @@ def pid_file(suffix: str) -> Iterator[None]:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except OSError as error:
         raise LaunchError(
-            f"--save-pid: {path} cannot be written: {error}", cure="see whether there is room", value=str(path)
+            f"--save-pid: {path} cannot be written: {error}", hint="see whether there is room", value=str(path)
         ) from error
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(f"{os.getpid()}\n")
@@ -140,8 +140,8 @@ def choose_launcher(name: str) -> Launcher:
     probe = probe_plugin(find_plugin(PluginGroup.LAUNCHERS, name), plugin, limit_s=PATIENCE_S)
     if not probe.usable:
         others = [info.name for info in list_plugins(PluginGroup.LAUNCHERS) if info.name != name]
-        cure = f"provide what it lacks, or choose another one: --launcher {' or '.join(others) or 'NAME'}"
-        raise LaunchError(f"launcher {name!r} cannot be used here: {probe.reason}", cure=cure, value=name)
+        hint = f"provide what it lacks, or choose another one: --launcher {' or '.join(others) or 'NAME'}"
+        raise LaunchError(f"launcher {name!r} cannot be used here: {probe.reason}", hint=hint, value=name)
     return plugin()
 
 

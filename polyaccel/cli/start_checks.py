@@ -31,8 +31,8 @@ def _classes(config: ResolvedConfig) -> Iterator[Problem]:
 
 
 def _class_problem(section: str, name: str, known: list[str]) -> list[Problem]:
-    cure = suggest_word(name, known) or f"use one of {', '.join(known)}, or the exact name of a class of torch"
-    problem = Problem(f"{section}.type", name, f"no {section} has this name", cure)
+    hint = suggest_word(name, known) or f"use one of {', '.join(known)}, or the exact name of a class of torch"
+    problem = Problem(f"{section}.type", name, f"no {section} has this name", hint)
     if find_spec("torch") is None:
         return [problem]
     from polyaccel.torch.api.optimizer import optimizer_class, schedule_class
@@ -49,7 +49,7 @@ def _plugins(config: ResolvedConfig) -> Iterator[Problem]:
         try:
             find_plugin(PluginGroup.COMM, config.comm.backend)
         except PolyaccelError as error:
-            yield Problem("comm.backend", config.comm.backend, error.message, error.cure)
+            yield Problem("comm.backend", config.comm.backend, error.message, error.hint)
     if config.accelerator is not None:
         try:
             find_plugin(PluginGroup.ACCELERATORS, config.accelerator)
@@ -57,7 +57,7 @@ def _plugins(config: ResolvedConfig) -> Iterator[Problem]:
             from polyaccel.accelerators.detect import is_a_framework_device
 
             if not is_a_framework_device(config.accelerator):
-                yield Problem("accelerator", config.accelerator, error.message, error.cure)
+                yield Problem("accelerator", config.accelerator, error.message, error.hint)
 
 
 def _folders(config: ResolvedConfig) -> Iterator[Problem]:
@@ -69,8 +69,8 @@ def _folders(config: ResolvedConfig) -> Iterator[Problem]:
                 place = place.parent
             if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
                 why = "may not be written to" if place.is_dir() else "is no directory"
-                cure = "name a directory that the training may write to"
-                yield Problem(f"zero_optimization.{key}.nvme_path", section.nvme_path, f"{place} {why}", cure)
+                hint = "name a directory that the training may write to"
+                yield Problem(f"zero_optimization.{key}.nvme_path", section.nvme_path, f"{place} {why}", hint)
 
 
 def _warmup(config: ResolvedConfig) -> Iterator[Problem]:
@@ -78,5 +78,5 @@ def _warmup(config: ResolvedConfig) -> Iterator[Problem]:
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
     if isinstance(warmup, int) and isinstance(total, int) and warmup > total:
         expected = f"is longer than the whole schedule, total_num_steps = {total}"
-        cure = "warm up for fewer steps, or raise total_num_steps"
-        yield Problem("scheduler.params.warmup_num_steps", warmup, expected, cure)
+        hint = "warm up for fewer steps, or raise total_num_steps"
+        yield Problem("scheduler.params.warmup_num_steps", warmup, expected, hint)

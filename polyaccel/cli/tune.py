@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     add_options(parser)
     given = parser.parse_args(args.rest)
     if not given.module and not given.no_python and not Path(given.script).exists():
-        cure = "options of polyaccel run stand behind the config, then the script"
-        raise LaunchError(f"no script {given.script!r} in {os.getcwd()}", cure=cure, value=given.script)
+        hint = "options of polyaccel run stand behind the config, then the script"
+        raise LaunchError(f"no script {given.script!r} in {os.getcwd()}", hint=hint, value=given.script)
     hosts = choose_hosts(given, count_ranks)
     job = TunedJob(
         config_file=args.config,
@@ -120,7 +120,7 @@ def tune_job(job: TunedJob, section: Mapping[str, Any], speeds_file: Path | None
 
     if TRIAL_VARIABLE in os.environ:
         raise PolyaccelError(
-            f"{TRIAL_VARIABLE} is set: this is a trial of a tuner already", cure=f"unset {TRIAL_VARIABLE}"
+            f"{TRIAL_VARIABLE} is set: this is a trial of a tuner already", hint=f"unset {TRIAL_VARIABLE}"
         )
     planned = planned_config(job.config_file if job.tree is None else job.tree, job.world_size)
     tree = read_tree(job.config_file)[0] if job.tree is None else job.tree

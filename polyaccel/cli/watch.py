@@ -27,7 +27,7 @@ def watch(args: argparse.Namespace) -> int:
         try:
             write_page(args.freeze, args.runs)
         except OSError as error:
-            raise PolyaccelError(f"{args.freeze} cannot be written: {error}", cure="name another file") from error
+            raise PolyaccelError(f"{args.freeze} cannot be written: {error}", hint="name another file") from error
         print(args.freeze)
         return 0
     server = PageServer(open_runs(args.runs), args.port)

@@ -17,7 +17,7 @@ Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class StridedParts:
     """Where the parts of an all-to-all stand in one of its buffers, when they are not whole there."""
 
     table: Buffer
@@ -32,7 +32,7 @@ class Pieces:
         if counts is None or numel != 2 * self.count * world_size or dtype is not DType.INT64:
             raise ShardingError(
                 f"a table of {numel} x {dtype.value} for {self.count} pieces of {world_size} ranks",
-                cure="give counts, and two int64 for each piece",
+                hint="give counts, and two int64 for each piece",
                 value=numel,
             )
 
@@ -54,7 +54,7 @@ def check_root(kind: str, root: int, world_size: int) -> None:
     if not 0 <= root < world_size:
         raise CommError(
             f"{kind}: rank {root} is not in a group of {world_size}",
-            cure="ranks count inside the group, from 0",
+            hint="ranks count inside the group, from 0",
             value=root,
         )
 
@@ -64,7 +64,7 @@ def check_members(kind: str, ranks: tuple[int, ...], world_size: int) -> None:
     for rank in ranks:
         check_root(kind, rank, world_size)
     if not ranks or len(set(ranks)) != len(ranks):
-        raise CommError(f"{kind}: {list(ranks)} is not a group", cure="name each member once", value=ranks)
+        raise CommError(f"{kind}: {list(ranks)} is not a group", hint="name each member once", value=ranks)
 
 
 def check_equal_parts(kind: str, out: Buffer, source: Buffer, *, world_size: int, parts_of: str) -> None:
@@ -87,7 +87,7 @@ def is_own_part(kind: str, whole: Buffer, part: Buffer, start: int) -> bool:
     if -part.nbytes < offset < whole.nbytes:
         raise ShardingError(
             f"{kind}: the two buffers overlap, but the part does not start at element {start} of the whole",
-            cure=f"for an in-place call pass whole.view({start}, part.numel), else separate memory",
+            hint=f"for an in-place call pass whole.view({start}, part.numel), else separate memory",
             value=offset,
         )
     return False
@@ -97,14 +97,14 @@ def check_part(kind: str, whole: Buffer, part: Buffer, counts: Counts | None, ra
     if counts is None and part.numel * world_size != whole.numel:
         raise ShardingError(
             f"{kind}: {part.numel} elements a rank times {world_size} ranks are not {whole.numel}",
-            cure="pad the whole so that every rank has an equal part, or give counts",
+            hint="pad the whole so that every rank has an equal part, or give counts",
             value=(part.numel, whole.numel),
         )
     check_whole(kind, whole, counts, world_size)
     if counts is not None and part.numel != counts[rank]:
         raise ShardingError(
             f"{kind}: a part of {part.numel} elements, but rank {rank}'s count is {counts[rank]}",
-            cure="give every rank's count in rank order",
+            hint="give every rank's count in rank order",
             value=(part.numel, counts),
         )
     check_dtypes(kind, part, whole)
@@ -115,13 +115,13 @@ def check_whole(kind: str, whole: Buffer, counts: Counts | None, world_size: int
         if whole.numel % world_size:
             raise ShardingError(
                 f"{kind}: {whole.numel} elements are no equal parts for {world_size} ranks",
-                cure="pad the whole so that every rank has an equal part, or give counts",
+                hint="pad the whole so that every rank has an equal part, or give counts",
                 value=whole.numel,
             )
     elif len(counts) != world_size or min(counts) < 0 or sum(counts) != whole.numel:
         raise ShardingError(
             f"{kind}: counts {shown_counts(counts)} do not cut {whole.numel} elements for {world_size} ranks",
-            cure="give one count a rank, which together are the whole buffer",
+            hint="give one count a rank, which together are the whole buffer",
             value=counts,
         )
 
@@ -130,7 +130,7 @@ def check_dtypes(kind: str, one: Buffer, other: Buffer) -> None:
     if one.dtype is not other.dtype:
         raise ShardingError(
             f"{kind}: buffers of {one.dtype.value} and {other.dtype.value}",
-            cure="cast first",
+            hint="cast first",
             value=(one.dtype, other.dtype),
         )
 
@@ -140,10 +140,10 @@ def check_reduction(kind: str, dtype: DType, op: ReduceOp) -> None:
     sum of truth values."""
     if op is ReduceOp.AVG and not dtype.is_floating:
         raise ShardingError(
-            f"{kind}: the average of {dtype.value} is not defined", cure="use SUM and divide, or cast first", value=op
+            f"{kind}: the average of {dtype.value} is not defined", hint="use SUM and divide, or cast first", value=op
         )
     if dtype is DType.BOOL:
-        raise ShardingError(f"{kind}: the reduction of bool is not defined", cure="cast to uint8 first", value=dtype)
+        raise ShardingError(f"{kind}: the reduction of bool is not defined", hint="cast to uint8 first", value=dtype)
 
 
 def shown_counts(counts: Counts | None) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Pieces, check_members
+from polyaccel.comm.arguments import StridedParts, check_members
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.objects import ObjectCollectives
 from polyaccel.comm.shared_memory import SharedMemory
@@ -58,11 +58,11 @@ class Rendezvous:
         return Deadline(timeout_s, self.began_s)
 
 
-class Board(ABC):
+class StatusStore(ABC):
     """A small shared notice board beside the collectives: still readable when one of them hangs."""
 
     @abstractmethod
-    def post(self, rank: int, text: str) -> None:
+    def set(self, rank: int, text: str) -> None:
         """Replace what `rank` says of itself. Never blocks longer than a second; raises nothing."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Communicator(ObjectCollectives):
     A backend provides `start`, `split` and `close`. Everything else is made of these. Whatever it is made of:
 
     - Sums of float16 and bfloat16 are made in float32 and rounded once, so that what is reduced in pieces, and at any
-      stage, has the same bits. `polyaccel.comm.parts.reduction` does so.
+      stage, has the same bits. `polyaccel.comm.collectives.reduction` does so.
     - The buffers of a call do not overlap, but where it says "in place": then the part is exactly the view of the whole
       at this rank's place. `Collective.check` refuses everything else.
     - Arguments that no backend can mean are a ShardingError, before anything is sent. Ranks that do not come in time
@@ -176,8 +176,8 @@ class Communicator(ObjectCollectives):
         *,
         counts: Sequence[int] | None = None,
         source_counts: Sequence[int] | None = None,
-        pieces: Pieces | None = None,
-        longest: int | None = None,
+        pieces: StridedParts | None = None,
+        max_send_numel: int | None = None,
         async_op: bool = False,
         label: str = "",
         bucket: int | None = None,
@@ -185,15 +185,16 @@ class Communicator(ObjectCollectives):
         """Part j of `source` goes to rank j, part i of `out` comes from rank i. Not in place.
 
         Equal parts, or `source_counts[j]` elements go to rank j and `counts[i]` come from rank i; what a rank sends
-        another must be what that one expects. Where the communicator `takes_pieces`, parts may stand in pieces on one
-        side, on all ranks alike. Of uneven parts, who knows that no rank sends another one more than `longest` may say
-        so, on all ranks alike: where the communicator `passes_on`, short parts then travel together.
+        another must be what that one expects. Where the communicator `supports_strided`, parts may stand in pieces on
+        one side, on all ranks alike. Of uneven parts, who knows that no rank sends another one more than
+        `max_send_numel` may say so, on all ranks alike: where the communicator `coalesces_small_sends`, short parts
+        then travel together.
         """
         collective = Collective(_ALL_TO_ALL, source, out, out.numel, out.dtype, _SUM, 0, async_op, label, bucket)
         if counts is not None or source_counts is not None:
             collective.counts = tuple(counts) if counts is not None else None
             collective.source_counts = tuple(source_counts) if source_counts is not None else None
-            collective.pieces, collective.longest = pieces, longest
+            collective.pieces, collective.longest = pieces, max_send_numel
         return self.call(collective)
 
     def gather(
@@ -287,12 +288,12 @@ class Communicator(ObjectCollectives):
         if set(named) != {members}:
             raise CommError(
                 f"split: ranks name different groups: {[list(one) for one in named]}",
-                cure="every rank of the group must call split with the same ranks",
+                hint="every rank of the group must call split with the same ranks",
                 value=members,
             )
         return members
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         """Where ranks can leave notes while a collective hangs; None if the backend has no such place."""
         return None
 
@@ -333,7 +334,7 @@ class CommBackend(ABC):
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         """Join the group of all ranks. Raises CommTimeout when they do not come, CommError when they cannot."""
 
-    def connect_within(self, group: Communicator, board: Board | None) -> Communicator:
+    def connect_within(self, group: Communicator, board: StatusStore | None) -> Communicator:
         """A communicator of this backend over the ranks of `group`, which are on one host and meet through it.
         Collective. `board` is where they already leave notes. Raises CommError where the backend cannot."""
         raise unusable_error(self.name, f"it does not join ranks that are already joined by {group.backend}")
@@ -349,6 +350,6 @@ def unusable_error(backend: str, reason: str) -> CommError:
     """The error of a comm backend that was asked for and cannot be used here."""
     return CommError(
         f"comm backend {backend!r} cannot be used: {reason}",
-        cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+        hint="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
         value=backend,
     )

@@ -8,7 +8,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import (
     MOST_SHOWN,
     Counts,
-    Pieces,
+    StridedParts,
     bounds_of,
     check_dtypes,
     check_part,
@@ -121,7 +121,7 @@ class Collective:
         source_counts: Counts | None = None,
         parts: tuple[Collective, ...] = (),
         members: tuple[int, ...] = (),
-        pieces: Pieces | None = None,
+        pieces: StridedParts | None = None,
         longest: int | None = None,
     ) -> None:
         self.operation = operation
@@ -186,13 +186,13 @@ class Collective:
     def buffer_sent(self) -> Buffer:
         """`source`, of a rank that sends."""
         if self.source is None:
-            raise CommError(f"{self}: this rank has nothing to send", cure="pass the buffer that it sends")
+            raise CommError(f"{self}: this rank has nothing to send", hint="pass the buffer that it sends")
         return self.source
 
     def buffer_received(self) -> Buffer:
         """`target`, of a rank that receives."""
         if self.target is None:
-            raise CommError(f"{self}: this rank has nowhere to receive", cure="pass the buffer that it receives into")
+            raise CommError(f"{self}: this rank has nowhere to receive", hint="pass the buffer that it receives into")
         return self.target
 
     def sent_numel(self, rank: int, world_size: int) -> float:
@@ -301,11 +301,11 @@ class Collective:
             check_whole(kind.value, target, self.counts, world_size)
             check_whole(kind.value, source, self.source_counts, world_size)
             if (self.counts is None) != (self.source_counts is None):
-                raise ShardingError(f"{kind.value}: counts of one buffer only", cure="give counts of both, or of none")
+                raise ShardingError(f"{kind.value}: counts of one buffer only", hint="give counts of both, or of none")
             if self.counts is None and source.numel != target.numel:
                 raise ShardingError(
                     f"{kind.value}: {source.numel} elements in, {target.numel} out",
-                    cure="give counts where the parts are uneven",
+                    hint="give counts where the parts are uneven",
                     value=(source.numel, target.numel),
                 )
             if self.pieces is not None:
@@ -314,11 +314,11 @@ class Collective:
         cuts_source = kind is Operation.REDUCE_SCATTER or kind is Operation.SCATTER
         whole, part = (source, target) if cuts_source else (target, source)
         if part is None:
-            raise CommError(f"{self}: this rank's part is missing", cure="pass the buffer of this rank's part")
+            raise CommError(f"{self}: this rank's part is missing", hint="pass the buffer of this rank's part")
         if whole is None:
             if kind in _ROOTED and rank != self.root:
                 return
-            raise CommError(f"{self}: the whole buffer is missing", cure="pass the buffer of all parts")
+            raise CommError(f"{self}: the whole buffer is missing", hint="pass the buffer of all parts")
         check_part(kind.value, whole, part, self.counts, rank, world_size)
         is_own_part(kind.value, whole, part, self.bounds(world_size)[rank])
 
@@ -332,7 +332,7 @@ def ended(work: Work, collective: Collective) -> Work:
 
 def closed_error(collective: Collective) -> CommError:
     """The error of a call after `close`."""
-    return CommError(f"{collective.described()} on a closed communicator", cure="close it after the last call")
+    return CommError(f"{collective.described()} on a closed communicator", hint="close it after the last call")
 
 
 def _check_peers(collective: Collective, rank: int, world_size: int) -> None:
@@ -340,7 +340,7 @@ def _check_peers(collective: Collective, rank: int, world_size: int) -> None:
     for message in collective.parts if kind is Operation.BATCH else (collective,):
         check_root(message.operation.value, message.root, world_size)
         if kind in MESSAGES and message.root == rank:
-            raise CommError(f"rank {rank}: a message to itself", cure="copy the buffer instead", value=rank)
+            raise CommError(f"rank {rank}: a message to itself", hint="copy the buffer instead", value=rank)
 
 
 def _share(numel: int, world_size: int) -> float:

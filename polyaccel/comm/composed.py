@@ -34,13 +34,13 @@ class ComposedCollectives(ABC):
     world_size: int
     backend: str
     accelerator: Accelerator
-    natively: ClassVar[frozenset[Operation]] = EQUAL_PARTS
+    native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
     """The operations that `start` takes. See [Note: What the base makes]."""
     natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
-    takes_pieces: bool = False
+    supports_strided: bool = False
     """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
-    passes_on: bool = False
+    coalesces_small_sends: bool = False
     """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.longest`)."""
     _numbers_given: int = 0
     _part_of: int | None = None
@@ -51,7 +51,7 @@ class ComposedCollectives(ABC):
 
         Called by `call`, which has numbered it. `collective.check` refuses what no backend can mean; errors later than
         that name the collective and the global ranks that did not take part. The work owns the buffers until waited
-        for, and marks what it wrote (`Buffer.mark_written`).
+        for, and marks what it wrote (`Buffer.bump_version`).
         """
 
     def call(self, collective: Collective) -> Work:
@@ -59,12 +59,12 @@ class ComposedCollectives(ABC):
         kind = collective.operation
         if collective.number is None:
             collective.number = self.last_number() if kind in MESSAGES else self.next_number()
-        if collective.pieces is not None and not self.takes_pieces:
+        if collective.pieces is not None and not self.supports_strided:
             raise CommError(
                 f"comm backend {self.backend!r} has no {kind.value} of parts in pieces",
-                cure="look at takes_pieces, and put the parts together before",
+                hint="look at supports_strided, and put the parts together before",
             )
-        if kind in (self.natively if collective.counts is None else self.natively_uneven):
+        if kind in (self.native_ops if collective.counts is None else self.natively_uneven):
             return self.start(collective)
         collective.check(self.rank, self.world_size)
         work = self._compose(collective)
@@ -72,7 +72,7 @@ class ComposedCollectives(ABC):
             uneven = " of uneven parts" if collective.is_uneven else ""
             raise CommError(
                 f"comm backend {self.backend!r} has no {kind.value}{uneven}, nor that of which it could be made",
-                cure="choose another backend: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+                hint="choose another backend: POLYACCEL_COMM or init_distributed(dist_backend=...)",
                 value=kind.value,
             )
         return ended(work, collective)
@@ -105,7 +105,7 @@ class ComposedCollectives(ABC):
 
     def _compose(self, collective: Collective) -> Work | None:
         """The collective made of others, asynchronous; None if this communicator lacks those too."""
-        kind, native = collective.operation, self.natively
+        kind, native = collective.operation, self.native_ops
         if kind is Operation.BATCH and native >= _MESSAGES:
             return self._start_messages(collective, [part.on(part.source, part.target) for part in collective.parts])
         if collective.is_uneven and kind in native and kind in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER):
@@ -137,7 +137,7 @@ class ComposedCollectives(ABC):
         for message in messages:
             message.async_op, message.number = True, collective.number
             message.label, message.bucket = message.label or collective.label, collective.bucket
-        if Operation.BATCH in self.natively and messages:
+        if Operation.BATCH in self.native_ops and messages:
             batch = Collective(
                 Operation.BATCH,
                 numel=sum(message.numel for message in messages),

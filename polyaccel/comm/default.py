@@ -22,7 +22,7 @@ def default_communicator() -> Communicator:
     if communicator is None:
         raise CommError(
             "the default process group does not exist",
-            cure="call polyaccel.init_distributed() or polyaccel.initialize(...) first",
+            hint="call polyaccel.init_distributed() or polyaccel.initialize(...) first",
         )
     return communicator
 

@@ -167,7 +167,7 @@ def _from_arguments(request: Request) -> Rendezvous:
     if request.rank is None or request.world_size is None:
         raise CommError(
             f"only part of the rendezvous was given: {given}",
-            cure="give both rank and world_size, or neither",
+            hint="give both rank and world_size, or neither",
             value=(request.rank, request.world_size),
         )
     check_rank(request.rank, request.world_size, given)
@@ -203,7 +203,7 @@ def _from_torchrun(request: Request) -> Rendezvous:
     if request.init_method is None and not env.get("MASTER_ADDR"):
         raise CommError(
             f"{world_size} ranks, but MASTER_ADDR does not say where they meet: {found}",
-            cure="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",
+            hint="set MASTER_ADDR to the address of rank 0's host (127.0.0.1 for one host)",
             value=None,
         )
     # torchrun's agent already listens on the port; only torch's own `env://` knows that.
@@ -226,14 +226,14 @@ def _from_mpi(request: Request) -> Rendezvous:
         raise CommError(
             f"{here.launcher} started this process, but does not say how many ranks there are, here and in all "
             f"({here.shown}), and MPI cannot be asked: {problem}",
-            cure="pip install 'polyaccel[mpi]', or let torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK",
+            hint="pip install 'polyaccel[mpi]', or let torchrun's variables say it: RANK, WORLD_SIZE, LOCAL_RANK",
             value=here.shown,
         )
     if not (meets_otherwise or request.has_meeting):
         raise CommError(
             f"{here.launcher} started {here.world_size} ranks, but they cannot agree on where to meet: {problem}; "
             f"{shown(env, MEETING_VARIABLES)}",
-            cure="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
+            hint="pip install 'polyaccel[mpi]' (mpi4py of the same MPI as mpirun), "
             "or set MASTER_ADDR and MASTER_PORT for all ranks",
             value=problem,
         )
@@ -262,7 +262,7 @@ def _refuse_the_rest(request: Request) -> Rendezvous:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     raise CommError(
         f"{' and '.join(missing)} not set, but other rank variables are: {shown(env)}",
-        cure="start the ranks with `polyaccel run`, torchrun, mpirun or srun, or unset the others",
+        hint="start the ranks with `polyaccel run`, torchrun, mpirun or srun, or unset the others",
         value=missing,
     )
 

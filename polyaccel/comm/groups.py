@@ -58,7 +58,7 @@ def _group(*axes: str) -> Communicator:
     if present is None or ("data" not in axes and not any(present.mesh.has_several(axis) for axis in axes)):
         raise CommError(
             f"no ranks stand along the axis {axes[-1]!r}",
-            cure="name its size in the config, such as tensor_parallel.autotp_size or sequence_parallel_size, and ask "
+            hint="name its size in the config, such as tensor_parallel.autotp_size or sequence_parallel_size, and ask "
             "after polyaccel.initialize; the _rank and _world_size functions answer without it",
         )
     return present.along(axes)

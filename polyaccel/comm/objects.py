@@ -45,7 +45,7 @@ class ObjectCollectives(ComposedCollectives):
                 raise CommError(
                     f"rank {self.ranks[lengths.index(longest)]} brings an object of {longest} bytes, "
                     f"and {MOST_OBJECT_NBYTES} are the most",
-                    cure="send large values as arrays: all_gather, broadcast",
+                    hint="send large values as arrays: all_gather, broadcast",
                     value=longest,
                 )
             if longest > room:
@@ -84,7 +84,7 @@ class ObjectCollectives(ComposedCollectives):
             data = tagged_json.to_bytes(value, "the object")
         except tagged_json.SerializationError as error:
             raise CommError(
-                f"ranks exchange plain values only: {error.message}", cure=error.cure, value=error.value
+                f"ranks exchange plain values only: {error.message}", hint=error.hint, value=error.value
             ) from error
         return self.all_gather_bytes(data)
 
@@ -94,6 +94,6 @@ class ObjectCollectives(ComposedCollectives):
         except tagged_json.SerializationError as error:
             raise CommError(
                 f"what rank {self.ranks[rank]} sent cannot be read: it holds {error.message}",
-                cure="run the same version of polyaccel on every rank; a stranger may have sent this",
+                hint="run the same version of polyaccel on every rank; a stranger may have sent this",
                 value=error.value,
             ) from error

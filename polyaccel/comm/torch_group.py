@@ -81,7 +81,7 @@ def join_default_group(backend: str, rendezvous: Rendezvous, deadline: Deadline,
         raise CommError(
             f"torch.distributed is initialised as rank {adopted[0]} of {adopted[1]}, "
             f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
-            cure="let both come from the same launcher, or drop your own init_process_group",
+            hint="let both come from the same launcher, or drop your own init_process_group",
             value=adopted,
         )
 
@@ -121,7 +121,7 @@ def _make_default_group(name: str, rendezvous: Rendezvous, deadline: Deadline, e
         raise _kind_of(error)(
             f"rank {rank} could not meet the other {world_size - 1} ranks "
             f"at {where} ({rendezvous.source}) within {deadline.timeout_s:g} s: {reason}",
-            cure="check that all ranks were started, with the same address and port, and that the port is free",
+            hint="check that all ranks were started, with the same address and port, and that the port is free",
             missing_ranks=error.missing_ranks if isinstance(error, CommError) else (),
             value=where,
         ) from error
@@ -209,7 +209,7 @@ def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, dea
         raise _kind_of(error)(
             f"{reason} ({topic})",
             missing_ranks=absent or (),
-            cure="all ranks must use the same backend; look for the first error among them",
+            hint="all ranks must use the same backend; look for the first error among them",
         ) from error
     if secret is None:
         return [note.decode(errors="replace") for note in notes]
@@ -218,7 +218,7 @@ def _exchange(store: Any, topic: str, rank: int, world_size: int, text: str, dea
     if strange:
         raise CommError(
             f"the notes of ranks {strange} do not have the seal of this job ({topic})",
-            cure=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank, or unset it everywhere",
+            hint=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank, or unset it everywhere",
             missing_ranks=strange,
         )
     return [(note or b"").decode(errors="replace") for note in opened]
@@ -256,7 +256,7 @@ def _own_file(path: str) -> None:
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CommError(
             f"the store's file {path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}",
-            cure="name a file in a folder of your own, which does not exist yet",
+            hint="name a file in a folder of your own, which does not exist yet",
             value=path,
         )
 

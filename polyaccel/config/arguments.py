@@ -24,15 +24,15 @@ def check_optimizer(
     if optimizer is None:
         return None, []
     if optimizer.type.lower() in ABSENT_OPTIMIZERS:
-        expected, cure = "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb"
-        return optimizer, [Problem("optimizer.type", optimizer.type, expected, cure)]
+        expected, hint = "is an optimizer that does not exist yet", "use Adam, AdamW, Lion or Lamb"
+        return optimizer, [Problem("optimizer.type", optimizer.type, expected, hint)]
     name = {known.lower(): known for known in OPTIMIZER_PARAMS}.get(optimizer.type.lower(), optimizer.type)
     params = dict(optimizer.params)
     problems = []
     if "max_grad_norm" in params:
         norm = params.pop("max_grad_norm")
-        cure = f'remove it and set "gradient_clipping": {norm} at the top level'
-        problems.append(Problem("optimizer.params.max_grad_norm", norm, "is not an optimizer's argument", cure))
+        hint = f'remove it and set "gradient_clipping": {norm} at the top level'
+        problems.append(Problem("optimizer.params.max_grad_norm", norm, "is not an optimizer's argument", hint))
     typed, more = _check("optimizer", OPTIMIZER_PARAMS.get(name), params, auto_keys)
     if name == "SGD" and not more and typed["nesterov"] and (typed["momentum"] == 0 or typed["dampening"] != 0):
         expected = f"needs momentum above 0 ({typed['momentum']}) and dampening 0 ({typed['dampening']})"
@@ -59,9 +59,9 @@ def _check(
 ) -> tuple[dict[str, Any], list[Problem]]:
     prefix = (section, "params")
     if model is None:
-        cure = '"auto" is not available for this key; write a value'
+        hint = '"auto" is not available for this key; write a value'
         return dict(params), [
-            Problem(f"{section}.params.{name}", AUTO, "needs a value", cure) for name, v in params.items() if v == AUTO
+            Problem(f"{section}.params.{name}", AUTO, "needs a value", hint) for name, v in params.items() if v == AUTO
         ]
     valid, problems = validate_tree(model, params, prefix=prefix)
     # A required argument that is "auto" is missing until hints decide it.

@@ -31,7 +31,7 @@ def plugin_problems(config: Config) -> list[Problem]:
         try:
             find_plugin(group, name)
         except PolyaccelError as error:
-            problems.append(Problem(key, name, error.message, error.cure))
+            problems.append(Problem(key, name, error.message, error.hint))
     return problems
 
 
@@ -86,12 +86,12 @@ def _offload(config: Config) -> list[Problem]:
     zero = config.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section.device == "nvme" and not section.nvme_path:
-            expected, cure = f'is needed for {name}.device = "nvme"', "name a directory on a fast local disk"
-            problems.append(Problem(f"zero_optimization.{name}.nvme_path", section.nvme_path, expected, cure))
+            expected, hint = f'is needed for {name}.device = "nvme"', "name a directory on a fast local disk"
+            problems.append(Problem(f"zero_optimization.{name}.nvme_path", section.nvme_path, expected, hint))
         if section.tier_options and section.device in BUILT_IN_DEVICES:
-            expected, cure = f"are for a plugin, and device is {section.device!r}", "leave them out"
+            expected, hint = f"are for a plugin, and device is {section.device!r}", "leave them out"
             problems.append(
-                Problem(f"zero_optimization.{name}.tier_options", dict(section.tier_options), expected, cure)
+                Problem(f"zero_optimization.{name}.tier_options", dict(section.tier_options), expected, hint)
             )
     device = zero.offload_param.device
     if device != "none" and zero.stage != 3:
@@ -106,8 +106,8 @@ def _elasticity(config: Config) -> list[Problem]:
     section = config.elasticity
     if not section.enabled or section.model_parallel_size == 1:
         return []
-    expected, cure = "is for models that are cut over ranks, which cannot be trained here", "use 1"
-    return [Problem("elasticity.model_parallel_size", section.model_parallel_size, expected, cure)]
+    expected, hint = "is for models that are cut over ranks, which cannot be trained here", "use 1"
+    return [Problem("elasticity.model_parallel_size", section.model_parallel_size, expected, hint)]
 
 
 def _recomputation(config: Config) -> list[Problem]:

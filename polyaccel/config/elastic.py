@@ -51,8 +51,8 @@ def compute_elastic_config(section: ElasticityConfig) -> ElasticBatch:
     """
     most = section.max_train_batch_size
     if not section.enabled or most is None:
-        cure = 'write "enabled": true and max_train_batch_size'
-        raise ConfigError([Problem("elasticity.enabled", section.enabled, "is off: no batch follows from it", cure)])
+        hint = 'write "enabled": true and max_train_batch_size'
+        raise ConfigError([Problem("elasticity.enabled", section.enabled, "is off: no batch follows from it", hint)])
     ranks, step = 1, 1
     if section.version == 0.2:
         ranks = section.num_gpus_per_node
@@ -66,8 +66,8 @@ def compute_elastic_config(section: ElasticityConfig) -> ElasticBatch:
     batch, counts = max(found, key=lambda each: (len(each[1]), way * each[0]), default=(0, ()))
     if not counts:
         expected = f"leaves no number of ranks from min_gpus = {section.min_gpus} to max_gpus = {section.max_gpus}"
-        cure = "raise max_train_batch_size, allow smaller micro-batches, or widen min_gpus and max_gpus"
-        raise ConfigError([Problem("elasticity", _shown(section), expected, cure)])
+        hint = "raise max_train_batch_size, allow smaller micro-batches, or widen min_gpus and max_gpus"
+        raise ConfigError([Problem("elasticity", _shown(section), expected, hint)])
     is_first_best = section.version == 0.2 and not section.prefer_larger_batch
     preferred = tuple(dict.fromkeys(sizes if is_first_best else sorted(sizes, reverse=True)))
     return ElasticBatch(batch * step, tuple(count * step for count in counts), preferred)

@@ -81,7 +81,7 @@ def section_names(model: type[Section]) -> frozenset[str]:
 
 
 def suggest_key(model: type[Section], path: Path, others: Iterable[str] = ()) -> str:
-    """A cure for an unknown key: the sibling it resembles, else the place where a key of this name is.
+    """A hint for an unknown key: the sibling it resembles, else the place where a key of this name is.
 
     `others` are dotted names that count as keys beside those of `model`.
     """
@@ -105,7 +105,7 @@ def suggest_key(model: type[Section], path: Path, others: Iterable[str] = ()) ->
 
 
 def suggest_word(word: str, known: Sequence[str]) -> str:
-    """A cure for an unknown choice, or nothing when none resembles it."""
+    """A hint for an unknown choice, or nothing when none resembles it."""
     lowered = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), list(lowered), n=1)
     return f"did you mean {lowered[near[0]]!r}?" if near else ""

@@ -98,8 +98,8 @@ def read_tree(source: object, source_name: str | None = None) -> tuple[Any, list
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            cure = "pass the path of a JSON file, a dict, or base64 of JSON"
-            raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", cure)], source=name) from None
+            hint = "pass the path of a JSON file, a dict, or base64 of JSON"
+            raise ConfigError([Problem("config", str(source), f"cannot be read: {error}", hint)], source=name) from None
     tree, problems = parse_json(text, source=name)
     return _plain(tree, "", problems), problems, name
 

@@ -86,8 +86,8 @@ def mesh_problems(config: Config, world_size: int) -> list[Problem]:
         rest = ranks // size
         fitting = [str(size) for size in range(2, world_size + 1) if world_size % (rest * size) == 0]
         beside = "".join(f", with {other} = {theirs}" for _, other, theirs in before)
-        cure = f"use {' or '.join(fitting)}{beside}" if fitting else "leave it out, or start more ranks"
-        problems.append(Problem(key, size, f"makes {product} = {ranks}, no divisor of {world_size} ranks", cure))
+        hint = f"use {' or '.join(fitting)}{beside}" if fitting else "leave it out, or start more ranks"
+        problems.append(Problem(key, size, f"makes {product} = {ranks}, no divisor of {world_size} ranks", hint))
     elif stated is not None and stated * ranks != world_size:
         times = f" times {product} = {ranks}" if shared else ""
         expected = f"should be {world_size // ranks}: it is{times} to be the {world_size} ranks"
@@ -103,8 +103,8 @@ def _expert_problems(config: Config, world_size: int) -> list[Problem]:
         problems.append(Problem("mesh.expert", config.mesh.expert, expected, "give one of the two"))
     if data % experts:
         fitting = [str(size) for size in range(2, data + 1) if data % size == 0]
-        cure = f"use {' or '.join(fitting)}" if fitting else "leave it out, or start more ranks"
-        problems.append(Problem(key, experts, f"is no divisor of the {data} ranks with batches of their own", cure))
+        hint = f"use {' or '.join(fitting)}" if fitting else "leave it out, or start more ranks"
+        problems.append(Problem(key, experts, f"is no divisor of the {data} ranks with batches of their own", hint))
     return problems
 
 

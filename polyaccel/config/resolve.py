@@ -65,8 +65,8 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     solve = _elastic_triad if is_elastic else _triad
     triad, unsolved = solve(draft, config, [problem.key for problem in problems], data)
     if is_elastic and data != world_size:
-        expected, cure = "is for ranks that all train on other samples, and the mesh has other axes", "leave one out"
-        problems.append(Problem("elasticity.enabled", True, expected, cure))
+        expected, hint = "is for ranks that all train on other samples, and the mesh has other axes", "leave one out"
+        problems.append(Problem("elasticity.enabled", True, expected, hint))
     problems += unsolved
     if config.data_parallel_size not in (None, data):
         of = "the world size" if data == world_size else f"what the other axes of the mesh leave of {world_size} ranks"
@@ -75,9 +75,9 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     near = config.zero_optimization.zero_hpz_partition_size
     alike = ranks_alike(config, world_size)
     if alike % near:
-        cure = "use a divisor, such as the ranks of a host"
+        hint = "use a divisor, such as the ranks of a host"
         problems.append(
-            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {alike} ranks", cure)
+            Problem("zero_optimization.zero_hpz_partition_size", near, f"should divide {alike} ranks", hint)
         )
     if problems:
         raise ConfigError(_unique(problems), source=draft.source)
@@ -93,8 +93,8 @@ def _triad(draft: Draft, config: Config, blamed: list[str], world_size: int) -> 
         return Triad(1, 1, 1), []
     if open_keys := [name for name in _TRIAD if name in draft.config.auto_keys and getattr(config, name) is None]:
         names = " or ".join(RULES[name].arguments[0] for name in open_keys)
-        cure = f'give {names} (a hint of this name, which decides the "auto"), or write a value'
-        solved = Problem(solved.key, solved.value, solved.expected, cure)
+        hint = f'give {names} (a hint of this name, which decides the "auto"), or write a value'
+        solved = Problem(solved.key, solved.value, solved.expected, hint)
     return Triad(1, 1, 1), [solved]
 
 
@@ -113,8 +113,8 @@ def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: 
         more = ", ..." if len(batch.world_sizes) > _MOST_SHOWN else ""
         expected = f"is none of those that elasticity has for {batch.train_batch_size} samples a step: {shown}{more}"
         near = batch.largest(world_size) or batch.world_sizes[0]
-        cure = f"start {near} ranks, for example, or change elasticity (max_train_batch_size, micro_batch_sizes)"
-        return Triad(1, 1, 1), [Problem("world_size", world_size, expected, cure)]
+        hint = f"start {near} ranks, for example, or change elasticity (max_train_batch_size, micro_batch_sizes)"
+        return Triad(1, 1, 1), [Problem("world_size", world_size, expected, hint)]
     micro = batch.micro_batch_size(world_size)
     triad = Triad(batch.train_batch_size, micro, batch.train_batch_size // (micro * world_size))
     problems = []
@@ -126,8 +126,8 @@ def _elastic_triad(draft: Draft, config: Config, blamed: list[str], world_size: 
             sentence = f"{name} = {given} is ignored: elasticity decides it, {decided} on {world_size} ranks"
             config._without_effect = {**config._without_effect, name: sentence}
         else:
-            cure = "leave it out, or set elasticity.ignore_non_elastic_batch_info"
-            problems.append(Problem(name, given, f"is decided by elasticity: {decided} on {world_size} ranks", cure))
+            hint = "leave it out, or set elasticity.ignore_non_elastic_batch_info"
+            problems.append(Problem(name, given, f"is decided by elasticity: {decided} on {world_size} ranks", hint))
     return triad, problems
 
 
@@ -190,8 +190,8 @@ def solve_triad(train: int | None, micro: int | None, gas: int | None, *, world_
     if train is None:
         if micro is not None:
             return Triad(micro * (gas or 1) * world_size, micro, gas or 1)
-        cure = "give train_batch_size or train_micro_batch_size_per_gpu"
-        return Problem("train_batch_size", None, f"cannot be determined {context}", cure)
+        hint = "give train_batch_size or train_micro_batch_size_per_gpu"
+        return Problem("train_batch_size", None, f"cannot be determined {context}", hint)
     if micro is not None and gas is not None:
         if train == micro * gas * world_size:
             return Triad(train, micro, gas)

@@ -20,7 +20,7 @@ class Absent:
     """A feature that does not exist.
 
     `keys` maps the patterns of its keys to the value that asks for nothing (DeepSpeed's default). Where there is a
-    `switch`, that key alone asks for the feature, and the others are options of it. `cure` names the nearest thing
+    `switch`, that key alone asks for the feature, and the others are options of it. `hint` names the nearest thing
     there is. `is_removed`: DeepSpeed has removed the feature, and the key is an error with any value. `is_tuning`: the
     keys change no number, only how it is computed, so any value of the right type is accepted; `feature` then is a
     clause that says why it has no effect.
@@ -28,7 +28,7 @@ class Absent:
 
     feature: str
     keys: Mapping[str, Any]
-    cure: str = "leave the key out"
+    hint: str = "leave the key out"
     switch: str | None = None
     is_removed: bool = False
     is_tuning: bool = False
@@ -38,8 +38,8 @@ def _under(section: str, **keys: Any) -> dict[str, Any]:
     return {f"{section}.{name}": value for name, value in keys.items()}
 
 
-def _removed(feature: str, *patterns: str, cure: str = "remove it") -> Absent:
-    return Absent(feature, dict.fromkeys(patterns), cure, is_removed=True)
+def _removed(feature: str, *patterns: str, hint: str = "remove it") -> Absent:
+    return Absent(feature, dict.fromkeys(patterns), hint, is_removed=True)
 
 
 def _tuning(why: str, **keys: Any) -> Absent:
@@ -47,8 +47,8 @@ def _tuning(why: str, **keys: Any) -> Absent:
     return Absent(why, {name.replace("__", "."): value for name, value in keys.items()}, is_tuning=True)
 
 
-def _alone(key: str, harmless: Any, feature: str, cure: str = "leave the key out") -> Absent:
-    return Absent(feature, {key: harmless}, cure)
+def _alone(key: str, harmless: Any, feature: str, hint: str = "leave the key out") -> Absent:
+    return Absent(feature, {key: harmless}, hint)
 
 
 _ZERO = "zero_optimization"
@@ -265,7 +265,7 @@ ABSENT: tuple[Absent, ...] = (
         },
     ),
     # What DeepSpeed has removed.
-    _removed("Apex mixed precision", f"amp{BELOW}", cure="use bf16, fp16 or torch_autocast"),
+    _removed("Apex mixed precision", f"amp{BELOW}", hint="use bf16, fp16 or torch_autocast"),
     _removed("compression", f"compression_training{BELOW}"),
     _removed("the top-level curriculum", f"curriculum_learning{BELOW}"),
     _removed("eigenvalues for quantisation", f"eigenvalue{BELOW}"),

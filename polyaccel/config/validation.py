@@ -1,4 +1,4 @@
-"""From what pydantic found to what a user reads: a dotted key, the value, what was expected, the cure."""
+"""From what pydantic found to what a user reads: a dotted key, the value, what was expected, the hint."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def unknown_key(model: type[Section], path: Path, value: Any, *, prefix: Path = 
     config, absent keys are suggested too: who spells one rightly learns that its feature does not exist."""
     if not suggests:
         return Problem(dotted((*prefix, *path)), value, "is not a known key", "remove it")
-    cure = suggest_key(model, path, () if prefix else absent_keys())
+    hint = suggest_key(model, path, () if prefix else absent_keys())
     if prefix:
-        cure = cure.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
-    return Problem(dotted((*prefix, *path)), value, "is not a known key", cure)
+        hint = hint.replace("did you mean '", f"did you mean '{dotted(prefix)}.")
+    return Problem(dotted((*prefix, *path)), value, "is not a known key", hint)
 
 
 def pop_unsupported(model: type[Section], tree: dict[str, Any]) -> tuple[list[Problem], dict[str, str]]:
@@ -95,8 +95,8 @@ def _take_absent(
             if isinstance(value, dict):
                 yield from _take_absent(model, sections, value, path, unknown, without_effect)
             elif key not in sections:
-                cure = 'write {"key": value, ...}, or leave it out'
-                yield Problem(key, value, "should be an object", cure)
+                hint = 'write {"key": value, ...}, or leave it out'
+                yield Problem(key, value, "should be an object", hint)
             if key not in sections:
                 del table[name]
         elif parents and ".".join(parents) not in sections:
@@ -109,9 +109,9 @@ def _absent_problem(key: str, value: Any, entry: Absent, harmless: Any) -> Itera
         expected = "true or false" if isinstance(harmless, bool) else "a number"
         yield Problem(key, value, f"should be {expected}", "leave the key out, for it has no effect")
     elif entry.is_removed:
-        yield Problem(key, value, f"was removed from DeepSpeed: {entry.feature}", entry.cure)
+        yield Problem(key, value, f"was removed from DeepSpeed: {entry.feature}", entry.hint)
     elif entry.switch in (None, key) and not is_harmless:
-        yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.cure)
+        yield Problem(key, value, f"belongs to {entry.feature}, which does not exist yet", entry.hint)
 
 
 def _is_alike(value: Any, usual: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_alike(value: Any, usual: Any) -> bool:
     return (value is None and usual is None) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-_CURES = {
+_HINTS = {
     "int_type": "write a whole number",
     "float_type": "write a number",
     "finite_number": "write a finite number",
@@ -143,7 +143,7 @@ def _cure(value: Any, kind: str, context: Mapping[str, Any]) -> str:
         word = value.strip().lower()
         if word in ("true", "false") or _is_number(word):
             return f"write {word} without quotes"
-    return _CURES.get(kind, "change the value")
+    return _HINTS.get(kind, "change the value")
 
 
 def _is_number(word: str) -> bool:
@@ -182,7 +182,7 @@ def _merged(problems: list[Problem]) -> list[Problem]:
             merged[problem.key] = problem
         elif problem.expected not in known.expected:
             expected = f"{known.expected}, or {problem.expected}"
-            merged[problem.key] = Problem(known.key, known.value, expected, known.cure or problem.cure)
+            merged[problem.key] = Problem(known.key, known.value, expected, known.hint or problem.hint)
     # "should be 'auto'" about a list says nothing beside the problem of its item.
     lists = {key[:at] for key in merged for at, char in enumerate(key) if char == "["}
     return [problem for key, problem in merged.items() if key not in lists]

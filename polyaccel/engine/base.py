@@ -221,14 +221,14 @@ class Engine(RunProgress, ABC):
 
     def _require_optimizer(self) -> None:
         if self.zero.optimizer is None:
-            cure = 'pass one to initialize, or add "optimizer" to the config'
-            raise PolyaccelError("this engine has no optimizer", cure=cure)
+            hint = 'pass one to initialize, or add "optimizer" to the config'
+            raise PolyaccelError("this engine has no optimizer", hint=hint)
 
     def _require_whole_optimizer_step(self) -> None:
         if self.zero.holds_gradients:
             raise CheckpointError(
                 "gradients of an unfinished optimizer step would be lost",
-                cure="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
+                hint="save right after engine.step() at an accumulation boundary, or call engine.zero_grad() first",
             )
 
     # The end of a step.

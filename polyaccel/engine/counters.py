@@ -126,7 +126,7 @@ class StepCounters:
             raise CheckpointError(
                 f"no usable {', '.join(missing) or 'gradient_accumulation_steps'} in the saved counters "
                 f"{dict(state_dict)!r}",
-                cure="load what StepCounters.state_dict() gave",
+                hint="load what StepCounters.state_dict() gave",
                 value=dict(state_dict),
             )
         self._micro_steps, self._position, self._since_boundary = state_dict["micro_steps"], 0, 0

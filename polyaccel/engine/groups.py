@@ -59,7 +59,7 @@ def match_groups(
             moved = ", ".join(f"{fqn!r} of saved group {each}" for each, fqn in sorted(found.items()))
             raise CheckpointError(
                 f"optimizer group {index} has parameters of saved groups with other hyperparameters: {moved}",
-                cure="build the groups that were saved; load_optimizer_states=False begins with a new optimizer",
+                hint="build the groups that were saved; load_optimizer_states=False begins with a new optimizer",
                 value=sorted(found.values()),
             )
     return [next(iter(found), None if saved.param_names[index] else index) for index, found in enumerate(sources)]
@@ -101,6 +101,6 @@ def require_order(state: Mapping[str, Any], sources: Sequence[int | None], tag: 
         ):
             raise CheckpointError(
                 f"the schedule in checkpoint {tag!r} has {name!r} by position of groups that are in another order here",
-                cure="build the groups in the saved order; load_lr_scheduler_states=False begins with a new schedule",
+                hint="build the groups in the saved order; load_lr_scheduler_states=False begins with a new schedule",
                 value=name,
             )

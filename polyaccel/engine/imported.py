@@ -57,13 +57,13 @@ def state_names(saved: CheckpointReader, order: Sequence[Sequence[str]] | None, 
     if order is None:
         raise CheckpointError(
             f"checkpoint {saved.tag!r} has optimizer states by position, and this run's parameters have names alone",
-            cure="load_optimizer_states=False begins with a new optimizer",
+            hint="load_optimizer_states=False begins with a new optimizer",
             value=saved.tag,
         )
     if [*map(len, order)] != counts:
         expected = f"the imported optimizer has groups of {counts} parameters, without their names"
-        cure = "build the same groups in the same order; load_optimizer_states=False begins with a new optimizer"
-        raise ConfigError([Problem("optimizer.param_groups", [*map(len, order)], expected, cure)])
+        hint = "build the same groups in the same order; load_optimizer_states=False begins with a new optimizer"
+        raise ConfigError([Problem("optimizer.param_groups", [*map(len, order)], expected, hint)])
     return {fqn: position_name(group, index) for group, names in enumerate(order) for index, fqn in enumerate(names)}
 
 
@@ -85,7 +85,7 @@ def own_scalars(
         if scalars.get("optimizer_kind") is None:
             raise CheckpointError(
                 f"checkpoint {reader.tag!r} was imported by an earlier version, and does not name its optimizer",
-                cure="import it again; load_optimizer_states=False begins with a new optimizer",
+                hint="import it again; load_optimizer_states=False begins with a new optimizer",
                 value=reader.tag,
             )
         return scalars
@@ -99,7 +99,7 @@ def own_scalars(
                 raise CheckpointError(
                     f"{entry.kind!r} of {entry.fqn!r} has the shape {tuple(entry.shape)} in checkpoint {reader.tag!r}, "
                     f"the parameter {shapes[entry.fqn]}",
-                    cure="build the optimizer's groups in the saved order; load_optimizer_states=False begins with a "
+                    hint="build the optimizer's groups in the saved order; load_optimizer_states=False begins with a "
                     "new optimizer",
                     value=tuple(entry.shape),
                 )
@@ -143,7 +143,7 @@ def _by_name(
             raise CheckpointError(
                 f"{first[0]!r} and {fqn!r} are in one group of this run's optimizer, and had different hyperparameters "
                 f"in checkpoint {reader.tag!r}: {dict(first[1])} and {dict(groups[position])}",
-                cure="build the groups that were saved; load_optimizer_states=False begins with a new optimizer",
+                hint="build the groups that were saved; load_optimizer_states=False begins with a new optimizer",
                 value=fqn,
             )
     own = [{key: value for key, value in group.items() if key != "params"} for group in run.groups]
@@ -161,7 +161,7 @@ def own_schedule_state(tag: str, saved: Mapping[str, Any], ours: Mapping[str, An
         raise CheckpointError(
             f"the learning-rate schedule in checkpoint {tag!r} is of another kind than this run's: "
             f"they differ in {', '.join(map(repr, differing[:8]))}",
-            cure="build the schedule that was saved; load_lr_scheduler_states=False begins with a new one",
+            hint="build the schedule that was saved; load_lr_scheduler_states=False begins with a new one",
             value=differing,
         )
     found = dict(saved)

@@ -49,8 +49,8 @@ class LossScalePolicy:
         ]
         if not problems and self.dynamic and self.initial_scale < self.min_scale:
             expected = f"is above the initial scale {self.initial_scale:g}"
-            cure = "raise fp16.initial_scale_power, or lower this"
-            problems.append(Problem("fp16.min_loss_scale", self.min_scale, expected, cure))
+            hint = "raise fp16.initial_scale_power, or lower this"
+            problems.append(Problem("fp16.min_loss_scale", self.min_scale, expected, hint))
         if problems:
             raise ConfigError(problems)
 
@@ -121,7 +121,7 @@ class LossScaler:
                 raise LossScaleError(
                     f"{self.skips_in_a_row} steps in a row had gradients that are not finite, {_first(culprit)}: "
                     "nothing is trained any more",
-                    cure="load the last good checkpoint and look for the cause: learning rate, data, or the layer of "
+                    hint="load the last good checkpoint and look for the cause: learning rate, data, or the layer of "
                     "that parameter",
                     value=culprit,
                 )
@@ -148,7 +148,7 @@ class LossScaler:
             raise LossScaleError(
                 f"fp16 gradients are not finite although the loss scale {self._scale:g} is at its minimum, "
                 f"{_first(culprit)}",
-                cure="train in bf16 ({'bf16': {'enabled': true}}), or look for the cause: learning rate, data, "
+                hint="train in bf16 ({'bf16': {'enabled': true}}), or look for the cause: learning rate, data, "
                 "or values above 65504 in that layer; lower fp16.min_loss_scale only if gradients are truly that large",
                 value=culprit,
             )
@@ -165,7 +165,7 @@ class LossScaler:
         if not (_is_positive(scale) and _is_count(good) and _is_count(tolerance)):
             raise CheckpointError(
                 f"no loss scale in the saved state {dict(state_dict)!r}",
-                cure="load what LossScaler.state_dict() gave",
+                hint="load what LossScaler.state_dict() gave",
                 value=dict(state_dict),
             )
         if self.dynamic:

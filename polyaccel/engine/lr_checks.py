@@ -17,8 +17,8 @@ class ParameterChecks:
     def __init__(self) -> None:
         self._problems: list[Problem] = []
 
-    def refuse(self, key: str, value: object, expected: str, cure: str = "") -> None:
-        self._problems.append(Problem(f"scheduler.params.{key}", value, expected, cure))
+    def refuse(self, key: str, value: object, expected: str, hint: str = "") -> None:
+        self._problems.append(Problem(f"scheduler.params.{key}", value, expected, hint))
 
     def done(self) -> None:
         """Raise ConfigError if any check failed."""
@@ -42,16 +42,16 @@ class ParameterChecks:
         if not isinstance(value, Sequence) or isinstance(value, str):
             return [self.number(key, value, below=below)] * groups
         if len(value) != groups:
-            cure = f"give one number for all groups, or {groups}"
-            self.refuse(key, value, f"{len(value)} numbers for {groups} optimizer groups", cure)
+            hint = f"give one number for all groups, or {groups}"
+            self.refuse(key, value, f"{len(value)} numbers for {groups} optimizer groups", hint)
             return [0.0] * groups
         return [self.number(f"{key}[{index}]", item, below=below) for index, item in enumerate(value)]
 
     def integer(self, key: str, value: object, *, least: int) -> int:
         """A whole number of at least `least`."""
         if isinstance(value, bool) or not isinstance(value, int):
-            cure = f"write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
-            self.refuse(key, value, "expected a whole number", cure)
+            hint = f"write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+            self.refuse(key, value, "expected a whole number", hint)
         elif value < least:
             self.refuse(key, value, f"expected at least {least}")
         else:

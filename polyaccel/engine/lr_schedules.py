@@ -94,7 +94,7 @@ class Schedule(ABC):
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
             raise CheckpointError(
                 f"no last_batch_iteration in the saved state {dict(state_dict)!r} of a learning-rate schedule",
-                cure=f"load what {type(self).__name__}.state_dict() gave",
+                hint=f"load what {type(self).__name__}.state_dict() gave",
                 value=iteration,
             )
         self.last_batch_iteration = iteration
@@ -280,8 +280,8 @@ class OneCycle(Schedule):
         momenta = [momentum * growth for momentum in self._max_moms]
         if max(momenta, default=0.0) >= 1.0:
             expected = f"the momentum has grown to {max(momenta):.6g} at iteration {iteration}; it must stay under 1"
-            cure = "lower it, or raise decay_step_size"
-            raise ConfigError([Problem("scheduler.params.decay_mom_rate", self._mom_rate, expected, cure)])
+            hint = "lower it, or raise decay_step_size"
+            raise ConfigError([Problem("scheduler.params.decay_mom_rate", self._mom_rate, expected, hint)])
         return momenta
 
 
@@ -338,8 +338,8 @@ def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: HasPara
     checks = ParameterChecks()
     for key, value in params.items():
         if key not in known:
-            cure = _nearest(key, known) or f"{type_name} takes {', '.join(known)}"
-            checks.refuse(key, value, f"{type_name} has no such parameter", cure)
+            hint = _nearest(key, known) or f"{type_name} takes {', '.join(known)}"
+            checks.refuse(key, value, f"{type_name} has no such parameter", hint)
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
             checks.refuse(key, None, f"{type_name} needs it")

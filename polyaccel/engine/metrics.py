@@ -29,7 +29,7 @@ class Alarm:
     step: int
     """The optimizer step in which it was, or until which."""
     sentence: str
-    """What is wrong, and its cure."""
+    """What is wrong, and its hint."""
     value: float
     """The figure that passed its threshold, in the threshold's unit; NaN for one that is not finite."""
     ranks: tuple[int, ...] = ()

@@ -86,7 +86,7 @@ def require_same_training(communicator: Communicator, facts: Sequence[str]) -> N
             )
             raise ShardingError(
                 f"the ranks do not train the same: {differences}",
-                cure="build the model in one order on all ranks (not from sets), freeze the same parameters before "
+                hint="build the model in one order on all ranks (not from sets), freeze the same parameters before "
                 "polyaccel.initialize, and give every rank the same packages, config, optimizer and training data",
                 value=differences,
             )

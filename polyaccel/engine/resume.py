@@ -68,12 +68,12 @@ class TrainingRun:
         """
         if not isinstance(client_state, Mapping):
             kind = type(client_state).__name__
-            cure = 'give a dict of plain values, such as {"epoch": 3}'
-            raise CheckpointError(f"client_state is a {kind}, not a dict", cure=cure, value=kind)
+            hint = 'give a dict of plain values, such as {"epoch": 3}'
+            raise CheckpointError(f"client_state is a {kind}, not a dict", hint=hint, value=kind)
         if not may_have_bytes and (where := bytes_in(client_state, "client_state")):
             raise CheckpointError(
                 f"{where} is bytes: a checkpoint holds plain values and tensors, which run nothing when they are read",
-                cure='keep what they stand for; "checkpoint": {"allow_bytes": true} lets bytes in, which must not be '
+                hint='keep what they stand for; "checkpoint": {"allow_bytes": true} lets bytes in, which must not be '
                 "unpickled",
                 value=where,
             )
@@ -124,7 +124,7 @@ class TrainingRun:
         if kind is not None and theirs is not None and kind != theirs:
             raise CheckpointError(
                 f"checkpoint {reader.tag!r} has the optimizer state of {theirs}, this run has {kind}",
-                cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                hint="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
                 value=theirs,
             )
         if self.groups is None or saved.optimizer is None:
@@ -181,7 +181,7 @@ class TrainingRun:
 
         tags = ", ".join(on_rank_0(self.communicator, "listing checkpoints", others)) or "none"
         message = f"{error.message}\n  other complete checkpoints there, newest first: {tags}"
-        return CheckpointError(message, cure=error.cure, value=error.value)
+        return CheckpointError(message, hint=error.hint, value=error.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class SavedValues(BaseModel):
             what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:8])
             raise CheckpointError(
                 f"the plain values of checkpoint {reader.tag!r} are not those of a training run: {what}",
-                cure="load another tag",
+                hint="load another tag",
                 value=reader.tag,
             ) from error
 
@@ -286,7 +286,7 @@ def check_names(
         raise CheckpointError(
             f"checkpoint {reader.tag!r} has no parameter of this model: it has {', '.join(sorted(theirs)[:4])}, "
             f"the model {', '.join(sorted(ours)[:4])}",
-            cure="name_map gives the names under which the parameters were saved",
+            hint="name_map gives the names under which the parameters were saved",
             value=reader.tag,
         )
     missing, unknown = (
@@ -298,7 +298,7 @@ def check_names(
         told = "; ".join(f"{what}: {which}" for what, which in differences.items() if which)
         raise CheckpointError(
             f"checkpoint {reader.tag!r} is of another model: {told}",
-            cure="build the model with the saved shapes, or write what fits with custom_load_fn"
+            hint="build the model with the saved shapes, or write what fits with custom_load_fn"
             if shapes
             else "build the model that was saved, or say with name_map what its parameters are called there; "
             "load_module_strict=False takes what fits by name",
@@ -393,7 +393,7 @@ def wanted_state(
     if missing:
         raise CheckpointError(
             f"checkpoint {reader.tag!r} holds no {', '.join(missing[:8])}",
-            cure="load_optimizer_states=False begins with a new optimizer, "
+            hint="load_optimizer_states=False begins with a new optimizer, "
             "load_module_strict=False leaves alone what was not saved",
             value=missing,
         )

@@ -47,7 +47,7 @@ class BytesBuffer(CountedBuffer):
         if value:
             raise ShardingError(f"{self!r} computes nothing: it can be filled with 0 alone", value=value)
         self._memory.fill(0)
-        self.mark_written()
+        self.bump_version()
 
     def data_ptr(self) -> int:
         return self._memory.ctypes.data
@@ -58,7 +58,7 @@ class BytesBuffer(CountedBuffer):
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         self._check_nbytes(data)
         self._memory[:] = np.frombuffer(data, np.uint8)
-        self.mark_written()
+        self.bump_version()
 
 
 class SourceBuffer(CountedBuffer):
@@ -93,7 +93,7 @@ class SourceBuffer(CountedBuffer):
         raise self._read_only()
 
     def _read_only(self) -> ShardingError:
-        return ShardingError(f"{self!r} is read only", cure="write to the place that it reads from", value=self.numel)
+        return ShardingError(f"{self!r} is read only", hint="write to the place that it reads from", value=self.numel)
 
 
 def runs(tensor: TensorEntry) -> Iterator[tuple[int, int]]:

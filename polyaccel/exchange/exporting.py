@@ -64,7 +64,7 @@ def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) 
         if not tensors and kind != BUFFER:
             raise CheckpointError(
                 f"{reader.tag!r} holds no tensor of the kind {kind!r}",
-                cure=f"the kinds there are {', '.join(held)}",
+                hint=f"the kinds there are {', '.join(held)}",
                 value=kind,
             )
     names: dict[str, str] = {}
@@ -74,7 +74,7 @@ def chosen(reader: CheckpointReader, kinds: Sequence[str], dtype: DType | None) 
                 raise CheckpointError(
                     f"{tensor.fqn!r} is a tensor of the kinds {names[tensor.fqn]!r} and {kind!r}: a file of names has "
                     "room for one",
-                    cure="export one kind at a time",
+                    hint="export one kind at a time",
                     value=kind,
                 )
             names[tensor.fqn] = kind

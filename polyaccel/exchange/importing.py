@@ -48,7 +48,7 @@ class ImportTensor:
                 opened.seek(offset + start * dtype.itemsize)
                 data = opened.read(numel * dtype.itemsize)
             if len(data) != numel * dtype.itemsize:
-                raise CheckpointError(f"{file} ends inside of {fqn!r}", cure="fetch it again", value=str(file))
+                raise CheckpointError(f"{file} ends inside of {fqn!r}", hint="fetch it again", value=str(file))
             return data
 
         return cls(fqn, kind, shape, dtype, read)
@@ -132,7 +132,7 @@ def imported(incoming: Incoming, directory: str, tag: str, origin: str, progress
             raise CheckpointError(f"{tensor.fqn!r} ({tensor.kind}) comes twice", value=tensor.fqn)
         seen.add((tensor.fqn, tensor.kind))
     if not seen:
-        raise CheckpointError(f"{origin} holds no tensor", cure="give the folder of a model", value=origin)
+        raise CheckpointError(f"{origin} holds no tensor", hint="give the folder of a model", value=origin)
 
     def save(communicator: Communicator) -> Commit:
         return save_checkpoint(

@@ -44,7 +44,7 @@ def split(place: str, tag: str | None, storage: str | None = None) -> tuple[Stor
             if path.is_file() and (file := recognise_names(place, (path.name,))):
                 raise file.error()
             what = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{place} {what}", cure=_GIVE, value=place)
+            raise CheckpointError(f"{place} {what}", hint=_GIVE, value=place)
         above, name = str(path.resolve().parent), path.resolve().name
     else:
         above, _, name = at.location.rstrip("/").rpartition("/")
@@ -55,7 +55,7 @@ def split(place: str, tag: str | None, storage: str | None = None) -> tuple[Stor
     if tag not in (None, name):
         raise CheckpointError(
             f"{place} is the checkpoint {name!r}, and --tag asks for {tag!r}",
-            cure="give the directory that holds both, or no --tag",
+            hint="give the directory that holds both, or no --tag",
             value=tag,
         )
     return storage_of(above, storage), name
@@ -77,7 +77,7 @@ def listed(place: str, storage: str | None = None) -> tuple[TagStatus, ...]:
     if not any(status.is_good for status in found) and (foreign := recognise(at)):
         raise foreign.error()
     if not found:
-        raise CheckpointError(f"{place} holds no checkpoint", cure=_GIVE, value=place)
+        raise CheckpointError(f"{place} holds no checkpoint", hint=_GIVE, value=place)
     return tuple(found)
 
 
@@ -87,7 +87,7 @@ def _refuse_parent(at: Storage, place: str) -> None:
     inner = _directories(at, names)
     if inner and not any(at.size(f"{name}/{MARKER}") is not None for name in names):
         shown = ", ".join(f"{place.rstrip('/')}/{name}" for name in inner[:4])
-        raise CheckpointError(f"{place} holds no checkpoint; {shown} does", cure=f"give {shown}", value=place)
+        raise CheckpointError(f"{place} holds no checkpoint; {shown} does", hint=f"give {shown}", value=place)
 
 
 def _directories(at: Storage, names: Any) -> list[str]:
@@ -111,7 +111,7 @@ def _plugin(text: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
             f"--storage {text}: expected a name, or JSON with one",
-            cure="""write it as in the config, such as '{"fsspec": {"endpoint_url": "http://minio.local:9000"}}'""",
+            hint="""write it as in the config, such as '{"fsspec": {"endpoint_url": "http://minio.local:9000"}}'""",
             value=text,
         ) from error
     return str(name), dict(options)

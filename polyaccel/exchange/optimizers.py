@@ -127,7 +127,7 @@ class PeerOptimizer:
             if not steps:
                 raise CheckpointError(
                     f"{self.origin} has states of {family} without a count of updates",
-                    cure="give --weights-only to begin with a new optimizer",
+                    hint="give --weights-only to begin with a new optimizer",
                     value=family,
                 )
         return replace(

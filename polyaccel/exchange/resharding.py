@@ -24,7 +24,7 @@ def resharded(
     Raises CheckpointError for damage, and for fewer ranks than one.
     """
     if ranks < 1:
-        raise CheckpointError(f"{ranks} ranks cannot write a checkpoint", cure="give --ranks 1 or more", value=ranks)
+        raise CheckpointError(f"{ranks} ranks cannot write a checkpoint", hint="give --ranks 1 or more", value=ranks)
 
     def save(communicator: Communicator) -> Commit:
         return save_checkpoint(

@@ -47,14 +47,14 @@ class Handover:
         """
         given = tensor.detach()
         if given.layout is not torch.strided:
-            raise PolyaccelError(f"JAX has no {given.layout} tensors", cure="call to_dense() on it", value=given.layout)
+            raise PolyaccelError(f"JAX has no {given.layout} tensors", hint="call to_dense() on it", value=given.layout)
         plain = narrow(given.resolve_conj().resolve_neg().contiguous())
         try:
             array: jax.Array = jax.dlpack.from_dlpack(plain)
         except Exception as error:
             raise PolyaccelError(
                 f"JAX cannot take a {plain.dtype} tensor on {plain.device}: {type(error).__name__}: {error}",
-                cure="use a device that JAX has too (JAX_PLATFORMS), or move the layer's inputs to the CPU",
+                hint="use a device that JAX has too (JAX_PLATFORMS), or move the layer's inputs to the CPU",
                 value=str(plain.device),
             ) from error
         self.note(given.numel() == 0 or array.unsafe_buffer_pointer() == given.data_ptr())
@@ -87,7 +87,7 @@ def narrow(tensor: Tensor) -> Tensor:
     if tensor.dtype in _WIDE_NUMBERS:
         raise PolyaccelError(
             f"JAX would cut {tensor.dtype} to half of its bits in silence",
-            cure='use float32, or jax.config.update("jax_enable_x64", True) before JAX is used',
+            hint='use float32, or jax.config.update("jax_enable_x64", True) before JAX is used',
             value=str(tensor.dtype),
         )
     if tensor.dtype not in _WIDE_INTEGERS:
@@ -97,7 +97,7 @@ def narrow(tensor: Tensor) -> Tensor:
         if least < _INT32.min or most > _INT32.max:
             raise PolyaccelError(
                 f"integers from {least} to {most} do not fit into JAX's 32 bits",
-                cure='jax.config.update("jax_enable_x64", True) before JAX is used',
+                hint='jax.config.update("jax_enable_x64", True) before JAX is used',
                 value=(least, most),
             )
     return tensor.to(torch.int32)

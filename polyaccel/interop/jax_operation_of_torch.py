@@ -112,7 +112,7 @@ class HostOperation:
             raise PolyaccelError(
                 f"the module returned {tensor.dtype} {tuple(tensor.shape)} where {expected.dtype} {expected.shape} was "
                 "compiled",
-                cure="let shapes and types of results depend on those of the inputs only",
+                hint="let shapes and types of results depend on those of the inputs only",
                 value=tuple(tensor.shape),
             )
         self._handover.note(False)
@@ -126,7 +126,7 @@ def require_unwritten(tensors: Sequence[Tensor]) -> None:
     if any(tensor._version for tensor in tensors):
         raise PolyaccelError(
             "the module changed an input or a parameter in place, which is the memory of JAX",
-            cure="use the operation that gives a new tensor, such as relu for relu_",
+            hint="use the operation that gives a new tensor, such as relu for relu_",
         )
 
 

@@ -67,7 +67,7 @@ class JaxModule(nn.Module):
         if torch._C._are_functorch_transforms_active():
             raise PolyaccelError(
                 "a function of JAX cannot run inside vmap, grad or another transform of torch.func",
-                cure="use jax.vmap and the like in the function itself, and torch.autograd for gradients",
+                hint="use jax.vmap and the like in the function itself, and torch.autograd for gradients",
             )
         named = {
             **dict(self.named_parameters(remove_duplicate=False)),
@@ -104,7 +104,7 @@ class _Call:
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
         odd = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, Hashable))})
         if odd:
-            raise PolyaccelError(f"a {odd[0]} was passed to a function of JAX", cure="pass tensors", value=odd)
+            raise PolyaccelError(f"a {odd[0]} was passed to a function of JAX", hint="pass tensors", value=odd)
         return self._programs.operation(form, constants)(self.handover, *params, *tensors)
 
 
@@ -196,6 +196,6 @@ def _register(root: nn.Module, fqn: str, value: Tensor) -> None:
     except KeyError as error:
         raise PolyaccelError(
             f"a module of torch cannot have a parameter {fqn!r}: {error.args[0]}",
-            cure="use another key for it in params",
+            hint="use another key for it in params",
             value=fqn,
         ) from None

@@ -61,7 +61,7 @@ class TorchFunction:
             if tensor.device.type != "cpu":
                 raise PolyaccelError(
                     f"{name!r} is on {tensor.device}, and JAX calls torch on the CPU",
-                    cure="call module.cpu() first",
+                    hint="call module.cpu() first",
                     value=str(tensor.device),
                 )
         self.module = module
@@ -87,7 +87,7 @@ class TorchFunction:
         if set(params) != set(self._names):
             odd = sorted(set(params) ^ set(self._names))
             raise PolyaccelError(
-                f"parameters {odd} are missing or unknown", cure="pass a pytree like fn.params", value=odd
+                f"parameters {odd} are missing or unknown", hint="pass a pytree like fn.params", value=odd
             )
         leaves, form = jax.tree.flatten((args, kwargs))
         constants = tuple(_ARRAY if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
@@ -116,7 +116,7 @@ class TorchFunction:
             if self._modes() != modes:
                 raise PolyaccelError(
                     "module.train() or module.eval() was called after its function was compiled",
-                    cure="compile a function for each: call jax.jit on it again",
+                    hint="compile a function for each: call jax.jit on it again",
                 )
             buffers = dict(self.module.named_buffers())
             versions = [buffer._version for buffer in buffers.values()]
@@ -136,7 +136,7 @@ class TorchFunction:
         leaves, structure = jax.tree.flatten(result)
         odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
         if odd:
-            raise PolyaccelError(f"the module returned a {odd[0]}", cure="return tensors only", value=odd[0])
+            raise PolyaccelError(f"the module returned a {odd[0]}", hint="return tensors only", value=odd[0])
         results = [describe(narrow(leaf)) for leaf in leaves]
         return HostOperation(run, arguments, results, self._handover), structure
 
@@ -196,7 +196,7 @@ def _require_unchanged(buffers: dict[str, Tensor], versions: Sequence[int]) -> N
         if buffer._version != version:
             raise PolyaccelError(
                 f"the module changes its buffer {name!r}, and JAX may run it any number of times",
-                cure="call module.eval() before the function is compiled",
+                hint="call module.eval() before the function is compiled",
                 value=name,
             )
 
@@ -212,7 +212,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_refused and torch.Tag.nondeterministic_seeded in func.tags:
             raise PolyaccelError(
                 f"the module draws random numbers ({func}), and its backward would draw others",
-                cure="pass rng=, a random key, or call module.eval() first",
+                hint="pass rng=, a random key, or call module.eval() first",
                 value=str(func),
             )
         return func(*args, **(kwargs or {}))

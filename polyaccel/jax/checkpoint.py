@@ -120,7 +120,7 @@ def _check(
         raise CheckpointError(
             f"checkpoint {reader.tag!r} has the numbers {sorted(numbers)} of an optax transformation, this run's has "
             f"{sorted(optax.numbers)}",
-            cure="load another tag, or begin with a new optimizer: load_optimizer_states=False",
+            hint="load another tag, or begin with a new optimizer: load_optimizer_states=False",
             value=sorted(numbers),
         )
     on_tree = run.zero.optimizer if sources is not None and isinstance(run.zero.optimizer, OptaxOnTree) else None

@@ -41,7 +41,7 @@ class OwnTree:
         if found != wanted:
             raise CheckpointError(
                 f"custom_load_fn returned a tree of the structure {str(found)[:200]}, not {str(wanted)[:200]}",
-                cure="return a tree like dst",
+                hint="return a tree like dst",
                 value=str(found)[:200],
             )
         return GivenValues({fqn: _value(fqn, leaf) for fqn, leaf in named_leaves(made)[0].items()})

@@ -184,12 +184,12 @@ class JaxEngine(Engine):
     def _micro_batches(self, data: Any) -> list[Any]:
         count = self.gradient_accumulation_steps()
         if data is None:
-            raise PolyaccelError("train_batch has no data", cure="pass a batch, or an iterator of micro-batches")
+            raise PolyaccelError("train_batch has no data", hint="pass a batch, or an iterator of micro-batches")
         if _is_iterator(data):
             with self.timer("data"):
                 return [next(data) for _ in range(count)]
-        cure = "give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu"
-        parts = split_batch(data, count, over="micro-batches", length_cure=cure)
+        hint = "give all arrays a first axis of gradient_accumulation_steps * train_micro_batch_size_per_gpu"
+        parts = split_batch(data, count, over="micro-batches", length_cure=hint)
         self._look_at_cut(data, parts)
         return parts
 
@@ -230,7 +230,7 @@ class JaxEngine(Engine):
                 raise
             raise PolyaccelError(
                 f"the function takes this batch, but no part of it: {type(error).__name__}: {error}",
-                cure="declare what is no array of samples: polyaccel.jax.replicated(value) in the batch",
+                hint="declare what is no array of samples: polyaccel.jax.replicated(value) in the batch",
                 value=str(error),
             ) from error
 
@@ -351,7 +351,7 @@ class JaxEngine(Engine):
         if os.getpid() != self._pid:
             raise PolyaccelError(
                 f"the engine of process {self._pid} is used in {os.getpid()}, which was forked from it",
-                cure='start workers of a data loader with multiprocessing context "spawn" or "forkserver"',
+                hint='start workers of a data loader with multiprocessing context "spawn" or "forkserver"',
                 value=os.getpid(),
             )
 

@@ -79,8 +79,8 @@ def initialize(
     section = runtime.config.scheduler
     if section is not None:
         if "lr" not in hyperparameters:
-            cure = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
-            raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", cure)])
+            hint = 'use "optimizer" of the config with it; an optax transformation has its schedule inside'
+            raise ConfigError([Problem("scheduler.type", section.type, "there is no learning rate to move", hint)])
         engine.lr_scheduler = build_schedule(section.type, section.params, engine.optimizer)
     return engine
 
@@ -98,21 +98,21 @@ def _check_config(runtime: EngineBuilder, *, is_native: bool, is_list: bool) -> 
     is_host = runtime.accelerator.works_on_host_memory and jax.default_backend() == "cpu"
     if runtime.policy.params is Placement.SHARDED and not is_host and not is_native:
         expected = f"JAX on {jax.default_backend()!r} cannot call into the engine to gather parameters"
-        cure = "use stage 0 to 2, or the CPU: JAX_PLATFORMS=cpu and DS_ACCELERATOR=cpu"
-        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
+        hint = "use stage 0 to 2, or the CPU: JAX_PLATFORMS=cpu and DS_ACCELERATOR=cpu"
+        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, hint))
     of_threads = own_thread_communicator()
     if runtime.policy.params is Placement.SHARDED and of_threads is not None and of_threads.world_size > 1:
         expected = "ranks that are threads share XLA's threads, which programs hold while they wait for each other"
-        cure = "start ranks as processes (polyaccel run), or use stage 0 to 2"
-        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, cure))
+        hint = "start ranks as processes (polyaccel run), or use stage 0 to 2"
+        problems.append(Problem("zero_optimization.stage", config.zero_optimization.stage, expected, hint))
     if not is_native and not runtime.accelerator.capabilities().mutable_buffers:
         expected = f"arrays on accelerator {runtime.accelerator.name!r} never change, and views of them show no update"
         problems.append(Problem("jax.execution", config.jax.execution, expected, 'use "native"'))
     if config.torch_autocast.enabled:
         problems.append(Problem("torch_autocast.enabled", True, "JAX has no autocast", 'use "bf16" or "fp16"'))
     if config.tiled_compute.enabled:
-        cure = "map over tiles in the function: jax.lax.map and jax.checkpoint"
-        problems.append(Problem("tiled_compute.enabled", True, "not available for JAX", cure))
+        hint = "map over tiles in the function: jax.lax.map and jax.checkpoint"
+        problems.append(Problem("tiled_compute.enabled", True, "not available for JAX", hint))
     recompute = recompute_policy_of(config)
     for key, value in config.activation_checkpointing.model_dump().items():
         if value and key not in _RECOMPUTATION and recompute != RecomputePolicy():
@@ -128,17 +128,17 @@ def _pipeline_problems(runtime: EngineBuilder, key: str, stages: int, *, is_list
     """Settings of the config that stages of JAX do not have."""
     section = runtime.config.pipeline
     if not is_list:
-        cure = "give initialize a list of functions layer(params, value, rng), and params as a list of as many"
-        yield Problem(key, stages, "cuts a model that is a list of layers, and this is one function", cure)
+        hint = "give initialize a list of functions layer(params, value, rng), and params as a list of as many"
+        yield Problem(key, stages, "cuts a model that is a list of layers, and this is one function", hint)
     if runtime.policy.params is Placement.SHARDED:
         zero, expected = runtime.config.zero_optimization.stage, "stages of JAX have their parameters whole"
         yield Problem("zero_optimization.stage", zero, expected, "use stage 0 to 2")
     if section.partition.lower() == "measured":
-        expected, cure = "functions of JAX are not tried", 'use "parameters", "uniform" or "type:REGEX"'
-        yield Problem("pipeline.partition", section.partition, expected, cure)
+        expected, hint = "functions of JAX are not tried", 'use "parameters", "uniform" or "type:REGEX"'
+        yield Problem("pipeline.partition", section.partition, expected, hint)
     if interval := section.activation_checkpoint_interval:
-        cure = "use jax.checkpoint in the layers"
-        yield Problem("pipeline.activation_checkpoint_interval", interval, "not available for JAX", cure)
+        hint = "use jax.checkpoint in the layers"
+        yield Problem("pipeline.activation_checkpoint_interval", interval, "not available for JAX", hint)
     if runtime.config.activation_checkpointing.enabled:
         key, expected = "activation_checkpointing.enabled", "not available for stages of JAX"
         yield Problem(key, True, expected, "use jax.checkpoint in the layers")
@@ -154,8 +154,8 @@ def _native_problems(runtime: EngineBuilder) -> list[Problem]:
     if zero.offload_optimizer.device != "none":
         key = "zero_optimization.offload_optimizer.device"
         expected = "native mode updates inside one program of JAX's devices, where the states rest"
-        cure = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
-        problems.append(Problem(key, zero.offload_optimizer.device, expected, cure))
+        hint = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
+        problems.append(Problem(key, zero.offload_optimizer.device, expected, hint))
     if config.comms_logger.enabled:
         expected = "what JAX exchanges inside a program is not seen"
         problems.append(Problem("comms_logger.enabled", True, expected, "use jax.profiler"))
@@ -170,15 +170,15 @@ def _make_optimizer(
         if not (callable(getattr(client, "init", None)) and callable(getattr(client, "update", None))):
             kind = type(client).__name__
             has_one = callable(getattr(getattr(client, "tx", None), "update", None))
-            cure = "pass an optax transformation, or name the optimizer in the config"
-            cure = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else cure
-            raise PolyaccelError(f"a {kind} is no optax transformation", cure=cure, value=kind)
+            hint = "pass an optax transformation, or name the optimizer in the config"
+            hint = "pass its transformation, optimizer.tx; the engine makes the states" if has_one else hint
+            raise PolyaccelError(f"a {kind} is no optax transformation", hint=hint, value=kind)
         return optax_optimizer(client, params, runtime.param_dtype, may_be_whole=may_be_whole), {}
     section = runtime.config.optimizer
     native = runtime.native_optimizer()
     if native is not None:
         return native
     if section is not None:
-        cure = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="
-        raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", cure)])
+        hint = f"use one of {', '.join(OPTIMIZERS)}, or pass an optax transformation as optimizer="
+        raise ConfigError([Problem("optimizer.type", section.type, "is not available for JAX", hint)])
     return None, {}

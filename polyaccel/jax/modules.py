@@ -34,22 +34,22 @@ def as_function(model: Any, params: Any) -> tuple[LossFn, Any]:
             if not callable(model):
                 raise PolyaccelError(
                     f"a {kind} has no __call__ that gives the loss",
-                    cure="pass a function fn(params, batch, rng) that uses its parts, and its parameters as params=",
+                    hint="pass a function fn(params, batch, rng) that uses its parts, and its parameters as params=",
                     value=kind,
                 )
             return convert(model, params)
     if hasattr(model, "opt_state"):
         raise PolyaccelError(
             f"a {kind} is a training state, and no model",
-            cure="pass the module or the function alone as model=, and the transformation as optimizer=: the engine "
+            hint="pass the module or the function alone as model=, and the transformation as optimizer=: the engine "
             "makes its states",
             value=kind,
         )
     if not callable(model) or isinstance(model, type):
-        raise PolyaccelError(f"a {kind} is no function", cure="pass model=fn, fn(params, batch, rng)", value=kind)
+        raise PolyaccelError(f"a {kind} is no function", hint="pass model=fn, fn(params, batch, rng)", value=kind)
     if params is None:
         raise PolyaccelError(
-            "initialize was called without params", cure="pass the pytree of the function's parameters"
+            "initialize was called without params", hint="pass the pytree of the function's parameters"
         )
     return model, params
 
@@ -59,7 +59,7 @@ def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
     from flax.errors import InvalidRngError
 
     if params is None:
-        raise PolyaccelError("a flax.linen module has no parameters", cure="pass params=model.init(key, ...)")
+        raise PolyaccelError("a flax.linen module has no parameters", hint="pass params=model.init(key, ...)")
     others = sorted(set(params) - {"params"}) if "params" in params else []
     if others:
         raise _stateful(others)
@@ -81,7 +81,7 @@ def _from_linen(model: Any, params: Any) -> tuple[LossFn, Any]:
             stream = missing_stream(error)
             raise PolyaccelError(
                 f"the module draws random numbers in evaluation, of the stream {stream!r}, and there is no key",
-                cure=f'draw where self.has_rng("{stream}") alone, or by an argument train; or pass a function that '
+                hint=f'draw where self.has_rng("{stream}") alone, or by an argument train; or pass a function that '
                 "gives model.apply its rngs",
                 value=stream,
             ) from error
@@ -151,12 +151,12 @@ _KINDS: tuple[tuple[str, str, Callable[[Any, Any], tuple[LossFn, Any]]], ...] = 
 
 def _require_own(params: Any) -> None:
     if params is not None:
-        raise PolyaccelError("params were passed with a module that has its own", cure="leave params out")
+        raise PolyaccelError("params were passed with a module that has its own", hint="leave params out")
 
 
 def _stateful(names: list[str]) -> PolyaccelError:
     return PolyaccelError(
         f"the module has state that is no parameter: {', '.join(names)}",
-        cure="use layers without running statistics, or pass a function that keeps such state itself",
+        hint="use layers without running statistics, or pass a function that keeps such state itself",
         value=names,
     )

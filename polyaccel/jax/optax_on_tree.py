@@ -92,7 +92,7 @@ class OptaxOnTree(SliceOptimizer):
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise CheckpointError(
                 f"the saved state of the optax transformation does not fit: {error}",
-                cure="build the transformation that was saved; load_optimizer_states=False begins with a new one",
+                hint="build the transformation that was saved; load_optimizer_states=False begins with a new one",
             ) from error
 
     def take_whole_state(self, leaves: list[Any] | None) -> None:
@@ -114,7 +114,7 @@ def optax_optimizer(
         raise ShardingError(
             f"the optax transformation {name} does not update elements independently ({error}), and this run has no "
             "whole parameters for it",
-            cure='use "zero_optimization": {"stage": 0} with "jax": {"execution": "views"} and no stages of a '
+            hint='use "zero_optimization": {"stage": 0} with "jax": {"execution": "views"} and no stages of a '
             'pipeline, or an elementwise one; clip by norm with "gradient_clipping" of the config, LAMB is in the '
             "config too",
             value=name,

@@ -76,7 +76,7 @@ class TracedTransformation:
             name = function_name([*str(error).split(), *reversed(list(frames))]) or self.name
             raise ShardingError(
                 f"the optax transformation {name} fails on these parameters: {type(error).__name__}: {error}",
-                cure="give it masks and labels of the tree of parameters; the engine passes gradients, state and "
+                hint="give it masks and labels of the tree of parameters; the engine passes gradients, state and "
                 "parameters to `update`, and no loss value",
                 value=name,
             ) from error

@@ -76,7 +76,7 @@ class JaxPipelineEngine(ViewsEngine):
         if not jax.tree.leaves(mine):
             raise PipelineError(
                 f"stage {self._stage} has the layers {sorted(own)}, none of which has parameters",
-                cure='use fewer stages, or another "pipeline": {"partition": ...}',
+                hint='use fewer stages, or another "pipeline": {"partition": ...}',
                 value=self._stage,
             )
         told = f"the schedule {table.name}, whose table has the sum {crc32(write_table(table).encode()):08x}"
@@ -138,7 +138,7 @@ class JaxPipelineEngine(ViewsEngine):
     def _alone(self, call: str) -> PolyaccelError:
         return PolyaccelError(
             f"{call}: this rank has stage {self._stage} of {self._stages} alone",
-            cure="call engine.train_batch(data) or engine.eval_batch(data) on every rank",
+            hint="call engine.train_batch(data) or engine.eval_batch(data) on every rank",
             value=self._stage,
         )
 

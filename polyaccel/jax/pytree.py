@@ -27,12 +27,12 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], Any]:
         fqn = ".".join(_part(key) for key in path) or "params"
         if fqn in leaves:
             raise ShardingError(
-                f"two parameters are called {fqn!r}", cure="use keys without dots where this is ambiguous", value=fqn
+                f"two parameters are called {fqn!r}", hint="use keys without dots where this is ambiguous", value=fqn
             )
         _check(fqn, leaf)
         leaves[fqn] = leaf
     if not leaves:
-        raise ShardingError("params has no arrays", cure="pass the pytree of parameters that the function takes")
+        raise ShardingError("params has no arrays", hint="pass the pytree of parameters that the function takes")
     return leaves, structure
 
 
@@ -43,22 +43,22 @@ def require_only_params(params: Any) -> None:
         if not _is_state(node):
             continue
         kind, place = type(node).__name__, f"params{jax.tree_util.keystr(path)}"
-        cure = "pass the parameters alone as params="
+        hint = "pass the parameters alone as params="
         if _has(node, "opt_state"):
             params_of, tx_of = (
                 f" ({place}[{name!r}])" if isinstance(node, Mapping) else f" ({place}.{name})"
                 for name in ("params", "tx")
             )
-            cure += params_of if _has(node, "params") else ""
-            cure += f", and the transformation as optimizer={tx_of if _has(node, 'tx') else ''}"
+            hint += params_of if _has(node, "params") else ""
+            hint += f", and the transformation as optimizer={tx_of if _has(node, 'tx') else ''}"
             what = "a training state"
         elif _is_of_optax(node):
-            cure += ", and the transformation as optimizer=, whose states the engine makes"
+            hint += ", and the transformation as optimizer=, whose states the engine makes"
             what = "a state of an optax transformation"
         else:
-            cure += f" ({place}['params']), and statistics in the batch, marked by polyaccel.jax.replicated"
+            hint += f" ({place}['params']), and statistics in the batch, marked by polyaccel.jax.replicated"
             what = "variables with running statistics (batch_stats)"
-        raise ShardingError(f"{place} is a {kind}, {what}: it would be trained as parameters", cure=cure, value=kind)
+        raise ShardingError(f"{place} is a {kind}, {what}: it would be trained as parameters", hint=hint, value=kind)
 
 
 def _is_state(node: Any) -> bool:
@@ -87,20 +87,20 @@ def dtype_of(fqn: str, leaf: Any) -> DType:
     if found in _WIDE and kept != found:
         raise ShardingError(
             f"parameter {fqn!r} is {found.name}, and JAX would cut it to {kept.name} in silence",
-            cure='convert it to int32, or jax.config.update("jax_enable_x64", True) before JAX is used',
+            hint='convert it to int32, or jax.config.update("jax_enable_x64", True) before JAX is used',
             value=found.name,
         )
     try:
         return DType.parse(kept.name)
     except ShardingError as error:
         if np.issubdtype(kept, np.complexfloating):
-            cure = "make its real and imaginary parts two parameters: jax.lax.complex(re, im) in the function"
+            hint = "make its real and imaginary parts two parameters: jax.lax.complex(re, im) in the function"
         elif kept.kind == "u":
-            cure = f"convert it to a signed type (leaf.view(jnp.{kept.name[1:]}) keeps its bits), or close over it"
+            hint = f"convert it to a signed type (leaf.view(jnp.{kept.name[1:]}) keeps its bits), or close over it"
         else:
-            cure = "use float32, bfloat16, float16, or integers of up to 32 bits"
+            hint = "use float32, bfloat16, float16, or integers of up to 32 bits"
         raise ShardingError(
-            f"parameter {fqn!r} is {kept.name}, of which the engine holds no parameters", cure=cure, value=kept.name
+            f"parameter {fqn!r} is {kept.name}, of which the engine holds no parameters", hint=hint, value=kept.name
         ) from error
 
 
@@ -128,23 +128,23 @@ def _check(fqn: str, leaf: Any) -> None:
         if leaf.is_deleted():
             raise ShardingError(
                 f"parameter {fqn!r} was deleted or donated",
-                cure="pass arrays that no jit with donate_argnums has taken",
+                hint="pass arrays that no jit with donate_argnums has taken",
                 value=fqn,
             )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ShardingError(
-                f"parameter {fqn!r} is a random key", cure="pass keys as rng, not as parameters", value=fqn
+                f"parameter {fqn!r} is a random key", hint="pass keys as rng, not as parameters", value=fqn
             )
         if len(leaf.devices()) != 1 or not leaf.is_fully_addressable:
             raise ShardingError(
                 f"parameter {fqn!r} lies on {len(leaf.devices())} devices",
-                cure="pass whole arrays on one device: the engine shards them over ranks, one device a rank",
+                hint="pass whole arrays on one device: the engine shards them over ranks, one device a rank",
                 value=fqn,
             )
     elif not isinstance(leaf, (np.ndarray, np.generic, bool, int, float)):
         kind = type(leaf).__name__
         raise ShardingError(
             f"parameter {fqn!r} is a {kind}, not an array",
-            cure="keep what is no array out of params: close over it, or use equinox.partition",
+            hint="keep what is no array out of params: close over it, or use equinox.partition",
             value=kind,
         )

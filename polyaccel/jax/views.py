@@ -57,7 +57,7 @@ class ParamViews:
         """The present arrays in tree order. One that was deleted, or donated to a jit, is imported again: neither
         touches memory that is not JAX's own."""
         for fqn, array in self._arrays.items():
-            is_stale = fqn in self._copied and self._copied[fqn] != self._buffers[fqn].generation
+            is_stale = fqn in self._copied and self._copied[fqn] != self._buffers[fqn].version
             if is_stale or array.is_deleted():
                 self._import(fqn)
         return [self._arrays[fqn] for fqn in self.names()]
@@ -83,7 +83,7 @@ class ParamViews:
         buffer = self._buffers[fqn]
         array = array_over(buffer, self._shapes[fqn], f"parameter {fqn!r}")
         if buffer.numel and array.unsafe_buffer_pointer() != buffer.data_ptr():
-            self._copied[fqn] = buffer.generation
+            self._copied[fqn] = buffer.version
         self._arrays[fqn] = array
 
 
@@ -109,7 +109,7 @@ def array_over(buffer: Buffer, shape: tuple[int, ...], name: str) -> jax.Array:
     if array.dtype.name != buffer.dtype.value:
         raise ShardingError(
             f"{name} is {buffer.dtype.value} to the engine and {array.dtype.name} to JAX",
-            cure='jax.config.update("jax_enable_x64", True), or use types of 32 bits',
+            hint='jax.config.update("jax_enable_x64", True), or use types of 32 bits',
             value=buffer.dtype.value,
         )
     return array
@@ -124,6 +124,6 @@ def _over(shaped: Any, name: str) -> jax.Array:
     except Exception as error:
         raise ShardingError(
             f"JAX cannot see the engine's memory for {name}: {type(error).__name__}: {error}",
-            cure="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR alike",
+            hint="let JAX and polyaccel use the same device: set JAX_PLATFORMS and DS_ACCELERATOR alike",
             value=name,
         ) from error

@@ -143,7 +143,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
+class JobResult:
     """How a job ended: its exit `code`, and for one that is not 0 the `cause`, a sentence. `killed` counts the ranks
     that a signal had ended before the others were asked to end. `was_asked`: it ended of a signal that was passed
     on.
@@ -158,7 +158,7 @@ class JobEnd:
     was_asked: bool = False
 
 
-def look_at_nothing() -> None:
+def noop() -> None:
     """For who has nothing to look at while a job runs."""
 
 
@@ -183,16 +183,16 @@ class Launcher(ABC):
         Raises LaunchError for a job that cannot be started this way. As it is here, it plans nothing and says so.
         """
         raise LaunchError(
-            f"the launcher {self.name!r} does not say beforehand what it starts", cure="leave --dry-run out"
+            f"the launcher {self.name!r} does not say beforehand what it starts", hint="leave --dry-run out"
         )
 
-    def way_to(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
+    def remote_command(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
         """A command that runs `command` on a host of the job, in its folder, with this command's input and output, and
         ends with it. As it is here None: nothing but ranks is started on other hosts."""
         return None
 
     @abstractmethod
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         """Start the ranks, wait for them, and tell how the job ended.
 
         The reason stands on standard error, with the rank's number. When this returns or raises, no process of the job

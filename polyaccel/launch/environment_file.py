@@ -22,7 +22,7 @@ _KEY = re.compile(r"([^\s=#'\"]*)[ \t]*=[ \t]*|([^\s=#'\"]+)")
 _EXPORT = re.compile(r"export[ \t]+(?!=)")
 _ALTERNATIVE = re.compile(r"(:?)([-+])")
 _ENDS_A_COMMAND = ";&|<>()"
-_CURE = "write NAME=VALUE, or NAME='VALUE' to have each character stand for itself"
+_HINT = "write NAME=VALUE, or NAME='VALUE' to have each character stand for itself"
 _BOMS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
 
@@ -41,7 +41,7 @@ def read_environment(file: Path, environment: Mapping[str, str]) -> dict[str, st
         text = read_text(file)
     except OSError as error:
         raise LaunchError(
-            f"the file of variables {file} cannot be read: {error}", cure="let this user read it", value=str(file)
+            f"the file of variables {file} cannot be read: {error}", hint="let this user read it", value=str(file)
         ) from error
     return _Scanner(file, text, environment).variables()
 
@@ -216,4 +216,4 @@ class _Scanner:
 
     def _wrong(self, what: str) -> LaunchError:
         number = 1 + self._text.count("\n", 0, self._began)
-        return LaunchError(f"{self._file}, line {number}: {what}", cure=_CURE, value=number)
+        return LaunchError(f"{self._file}, line {number}: {what}", hint=_HINT, value=number)

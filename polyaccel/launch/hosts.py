@@ -36,7 +36,7 @@ def read_hostfile(file: Path) -> Hosts:
         lines = read_text(file).splitlines()
     except OSError as error:
         raise LaunchError(
-            f"the hostfile {file} cannot be read: {error}", cure="give a text file: --hostfile FILE", value=str(file)
+            f"the hostfile {file} cannot be read: {error}", hint="give a text file: --hostfile FILE", value=str(file)
         ) from error
     hosts, wrong = Hosts(), list[str]()
     for number, line in enumerate(lines, 1):
@@ -55,11 +55,11 @@ def read_hostfile(file: Path) -> Hosts:
         else:
             hosts[found[1]] = tuple(range(int(found[2])))
     if wrong:
-        cure = "write each host once, as `host slots=2`"
-        raise LaunchError(f"{file}, {'; '.join(wrong)}", cure=cure, value=str(file))
+        hint = "write each host once, as `host slots=2`"
+        raise LaunchError(f"{file}, {'; '.join(wrong)}", hint=hint, value=str(file))
     if not hosts:
-        cure = "write lines `host slots=2`, or leave --hostfile out"
-        raise LaunchError(f"{file} names no host", cure=cure, value=str(file))
+        hint = "write lines `host slots=2`, or leave --hostfile out"
+        raise LaunchError(f"{file} names no host", hint=hint, value=str(file))
     return hosts
 
 
@@ -71,8 +71,8 @@ def listed_hosts(text: str) -> Hosts:
         count = 0 if found is None or len(found[2] or "") > 9 else int(found[2] or 1)
         host = "" if found is None else found[1].removeprefix("[").removesuffix("]")
         if not host or not 1 <= count <= MOST_SLOTS or host in hosts:
-            cure = f"write each host once, as HOST or HOST:N with 1 to {MOST_SLOTS} slots: a:8,b:8"
-            raise LaunchError(f"--hosts {text!r}: {part!r} is no host", cure=cure, value=text)
+            hint = f"write each host once, as HOST or HOST:N with 1 to {MOST_SLOTS} slots: a:8,b:8"
+            raise LaunchError(f"--hosts {text!r}: {part!r} is no host", hint=hint, value=text)
         hosts[host] = tuple(range(count))
     return hosts
 
@@ -95,8 +95,8 @@ def excluded(hosts: Mapping[str, tuple[int, ...]], text: str) -> Hosts:
 def first_hosts(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """The first `count` of `hosts`. Raises LaunchError where there are fewer."""
     if not 1 <= count <= len(hosts):
-        cure = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
-        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} known", cure=cure, value=count)
+        hint = f"give a number from 1 to {len(hosts)}, or name more hosts in a hostfile, with lines `host slots=N`"
+        raise LaunchError(f"--num_nodes {count}, and {_count(len(hosts), 'host')} known", hint=hint, value=count)
     return dict(list(hosts.items())[:count])
 
 
@@ -104,8 +104,8 @@ def first_slots(hosts: Mapping[str, tuple[int, ...]], count: int) -> Hosts:
     """Slots 0 to `count` - 1 of every host, whatever its line says. Raises LaunchError for a count that none can
     have."""
     if not 1 <= count <= MOST_SLOTS:
-        cure = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
-        raise LaunchError(f"--nproc {count}: ranks on each host cannot be so many", cure=cure, value=count)
+        hint = f"give a number from 1 to {MOST_SLOTS}, or leave it out"
+        raise LaunchError(f"--nproc {count}: ranks on each host cannot be so many", hint=hint, value=count)
     return {host: tuple(range(count)) for host in hosts}
 
 
@@ -128,7 +128,7 @@ def without_user(hosts: Mapping[str, tuple[int, ...]], launcher: str) -> Hosts:
         if user not in ("", _this_user()):
             raise LaunchError(
                 f"--launcher {launcher} starts ranks as {_this_user()}, and the job has {host}",
-                cure="leave the user out, or use --launcher ssh",
+                hint="leave the user out, or use --launcher ssh",
                 value=host,
             )
     return {address_of(host): slots for host, slots in hosts.items()}
@@ -152,17 +152,17 @@ def _parsed(text: str, hosts: Mapping[str, tuple[int, ...]], option: str) -> Hos
         del parts[:taken]
         host = _host_in(part)
         if not host:
-            cure = "write host:0,2-4@host2, and an IPv6 address as [::1]:0"
-            raise LaunchError(f"{option} {text}: {part!r} names no host", cure=cure, value=text)
+            hint = "write host:0,2-4@host2, and an IPv6 address as [::1]:0"
+            raise LaunchError(f"{option} {text}: {part!r} names no host", hint=hint, value=text)
         host = _known_as(host, hosts)
         if host not in hosts:
-            cure = f"the hosts are {', '.join(hosts)}"
-            raise LaunchError(f"{option} {text}: there is no host {host!r}", cure=cure, value=text)
+            hint = f"the hosts are {', '.join(hosts)}"
+            raise LaunchError(f"{option} {text}: there is no host {host!r}", hint=hint, value=text)
         match = _PART.fullmatch(part)
         numbers = None if match is None else match[2]
         if whole.setdefault(host, numbers is None) is not (numbers is None):
-            cure = "name the whole host, or its slots"
-            raise LaunchError(f"{option} {text}: {host!r} stands there twice", cure=cure, value=text)
+            hint = "name the whole host, or its slots"
+            raise LaunchError(f"{option} {text}: {host!r} stands there twice", hint=hint, value=text)
         slots = hosts[host] if numbers is None else _slots(numbers, text, host, hosts[host], option)
         found[host] = tuple(sorted({*found.get(host, ()), *slots}))
     return found
@@ -187,15 +187,15 @@ def _slots(numbers: str, text: str, host: str, known: tuple[int, ...], option: s
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise LaunchError(
                 f"{option} {text}: {part!r} is no number of a slot, and no range",
-                cure=f"write {host}:0,2-4",
+                hint=f"write {host}:0,2-4",
                 value=text,
             )
         low, high = int(match[1]), int(match[2] or match[1])
         unknown = next((slot for slot in range(low, min(high, MOST_SLOTS) + 1) if slot not in known), None)
         if unknown is not None or high > MOST_SLOTS:
-            cure = f"its slots are {', '.join(map(str, known))}"
+            hint = f"its slots are {', '.join(map(str, known))}"
             shown = high if unknown is None else unknown
-            raise LaunchError(f"{option} {text}: {host} has no slot {shown}", cure=cure, value=text)
+            raise LaunchError(f"{option} {text}: {host} has no slot {shown}", hint=hint, value=text)
         slots.update(range(low, high + 1))
     return tuple(sorted(slots))
 
@@ -203,7 +203,7 @@ def _slots(numbers: str, text: str, host: str, known: tuple[int, ...], option: s
 def _not_empty(hosts: Mapping[str, tuple[int, ...]], option: str) -> Hosts:
     left = {host: slots for host, slots in hosts.items() if slots}
     if not left:
-        raise LaunchError("no host and no slot is left", cure=f"let {option} leave at least one", value=option)
+        raise LaunchError("no host and no slot is left", hint=f"let {option} leave at least one", value=option)
     return left
 
 

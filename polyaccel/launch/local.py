@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.plan import plan_host
 from polyaccel.launch.supervise import Supervisor
@@ -29,11 +29,11 @@ class LocalLauncher(Launcher):
         if len(job.hosts) > 1 and job.node is None:
             raise LaunchError(
                 f"the launcher 'local' starts ranks on this machine only, and the job has {', '.join(job.hosts)}",
-                cure="reach the others by --launcher ssh; or give the command on each of them, with --node_rank",
+                hint="reach the others by --launcher ssh; or give the command on each of them, with --node_rank",
                 value=tuple(job.hosts),
             )
         return plan_host(job, job.node or 0)
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         plan = self.plan(job)
         return Supervisor(plan, JobOutput(plan, merged=merged_log(job)), look=look).run()

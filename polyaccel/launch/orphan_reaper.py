@@ -45,7 +45,7 @@ class OrphanReaper:
         except OSError as error:
             raise LaunchError(
                 f"the job's guard could not be started: {error}",
-                cure="see whether memory or a limit on processes (ulimit -u) is missing",
+                hint="see whether memory or a limit on processes (ulimit -u) is missing",
             ) from error
 
     def add(self, leader: int) -> None:

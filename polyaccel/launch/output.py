@@ -242,5 +242,5 @@ def _opened(path: Path, files: ExitStack) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return files.enter_context(path.open("ab", buffering=0))  # a restarted job keeps why it was restarted
     except OSError as error:
-        cure = "name a directory that can be written to: --log-dir DIR"
-        raise LaunchError(f"no log file {path}: {error}", cure=cure, value=path) from error
+        hint = "name a directory that can be written to: --log-dir DIR"
+        raise LaunchError(f"no log file {path}: {error}", hint=hint, value=path) from error

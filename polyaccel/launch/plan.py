@@ -28,17 +28,17 @@ def plan_host(job: Job, number: int = 0, environment: Mapping[str, str] | None =
     check_not_nested(environment)
     slots = tuple(job.hosts.values())[number]
     if not slots:
-        raise LaunchError("0 ranks cannot be started", cure="give --nproc 1 or more", value=0)
+        raise LaunchError("0 ranks cannot be started", hint="give --nproc 1 or more", value=0)
     is_alone = len(job.hosts) == 1
     if not is_alone and (job.master_addr is None or job.master_port is None):
         raise LaunchError(
-            f"ranks on {len(job.hosts)} hosts are not told where to meet", cure="give --master_addr and --master_port"
+            f"ranks on {len(job.hosts)} hosts are not told where to meet", hint="give --master_addr and --master_port"
         )
     if job.bind_cores and not hasattr(os, "sched_setaffinity"):
-        raise LaunchError("this operating system binds no process to cores", cure="leave out --bind-cores")
+        raise LaunchError("this operating system binds no process to cores", hint="leave out --bind-cores")
     if is_alone and job.node is None and job.master_port is not None and not is_free(job.master_port):
-        cure = "end what listens there, or let a free one be picked: --master-port auto"
-        raise LaunchError(f"port {job.master_port} cannot be bound", cure=cure, value=job.master_port)
+        hint = "end what listens there, or let a free one be picked: --master-port auto"
+        raise LaunchError(f"port {job.master_port} cannot be bound", hint=hint, value=job.master_port)
 
     address, port = job.master_addr or LOOPBACK, job.master_port or free_port()
     usable = usable_cpus()
@@ -81,7 +81,7 @@ def _checked(cores: tuple[int, ...], usable: frozenset[int]) -> tuple[int, ...]:
     if absent:
         raise LaunchError(
             f"CPU {absent[0]} cannot be used here",
-            cure=f"choose among {', '.join(map(str, sorted(usable)))}",
+            hint=f"choose among {', '.join(map(str, sorted(usable)))}",
             value=cores,
         )
     return cores

@@ -141,7 +141,7 @@ def start_rank(
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"rank {spec.rank} could not be started: {error}",
-            cure="see whether the program, memory or a limit on processes (ulimit -u) is missing",
+            hint="see whether the program, memory or a limit on processes (ulimit -u) is missing",
             value=spec.command,
         ) from error
     return kind(spec, process)

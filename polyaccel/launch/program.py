@@ -36,21 +36,21 @@ def python_command(target: str, arguments: Sequence[str] = (), *, module: bool =
         _check_module(target)
         return (sys.executable, "-m", target, *arguments)
     if not Path(target).exists():
-        cure = (
+        hint = (
             "give the path of a Python file; options of `polyaccel run` stand before it, those of the script after it"
         )
         if _has_module(target):
-            cure = f"to run the module of that name: polyaccel run --module {target}"
-        raise LaunchError(f"no script {target!r} in {os.getcwd()}", cure=cure, value=target)
+            hint = f"to run the module of that name: polyaccel run --module {target}"
+        raise LaunchError(f"no script {target!r} in {os.getcwd()}", hint=hint, value=target)
     return (sys.executable, target, *arguments)
 
 
 def check_debugger(*, is_python: bool) -> None:
     """Raise LaunchError where ranks could not listen for a debugger."""
     if not is_python:
-        raise LaunchError("--debugpy is for programs of Python", cure="leave out --no-python, or --debugpy")
+        raise LaunchError("--debugpy is for programs of Python", hint="leave out --no-python, or --debugpy")
     if not _has_module(_DEBUGGER):
-        raise LaunchError(f"--debugpy needs the package {_DEBUGGER}", cure=f"pip install {_DEBUGGER}, on every host")
+        raise LaunchError(f"--debugpy needs the package {_DEBUGGER}", hint=f"pip install {_DEBUGGER}, on every host")
 
 
 def debugged(command: Sequence[str], port: int, waits: bool) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def check_not_nested(environment: Mapping[str, str]) -> None:
         ours = f"job {environment[JOB_ID]} of polyaccel run" if JOB_ID in environment else "another launcher"
         raise LaunchError(
             f"{shown} is set: this process is a rank of {ours} already, and would start a whole job in each rank",
-            cure=f"let that launcher start the script itself, or unset {' and '.join(found)} if they are left over",
+            hint=f"let that launcher start the script itself, or unset {' and '.join(found)} if they are left over",
             value=found,
         )
 
@@ -129,11 +129,11 @@ def rank_environment(
 
 def _check_module(name: str) -> None:
     if name.endswith(".py") or os.sep in name:
-        cure = f"leave out --module, or write the dotted name: {Path(name).stem}"
-        raise LaunchError(f"--module takes a module's name, and {name!r} is a path", cure=cure, value=name)
+        hint = f"leave out --module, or write the dotted name: {Path(name).stem}"
+        raise LaunchError(f"--module takes a module's name, and {name!r} is a path", hint=hint, value=name)
     if not _has_module(name):
-        cure = "install the package, or start from the directory that it is in"
-        raise LaunchError(f"no module {name!r} in {os.getcwd()} or on sys.path", cure=cure, value=name)
+        hint = "install the package, or start from the directory that it is in"
+        raise LaunchError(f"no module {name!r} in {os.getcwd()} or on sys.path", hint=hint, value=name)
 
 
 def _has_module(name: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from polyaccel.job_auth import SECRET_VARIABLE, job_secret_from_env
-from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.hosts import first_slots, is_here
 from polyaccel.launch.memory_server.keepers import Keepers, say
 from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
@@ -35,7 +35,7 @@ class RestartPolicy:
     count_ranks: Callable[[], int] | None = None
     sizes: tuple[int, ...] | None = None
 
-    def ranks_after(self, ranks: int, end: JobEnd) -> int:
+    def ranks_after(self, ranks: int, end: JobResult) -> int:
         """The ranks of the next start."""
         if self.least is None:
             return ranks
@@ -47,7 +47,7 @@ class RestartPolicy:
         return max(fitting, default=ranks)
 
 
-def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobEnd:
+def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> JobResult:
     """Start a job until it ends well, was asked to end, or has been started again as often as `policy` allows (0 times
     for a launcher that does so itself), and tell how it ended the last time. A keeper is there on each host from start
     to start. Where all ranks are on this host, there may be fewer ranks.
@@ -60,7 +60,7 @@ def run_with_restarts(launcher: Launcher, job: Job, policy: RestartPolicy) -> Jo
     is_here_alone = len(job.hosts) == 1 and is_here(next(iter(job.hosts)))
     keepers = Keepers.of(launcher, job, secret) if secret else None
     kept = {} if keepers is None else {KEEPER_VARIABLE: keepers.name}
-    look = look_at_nothing if keepers is None else keepers.look
+    look = noop if keepers is None else keepers.look
     try:
         for attempt in range(policy.most + 1):
             if keepers is not None:

@@ -57,7 +57,7 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is not threading.main_thread():
-            raise LaunchError("ranks can be started from the main thread only", cure="call run() from there")
+            raise LaunchError("ranks can be started from the main thread only", hint="call run() from there")
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)

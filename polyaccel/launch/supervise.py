@@ -20,7 +20,7 @@ from math import inf
 from time import monotonic
 from typing import ClassVar, Protocol
 
-from polyaccel.launch.base import JobEnd, LaunchPlan, RankSpec, look_at_nothing
+from polyaccel.launch.base import JobResult, LaunchPlan, RankSpec, noop
 from polyaccel.launch.orphan_reaper import OrphanReaper
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.process import (
@@ -89,7 +89,7 @@ class Supervisor:
         output: JobOutput,
         *,
         orders: ControlChannel | None = None,
-        look: Callable[[], object] = look_at_nothing,
+        look: Callable[[], object] = noop,
     ) -> None:
         self._plan = plan
         self._output = output
@@ -110,7 +110,7 @@ class Supervisor:
         self._moved_s = monotonic()
         self._hang: JobFailure | None = None
 
-    def run(self) -> JobEnd:
+    def run(self) -> JobResult:
         """How the job ended, once nothing of it is left. Raises LaunchError when a rank cannot be started."""
         news = [self._arrivals.read_fd, *self._news()]
         with SignalInbox(self.signals, news) as inbox:
@@ -128,7 +128,7 @@ class Supervisor:
                 self._arrivals.close()
                 self._conclude()
         why = self._verdict
-        return JobEnd(why.code, why.sentence, why.killed, why.was_asked) if why else JobEnd(0)
+        return JobResult(why.code, why.sentence, why.killed, why.was_asked) if why else JobResult(0)
 
     def _start(self) -> None:
         self._guard = OrphanReaper(self._plan.job_id)

@@ -36,11 +36,11 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
-            raise ShardingError(f"mesh axes {names} repeat a name", cure="give every axis its own name", value=names)
+            raise ShardingError(f"mesh axes {names} repeat a name", hint="give every axis its own name", value=names)
         for axis in self.axes:
             if axis.size < 1:
                 raise ShardingError(
-                    f"mesh axis {axis.name!r} has size {axis.size}", cure="sizes are at least 1", value=axis.size
+                    f"mesh axis {axis.name!r} has size {axis.size}", hint="sizes are at least 1", value=axis.size
                 )
 
     @classmethod
@@ -55,7 +55,7 @@ class Mesh:
     def axis_size(self, name: str) -> int:
         if not self.within((name,)):
             known = ", ".join(axis.name for axis in self.axes)
-            raise ShardingError(f"the mesh has no axis {name!r}", cure=f"its axes are: {known}", value=name)
+            raise ShardingError(f"the mesh has no axis {name!r}", hint=f"its axes are: {known}", value=name)
         return self.size_of((name,))
 
     def within(self, names: Collection[str]) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Mesh:
         if coordinates.keys() != {axis.name for axis in self.axes}:
             known = ", ".join(axis.name for axis in self.axes)
             raise ShardingError(
-                f"{coordinates} does not name every mesh axis once", cure=f"its axes are: {known}", value=coordinates
+                f"{coordinates} does not name every mesh axis once", hint=f"its axes are: {known}", value=coordinates
             )
         rank = 0
         for axis in self.axes:

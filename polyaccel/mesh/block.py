@@ -45,7 +45,7 @@ class Block:
                 if count < 0 or start < reached or start + count > length:
                     raise ShardingError(
                         f"runs {runs} of dimension {dim} share an index or lie outside of its {length}",
-                        cure="a run is (start, length) in global indices",
+                        hint="a run is (start, length) in global indices",
                         value=runs,
                     )
                 reached = start + count

@@ -54,7 +54,7 @@ def start_monitoring(
             except ConfigError as error:
                 problems += (_named(problem, each) for problem in error.problems)
             except PolyaccelError as error:
-                problems.append(Problem(each.key, sorted(each.options), error.message, error.cure))
+                problems.append(Problem(each.key, sorted(each.options), error.message, error.hint))
     problems = [Problem(*said) for said in communicator.broadcast_object([*map(_as_plain, problems)])]
     if problems:
         for monitor in opened:
@@ -96,7 +96,7 @@ def _opened(chosen: ChosenMonitor, folder: Path) -> Monitor:
         raise
     except Exception as error:  # a library's own: it cannot log in, say
         what = f"cannot be opened: {error or type(error).__name__}"
-        problem = Problem(chosen.name, sorted(chosen.options), what, "leave it out, or cure that")
+        problem = Problem(chosen.name, sorted(chosen.options), what, "leave it out, or hint that")
         raise ConfigError([problem]) from error
     return monitor
 
@@ -125,4 +125,4 @@ def _as_plain(problem: Problem) -> tuple[str, object, str, str]:
         tagged_json.encode(value, problem.key)
     except tagged_json.SerializationError:
         value = repr(value)
-    return problem.key, value, problem.expected, problem.cure
+    return problem.key, value, problem.expected, problem.hint

@@ -84,7 +84,7 @@ class MonitorStream:
                 taken.append((str(tag), float(value), int(step)))
             except (TypeError, ValueError) as error:
                 raise PolyaccelError(
-                    f"{event!r} is no event: {error}", cure='give ("tag", value, step), two numbers', value=event
+                    f"{event!r} is no event: {error}", hint='give ("tag", value, step), two numbers', value=event
                 ) from error
         for lane in self._lanes:
             lane.put(tuple(taken))

@@ -31,7 +31,7 @@ class DeviceTier(Tier):
     def allocate(self, key: str, numel: int, dtype: DType) -> Buffer:
         return self.compute.allocate(numel, dtype)
 
-    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         for group in groups:
             yield list(group)
 

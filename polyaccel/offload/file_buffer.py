@@ -45,7 +45,7 @@ class FileBuffer(CountedBuffer):
     def _refuse(self, what: str) -> NoReturn:
         raise InvariantError(
             f"{self!r} rests in {self.file.path} and has no {what}",
-            cure="copy it to a buffer in memory, or take what the tier lends",
+            hint="copy it to a buffer in memory, or take what the tier lends",
             value=str(self.file.path),
         )
 
@@ -63,14 +63,14 @@ class FileBuffer(CountedBuffer):
                 staged.copy_from(tile)
                 tile = staged
             self._write(start, tile.to_bytes())
-        self.mark_written()
+        self.bump_version()
 
     def fill(self, value: float) -> None:
         for start, numel in self._tiles():
             staged = self._host.allocate(numel, self.dtype)
             staged.fill(value)
             self._write(start, staged.to_bytes())
-        self.mark_written()
+        self.bump_version()
 
     def to_bytes(self) -> bytes:
         return bytes(self.file.read(self._offset * self.dtype.itemsize, self.nbytes))
@@ -78,7 +78,7 @@ class FileBuffer(CountedBuffer):
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         self._check_nbytes(data)
         self._write(0, data)
-        self.mark_written()
+        self.bump_version()
 
     def _write(self, start: int, data: bytes | bytearray | memoryview) -> None:
         self.file.write((self._offset + start) * self.dtype.itemsize, data)

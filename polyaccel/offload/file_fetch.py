@@ -28,9 +28,9 @@ class DirectFetch(Fetch):
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.finish()
-            self._target.mark_written()
+            self._target.bump_version()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.wait()
@@ -91,10 +91,10 @@ class StagedFetch(Fetch):
                 reading.finish()
                 self._target.view(start, piece.numel).copy_from(piece)
         finally:
-            self.drop()
-        self._target.mark_written()
+            self.cancel()
+        self._target.bump_version()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         self._starts.clear()
         while self._under_way:
             _, buffer, _, reading = self._under_way.popleft()

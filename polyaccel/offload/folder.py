@@ -37,7 +37,7 @@ class RankFolder:
 
     def __init__(self, root: Path, run_id: str, rank: int) -> None:
         if not _RUN_ID.fullmatch(run_id):
-            raise OffloadError(f"{run_id!r} cannot be part of a folder's name", cure="use letters, digits, - and _")
+            raise OffloadError(f"{run_id!r} cannot be part of a folder's name", hint="use letters, digits, - and _")
         remove_stale(root)
         run = root / f"{_RUN}{run_id}"
         self.path = run / f"rank{rank}"
@@ -51,13 +51,13 @@ class RankFolder:
         except OSError as error:
             raise OffloadError(
                 f"no folder for offloaded states can be made below {root}: {error}",
-                cure="let nvme_path name a directory that this process may write to",
+                hint="let nvme_path name a directory that this process may write to",
                 value=str(root),
             ) from error
         if self._lock is None:
             raise OffloadError(
                 f"{self.path} is in use by another process ({_owner(self._lock_path)})",
-                cure="give every job a run id of its own, and every process of a job its own rank",
+                hint="give every job a run id of its own, and every process of a job its own rank",
                 value=str(self.path),
             )
 

@@ -38,7 +38,7 @@ class HostTier(Tier):
     def stage(self, numel: int, dtype: DType) -> Buffer:
         return self._opened.allocate(numel, dtype)
 
-    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         for group in groups:
             yield list(group)
 

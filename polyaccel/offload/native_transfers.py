@@ -35,7 +35,7 @@ class NativeTransfers(Transfers):
         """By handle. Keeps the memory alive that threads write into, where nobody else holds it any more."""
         self._files: int | None = library.pa_files_open(threads)
         if self._files is None:
-            raise OffloadError("no thread can be started to read and write files", cure="raise the limit: ulimit -u")
+            raise OffloadError("no thread can be started to read and write files", hint="raise the limit: ulimit -u")
 
     @property
     def files(self) -> int:

@@ -70,7 +70,7 @@ class NvmeTier(Tier):
 
     def open(self, accelerator: Accelerator, host: Accelerator, options: TierOptions) -> None:
         if options.path is None:
-            raise OffloadError("the nvme tier has no directory for its files", cure="set nvme_path")
+            raise OffloadError("the nvme tier has no directory for its files", hint="set nvme_path")
         self._folder = RankFolder(Path(options.path).absolute(), options.run_id, options.rank)
         try:
             self._transfers = open_transfers(_THREADS)
@@ -104,7 +104,7 @@ class NvmeTier(Tier):
             self._piece_buffers[key] = PieceBuffers(self._options.buffer_count, lambda: self.stage(step, dtype))
         return StagedFetch(file, target, self._transfers, step, self._piece_buffers[key])
 
-    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         if self._is_lending:
             raise InvariantError("the nvme tier was asked to lend while it lends")
         files = [[_file_buffer(buffer) for buffer in group] for group in groups]
@@ -121,7 +121,7 @@ class NvmeTier(Tier):
         if failures:
             raise OffloadError(
                 f"{len(failures)} buffers could not be written and stay in memory; the first: {failures[0].message}",
-                cure=f"save a checkpoint now; {failures[0].cure}",
+                hint=f"save a checkpoint now; {failures[0].hint}",
                 value=failures[0].value,
             ) from failures[0]
 

@@ -46,7 +46,7 @@ class Loan:
 
     def start_writing(self) -> None:
         for buffer in self.group:
-            buffer.mark_written()
+            buffer.bump_version()
         self._under_way = [buffer.file.start_writing(self._transfers, blocks) for buffer, blocks in self._blocks()]
 
     @property

@@ -133,8 +133,8 @@ class StateFile:
     def _failure(self, verb: str, error: OSError) -> OffloadError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return _full(self.path, self.nbytes, _free_nbytes(self.path.parent))
-        cure = "check the disk; go on from a checkpoint if it cannot be repaired"
-        return OffloadError(f"{self.path} could not be {verb}: {error}", cure=cure, value=str(self.path))
+        hint = "check the disk; go on from a checkpoint if it cannot be repaired"
+        return OffloadError(f"{self.path} could not be {verb}: {error}", hint=hint, value=str(self.path))
 
 
 def _reserve(file: int, nbytes: int) -> None:
@@ -157,6 +157,6 @@ def _free_nbytes(folder: Path) -> int:
 def _full(path: Path, nbytes: int, free: int) -> OffloadError:
     return OffloadError(
         f"the disk is full: {path} needs {nbytes} bytes, {free} are free",
-        cure="make room, let nvme_path name a larger disk, or offload less (ratio)",
+        hint="make room, let nvme_path name a larger disk, or offload less (ratio)",
         value=nbytes,
     )

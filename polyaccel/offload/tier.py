@@ -7,7 +7,7 @@ the device only to be updated there (Ren et al. 2021, "ZeRO-Offload", section 4)
 [Note: Buffers that rest elsewhere]
 `allocate` returns a `Buffer` under every tier, which can be cut, filled, copied from and to, and saved as bytes at any
 time. Where `is_resident` is False its contents are not in memory, so each of these is an access to a file, and
-`raw` and `data_ptr` raise InvariantError: kernels get the buffers that `lend` yields instead.
+`raw` and `data_ptr` raise InvariantError: kernels get the buffers that `stream_groups` yields instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fetch(ABC):
         """Wait until the target has the contents. Raises OffloadError when they cannot be read; it is over then too."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Wait until nothing is under way, and leave the target undefined. Does nothing to a fetch that is over."""
 
 
@@ -64,7 +64,7 @@ class DoneFetch(Fetch):
     def finish(self) -> None:
         return None
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         return None
 
 
@@ -108,7 +108,7 @@ class Tier(ABC):
         return DoneFetch()
 
     @abstractmethod
-    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
         """Walk over groups of buffers that `allocate` gave, each buffer in one group at most.
 
         The buffers that are yielded for a group have its contents, in memory that kernels of `compute` reach; changes

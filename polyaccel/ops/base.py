@@ -64,7 +64,7 @@ class StochasticRounding:
         return StochasticRounding(self.key, self.start + offset)
 
 
-class CombineFn(Protocol):
+class ReduceFn(Protocol):
     def __call__(self, target: Buffer, source: Buffer, op: ReduceOp) -> None:
         """`target[i] = op(target[i], source[i])` in `target`'s element type (`source`'s may differ); AVG only adds."""
 
@@ -176,18 +176,18 @@ class Rule:
         if len(states) != len(self.formula.states):
             names = ", ".join(name for name, _ in self.formula.states) or "none"
             raise ShardingError(
-                f"{self.formula.name} got {len(states)} states", cure=f"it has {names}", value=len(states)
+                f"{self.formula.name} got {len(states)} states", hint=f"it has {names}", value=len(states)
             )
         for other in (grad, *states, *(() if out is None else (out,))):
             if other.numel != master.numel:
                 raise ShardingError(f"{other!r} does not match {master!r}", value=other.numel)
 
-    def mark_written(self, master: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
+    def bump_version(self, master: Buffer, states: Sequence[Buffer], out: Buffer | None) -> None:
         """Note in each buffer that a call has written that it was."""
         for buffer in (*((master,) if self.formula.writes_weights else ()), *states):
-            buffer.mark_written()
+            buffer.bump_version()
         if out is not None:
-            out.mark_written()
+            out.bump_version()
 
 
 class UpdateFn(Protocol):
@@ -234,11 +234,11 @@ def code_bits(values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -
     bits = {DType.INT8: 8, DType.UINT8: 4}.get(codes.dtype)
     if bits is None:
         raise ShardingError(
-            f"{codes!r} cannot hold codes", cure="use int8, or uint8 for 4 bits", value=codes.dtype.value
+            f"{codes!r} cannot hold codes", hint="use int8, or uint8 for 4 bits", value=codes.dtype.value
         )
     if block_numel < 1 or (bits == 4 and block_numel % 2):
         raise ShardingError(
-            f"blocks of {block_numel} cannot be quantised to {bits} bits", cure="use an even size", value=block_numel
+            f"blocks of {block_numel} cannot be quantised to {bits} bits", hint="use an even size", value=block_numel
         )
     wanted = values.numel if bits == 8 else (values.numel + 1) // 2
     if codes.numel != wanted:
@@ -300,7 +300,7 @@ class GroupedWeightGradFn(Protocol):
         part's product by itself, added in order."""
 
 
-COMBINE: Op[CombineFn] = Op("combine", "elementwise reduction of one buffer into another")
+REDUCE: Op[ReduceFn] = Op("combine", "elementwise reduction of one buffer into another")
 SCALE: Op[ScaleFn] = Op("scale", "multiply a buffer by a number")
 CAST: Op[CastFn] = Op("cast", "copy into another element type, rounded to nearest or stochastically")
 SQUARE_SUMS: Op[SquareSumsFn] = Op("square_sums", "squared norms of many pieces, accumulated in float64")
@@ -308,7 +308,7 @@ UPDATE: Op[UpdateFn] = Op("update", "an optimizer's update fused with unscale, c
 QUANTIZE: Op[QuantizeFn] = Op("quantize", "blocks of numbers to int8 or 4-bit codes with a scale a block")
 DEQUANTIZE: Op[DequantizeFn] = Op("dequantize", "codes and scales back to numbers")
 
-ALL_OPS: tuple[Op[Any], ...] = (COMBINE, SCALE, CAST, SQUARE_SUMS, UPDATE, QUANTIZE, DEQUANTIZE)
+ALL_OPS: tuple[Op[Any], ...] = (REDUCE, SCALE, CAST, SQUARE_SUMS, UPDATE, QUANTIZE, DEQUANTIZE)
 """The ops that the table of every accelerator holds."""
 
 LINEAR: Op[LinearFn] = Op("linear", "a linear layer's output")
@@ -349,7 +349,7 @@ class KernelTable:
             known = ", ".join(entry.name for entry in self._kernels)
             raise PluginContractError(
                 f"no kernel for op {op.name!r} is registered",
-                cure=f"the accelerator's kernel table has: {known}",
+                hint=f"the accelerator's kernel table has: {known}",
                 value=op.name,
             ) from None
 

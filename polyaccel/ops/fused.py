@@ -62,7 +62,7 @@ class FusedKernels(ABC):
             return
         rule.check(master, grad, states, out)
         self._sweep(rule.formula.name, arrays, out, (*rule.constants, grad_scale), rounding)
-        rule.mark_written(master, states, out)
+        rule.bump_version(master, states, out)
 
     def cast(self, source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
         """See `CastFn`."""
@@ -72,4 +72,4 @@ class FusedKernels(ABC):
         if source.numel != out.numel:
             raise ShardingError(f"{out!r} does not match {source!r}", value=out.numel)
         self._sweep("cast", (source,), out, (), rounding)
-        out.mark_written()
+        out.bump_version()

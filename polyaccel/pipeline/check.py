@@ -94,7 +94,7 @@ def _check_counts(table: PipelineTable) -> None:
 
 def _missing(op: PipelineOp, stage: int, micro_batch: int, chunk: int) -> PipelineError:
     task = PipelineTask(op, micro_batch, chunk)
-    return PipelineError(f"stage {stage} never does {task}", cure="each stage does each once", value=(stage, None))
+    return PipelineError(f"stage {stage} never does {task}", hint="each stage does each once", value=(stage, None))
 
 
 def _check_own_order(table: PipelineTable) -> None:
@@ -106,7 +106,7 @@ def _check_own_order(table: PipelineTable) -> None:
                 needed = PipelineOp.BACKWARD_INPUT if op is PipelineOp.BACKWARD_WEIGHT else PipelineOp.FORWARD
                 raise PipelineError(
                     f"{_at(stage, position, tasks[position])}: {needed.name} of it comes only later",
-                    cure="a forward pass comes before its backward pass, and gradients of inputs before those of "
+                    hint="a forward pass comes before its backward pass, and gradients of inputs before those of "
                     "parameters",
                     value=(stage, position),
                 )
@@ -130,7 +130,7 @@ def _check_waits(table: PipelineTable) -> None:
     circle = told[seen.index(stage) :]
     raise PipelineError(
         f"these wait for each other for ever: {'; '.join(circle)}",
-        cure="a forward pass needs that of the chunk before it, a backward pass that of the chunk behind it: do what "
+        hint="a forward pass needs that of the chunk before it, a backward pass that of the chunk behind it: do what "
         "others wait for first",
         value=(stage, len(walked.starts[stage])),
     )
@@ -176,7 +176,7 @@ def check_programs(programs: Programs, placement: Sequence[int]) -> None:
                 raise PipelineError(
                     f"stage {stage}, step {reached[stage]}: {_told(step)}, while stage {peer}, step {reached[peer]}: "
                     f"{_told(other)}",
-                    cure="both sides have the messages between them in one order",
+                    hint="both sides have the messages between them in one order",
                     value=step,
                 )
             del blocked[peer]

@@ -31,12 +31,12 @@ def read_table(path: Path) -> PipelineTable:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"{path} cannot be read: {error}", cure="give a CSV file of a table", value=path) from error
+        raise PipelineError(f"{path} cannot be read: {error}", hint="give a CSV file of a table", value=path) from error
     rows = csv.reader(io.StringIO(text))
     head = tuple(name.strip() for name in next(rows, []))
     if head != COLUMNS:
         raise PipelineError(
-            f"{path}:1: its columns are {','.join(head)}", cure=f"write {','.join(COLUMNS)}", value=path
+            f"{path}:1: its columns are {','.join(head)}", hint=f"write {','.join(COLUMNS)}", value=path
         )
     found: dict[int, list[tuple[int, int, PipelineTask]]] = defaultdict(list)  # by stage: slot, line, task
     placement: dict[int, int] = {}
@@ -48,7 +48,7 @@ def read_table(path: Path) -> PipelineTable:
                 raise PipelineError(
                     f"{path}:{rows.line_num}: stage {stage} does {task}, and that chunk is on stage "
                     f"{placement[task.chunk]} in lines before",
-                    cure="all tasks of a chunk are on one stage",
+                    hint="all tasks of a chunk are on one stage",
                     value=task,
                 )
     return _checked(path, found, placement)
@@ -57,16 +57,16 @@ def read_table(path: Path) -> PipelineTable:
 def _parsed(row: list[str], where: str) -> tuple[int, int, PipelineTask]:
     """Slot, stage and task of a line."""
     if len(row) != len(COLUMNS):
-        raise PipelineError(f"{where}: {len(row)} values", cure=f"write {','.join(COLUMNS)}", value=row)
+        raise PipelineError(f"{where}: {len(row)} values", hint=f"write {','.join(COLUMNS)}", value=row)
     named = dict(zip(COLUMNS, (text.strip() for text in row), strict=True))
     op = named.pop("op")
     if op not in PipelineOp.__members__:
         raise PipelineError(
-            f"{where}: no op is named {op!r}", cure=f"one of: {', '.join(PipelineOp.__members__)}", value=op
+            f"{where}: no op is named {op!r}", hint=f"one of: {', '.join(PipelineOp.__members__)}", value=op
         )
     for name, text in named.items():
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise PipelineError(f"{where}: {name} is {text!r}", cure="write a number from 0", value=text)
+            raise PipelineError(f"{where}: {name} is {text!r}", hint="write a number from 0", value=text)
     task = PipelineTask(PipelineOp[op], int(named["micro_batch"]), int(named["chunk"]))
     return int(named["slot"]), int(named["stage"]), task
 
@@ -77,14 +77,14 @@ def _checked(
     for what, numbers in (("stage", found), ("chunk", placement)):
         absent = next((number for number in range(max(numbers, default=0) + 1) if number not in numbers), None)
         if absent is not None:
-            raise PipelineError(f"{path}: no row is of {what} {absent}", cure="number them from 0", value=absent)
+            raise PipelineError(f"{path}: no row is of {what} {absent}", hint="number them from 0", value=absent)
     for stage, rows in found.items():
         rows.sort(key=lambda row: row[0])
         for (before, line, _), (slot, later, task) in pairwise(rows):
             if before == slot:
                 raise PipelineError(
                     f"{path}:{later}: stage {stage} does {task} in slot {slot}, which line {line} has too",
-                    cure="a stage does one task at a time",
+                    hint="a stage does one task at a time",
                     value=slot,
                 )
     tasks = tuple(tuple(task for _, _, task in found[stage]) for stage in range(len(found)))
@@ -100,7 +100,7 @@ def _checked(
         check_table(table)
     except PipelineError as error:
         where = _line(found, error.value)
-        raise PipelineError(f"{path}{where}: {error.message}", cure=error.cure, value=error.value) from None
+        raise PipelineError(f"{path}{where}: {error.message}", hint=error.hint, value=error.value) from None
     return table
 
 

@@ -19,7 +19,7 @@ def split_layers(weights: Sequence[float], parts: int) -> tuple[range, ...]:
     if count < parts:
         raise PipelineError(
             f"{count} layers for {parts} parts of a pipeline",
-            cure="use fewer stages, or write the model as more layers",
+            hint="use fewer stages, or write the model as more layers",
             value=count,
         )
     sums = [0.0, *accumulate(weights)]
@@ -90,17 +90,17 @@ def layer_weights(method: str, names: Sequence[str], numels: Sequence[int]) -> l
     if kind.lower() != "type" or not pattern:
         raise PipelineError(
             f"no partition_method is named {method!r} here",
-            cure="use parameters, uniform, type:REGEX, or measured where there is something to try",
+            hint="use parameters, uniform, type:REGEX, or measured where there is something to try",
             value=method,
         )
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PipelineError(f"partition_method {method!r}: {error}", cure="write a regular expression") from None
+        raise PipelineError(f"partition_method {method!r}: {error}", hint="write a regular expression") from None
     weights = [float(bool(expression.search(name))) for name in names]
     if not any(weights):
         told = ", ".join(dict.fromkeys(names))
         raise PipelineError(
-            f"partition_method {method!r} matches the class of no layer", cure=f"they are: {told}", value=method
+            f"partition_method {method!r} matches the class of no layer", hint=f"they are: {told}", value=method
         )
     return weights

@@ -81,4 +81,4 @@ def with_stages(error: CommError, at: str, stage: int, ranks: Sequence[int]) -> 
     named = ", ".join(f"stage {other} (rank {rank}) did not take part" for other, rank in sorted(missing.items()))
     message = f"stage {stage} of {len(ranks)} was at {at}{named and f'; {named}'}: {error.message}"
     kind = CommTimeout if isinstance(error, CommTimeout) else CommError
-    return kind(message, missing_ranks=error.missing_ranks, cure=error.cure)
+    return kind(message, missing_ranks=error.missing_ranks, hint=error.hint)

@@ -60,15 +60,15 @@ def make_table(schedule: str, stages: int, micro_batches: int, chunks: int | Non
     known = SCHEDULES.get(schedule)
     if known is None:
         names = ", ".join(SCHEDULES)
-        raise PipelineError(f"no schedule is named {schedule!r}", cure=f"one of: {names}", value=schedule)
+        raise PipelineError(f"no schedule is named {schedule!r}", hint=f"one of: {names}", value=schedule)
     for what, number in (("stages", stages), ("micro-batches", micro_batches), ("chunks", chunks)):
         if number is not None and number < 1:
-            raise PipelineError(f"{number} {what} for {schedule}", cure="at least 1", value=number)
+            raise PipelineError(f"{number} {what} for {schedule}", hint="at least 1", value=number)
     if known.chunks is not None and chunks not in (None, known.chunks):
         needed = "one chunk" if known.chunks == 1 else f"{known.chunks} chunks"
         fitting = ", ".join(name for name, other in SCHEDULES.items() if other.chunks in (None, chunks))
-        cure = "leave the number of chunks out" + (f", or use {fitting}" if fitting else "")
-        raise PipelineError(f"{schedule} has {needed} a stage, not {chunks}", cure=cure, value=chunks)
+        hint = "leave the number of chunks out" + (f", or use {fitting}" if fitting else "")
+        raise PipelineError(f"{schedule} has {needed} a stage, not {chunks}", hint=hint, value=chunks)
     return known.table(stages, micro_batches, chunks or known.chunks or 2)
 
 

@@ -24,12 +24,12 @@ def select_schedule(schedule: str, stages: int, micro_batches: int, chunks: int 
     elif table.micro_batches != micro_batches:
         raise PipelineError(
             f"{schedule} is a table of {table.micro_batches} micro-batches, and a step has {micro_batches}",
-            cure="make gradient_accumulation_steps the same number, or write another table",
+            hint="make gradient_accumulation_steps the same number, or write another table",
             value=table.micro_batches,
         )
     if not table.trains:
         raise PipelineError(
-            f"{schedule} has no backward passes, and cannot train", cure="use another schedule", value=schedule
+            f"{schedule} has no backward passes, and cannot train", hint="use another schedule", value=schedule
         )
     return table
 
@@ -67,13 +67,13 @@ def _of_file(path: str, stages: int, chunks: int | None) -> PipelineTable:
     if table.stages != stages:
         raise PipelineError(
             f"{path} is a table of {table.stages} stages, and there are {stages}",
-            cure="use as many stages, or write another table",
+            hint="use as many stages, or write another table",
             value=table.stages,
         )
     if chunks is not None and table.chunks != chunks * stages:
         raise PipelineError(
             f"{path} has {table.chunks} chunks, and {chunks} a stage are asked for",
-            cure="leave the number of chunks out: the file says it",
+            hint="leave the number of chunks out: the file says it",
             value=chunks,
         )
     return table

@@ -90,10 +90,10 @@ def simulate(table: PipelineTable, times: OpTimes) -> PipelineTiming:
     if any(len(part) != table.chunks for part in times.durations):
         raise PipelineError(
             f"times of {[len(part) for part in times.durations]} chunks for a table of {table.chunks}",
-            cure="give a time for each chunk",
+            hint="give a time for each chunk",
             value=times,
         )
     walked = compute_timeline(table, times.durations, times.transfer)
     if walked.stuck:
-        raise PipelineError(f"stages {list(walked.stuck)} of {table.name} wait for ever", cure="check_table says why")
+        raise PipelineError(f"stages {list(walked.stuck)} of {table.name} wait for ever", hint="check_table says why")
     return PipelineTiming(table, walked.starts, walked.ends)

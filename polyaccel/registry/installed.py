@@ -142,7 +142,7 @@ def only(found: Sequence[Listed]) -> Listed:
     others = [package for package in dict.fromkeys(info.package for info in infos) if package != _OURS]
     raise PluginConflict(
         f"{infos[0].group.noun} {infos[0].name!r} is offered more than once: {offers}",
-        cure=f"keep one: pip uninstall {' or '.join(others)}" if others else f"install {_OURS} again",
+        hint=f"keep one: pip uninstall {' or '.join(others)}" if others else f"install {_OURS} again",
         value=infos[0].name,
     )
 
@@ -155,7 +155,7 @@ def _not_found(group: PluginGroup, name: str) -> PluginNotFound:
     hint = f"did you mean {lower[close[0]]!r}? Otherwise " if close else ""
     return PluginNotFound(
         f"no {group.noun} plugin is called {name!r}; installed: {names}",
-        cure=f"{hint}install the package that provides it (entry-point group {group.value!r})",
+        hint=f"{hint}install the package that provides it (entry-point group {group.value!r})",
         value=name,
     )
 

@@ -44,7 +44,7 @@ def _import(info: PluginInfo, entry_point: metadata.EntryPoint) -> Any:
     except BaseException as error:  # SystemExit and the panics of native modules are no Exception
         raise PluginContractError(
             f"{info} cannot be imported from {info.value!r}: {summary(error)}",
-            cure=f"repair or uninstall {info.package}; `polyaccel doctor -v` shows the traceback",
+            hint=f"repair or uninstall {info.package}; `polyaccel doctor -v` shows the traceback",
             value=info.value,
         ) from error
     if len(extensions) != 1 or extensions[0].entry_point is not entry_point:
@@ -58,7 +58,7 @@ def _manager_class(entry_point: metadata.EntryPoint) -> Any:
         from stevedore import driver  # here and not above: `polyaccel doctor` runs without it too
     except ImportError as error:
         raise PluginContractError(
-            f"no plugin can be loaded without stevedore: {summary(error)}", cure="pip install 'stevedore>=5.10'"
+            f"no plugin can be loaded without stevedore: {summary(error)}", hint="pip install 'stevedore>=5.10'"
         ) from error
 
     class FreshDriverManager(driver.DriverManager):  # type: ignore[type-arg]
@@ -73,20 +73,20 @@ def _check_class(info: PluginInfo, plugin: Any, base: type[Any]) -> type[Any]:
     if not isinstance(plugin, type):
         raise PluginContractError(
             f"{info}: {info.value!r} is not a class but a {type(plugin).__name__}",
-            cure=f"let the entry point name a subclass of {wanted}",
+            hint=f"let the entry point name a subclass of {wanted}",
             value=plugin,
         )
     if base not in plugin.__mro__:  # a class registered with the ABC passes issubclass but inherits no defaults
         raise PluginContractError(
             f"{info}: {info.value!r} is not a subclass of {wanted}",
-            cure=f"derive it from {wanted}, or move the entry point to the group that it belongs to",
+            hint=f"derive it from {wanted}, or move the entry point to the group that it belongs to",
             value=plugin,
         )
     missing = sorted(getattr(plugin, "__abstractmethods__", ()))
     if missing:
         raise PluginContractError(
             f"{info}: {info.value!r} lacks {len(missing)} of the methods of {wanted}: {', '.join(missing)}",
-            cure=f"implement them, or install a version of {info.package} that does",
+            hint=f"implement them, or install a version of {info.package} that does",
             value=plugin,
         )
     return plugin
@@ -97,13 +97,13 @@ def _check_api(info: PluginInfo, plugin: type[Any], base: type[Any], ours: tuple
     if stated is None:
         raise PluginContractError(
             f"{info}: {info.value!r} does not state the API version that it was written for",
-            cure=f"write `API_VERSION = {ours}` in the class, as a literal: the one it inherits would always agree",
+            hint=f"write `API_VERSION = {ours}` in the class, as a literal: the one it inherits would always agree",
             value=plugin,
         )
     if not isinstance(stated, tuple) or [type(part) for part in stated] != [int, int]:
         raise PluginContractError(
             f"{info}: API_VERSION = {stated!r} is not a pair of integers",
-            cure=f"write `API_VERSION = {ours}`",
+            hint=f"write `API_VERSION = {ours}`",
             value=stated,
         )
     if stated[0] != ours[0] or stated[1] > ours[1]:
@@ -111,7 +111,7 @@ def _check_api(info: PluginInfo, plugin: type[Any], base: type[Any], ours: tuple
         raise PluginContractError(
             f"{info} was written for version {stated[0]}.{stated[1]} of the {info.group.noun} API; "
             f"this {_OURS} has {ours[0]}.{ours[1]}",
-            cure=f"upgrade {_OURS}, or install an older {info.package}" if newer else f"upgrade {info.package}",
+            hint=f"upgrade {_OURS}, or install an older {info.package}" if newer else f"upgrade {info.package}",
             value=stated,
         )
 

@@ -70,7 +70,7 @@ def probe_plugin(info: PluginInfo, plugin: type[Any], *, limit_s: float = PROBE_
         except BaseException as cause:
             raise PluginContractError(
                 f"{info} failed while it was probed: {summary(cause)}",
-                cure=f"a probe says why not instead of raising: report it to the authors of {info.package}",
+                hint=f"a probe says why not instead of raising: report it to the authors of {info.package}",
                 value=info.value,
             ) from cause
         return probe
@@ -86,7 +86,7 @@ def _in_time(info: PluginInfo, doing: str, action: Callable[[], T], limit_s: flo
         where = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         raise PluginContractError(
             f"{info}: {doing} it has not ended after {limit_s:g} s{where}",
-            cure=f"uninstall {info.package}, or report it to its authors: a plugin waits for no device and no server",
+            hint=f"uninstall {info.package}, or report it to its authors: a plugin waits for no device and no server",
             value=info.value,
         ) from late
 

@@ -25,21 +25,21 @@ _MOST_LINES = 6
 class BrokenPromise(AssertionError):
     """A test that failed, where there is something to say of what cures it."""
 
-    def __init__(self, message: str, *, cure: str) -> None:
-        super().__init__(f"{message}\n  cure: {cure}")
-        self.message, self.cure = message, cure
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(f"{message}\n  hint: {hint}")
+        self.message, self.hint = message, hint
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """The outcome of one test. `reason` says why it failed or was skipped, in few lines, `cure` what the error says
+    """The outcome of one test. `reason` says why it failed or was skipped, in few lines, `hint` what the error says
     that cures it, and `traceback` has the rest."""
 
     test: str
     state: Literal["ok", "failed", "skipped"]
     seconds: float
     reason: str = ""
-    cure: str = ""
+    hint: str = ""
     traceback: str = ""
 
 
@@ -89,8 +89,8 @@ def run_test(name: str, test: Callable[[], object]) -> CheckOutcome:
         return CheckOutcome(name, "skipped", perf_counter() - begin, reason_of(skip))
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
-        cure = error.cure if isinstance(error, (PolyaccelError, BrokenPromise)) else ""
-        return CheckOutcome(name, "failed", perf_counter() - begin, reason_of(error), cure, trace)
+        hint = error.hint if isinstance(error, (PolyaccelError, BrokenPromise)) else ""
+        return CheckOutcome(name, "failed", perf_counter() - begin, reason_of(error), hint, trace)
     return CheckOutcome(name, "ok", perf_counter() - begin)
 
 

@@ -14,7 +14,7 @@ from polyaccel.testkit.comparison import equal
 from polyaccel.testkit.contract import BrokenPromise
 
 _START_TIMEOUT_S = 60.0
-_CURE = "\n  cure: "  # between an error's message and its cure
+_HINT = "\n  hint: "  # between an error's message and its hint
 _OUR_ERROR = re.compile(r"^polyaccel(\.\w+)+: ")
 _PROGRAM = """
 import faulthandler, json, sys
@@ -64,8 +64,8 @@ class LoadingContract:
         """The probe finds what the plugin needs, so that what follows can be tried."""
         self.test_the_probe_answers()
         if self._answer is not None and not self._answer["usable"]:
-            cure = "mend what is missing here, or run the check where it is there"
-            raise BrokenPromise(f"cannot be used here: {self._answer['reason']}", cure=cure)
+            hint = "mend what is missing here, or run the check where it is there"
+            raise BrokenPromise(f"cannot be used here: {self._answer['reason']}", hint=hint)
 
     @cached_property
     def _done(self) -> subprocess.CompletedProcess[str]:
@@ -82,9 +82,9 @@ class LoadingContract:
         return answer
 
     def _broken(self, doing: str) -> BrokenPromise:
-        """The failure of what the process was doing, its error's message and cure apart."""
-        message, _, cure = self._complaint(doing).partition(_CURE)
-        return BrokenPromise(message, cure=cure or f"mend what {doing} runs: it may wait for nothing and raise nothing")
+        """The failure of what the process was doing, its error's message and hint apart."""
+        message, _, hint = self._complaint(doing).partition(_HINT)
+        return BrokenPromise(message, hint=hint or f"mend what {doing} runs: it may wait for nothing and raise nothing")
 
     def _complaint(self, doing: str) -> str:
         """What ended the process, or that its time limit did, with the place where it stood."""

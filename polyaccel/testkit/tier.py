@@ -58,7 +58,7 @@ class TierContract(ABC):
             _put(buffer, [float(value)] * buffer.numel)
         kernel = tier.compute.kernels()[SCALE]
         seen = []
-        for lent in tier.lend([[third, first], [second]]):
+        for lent in tier.stream_groups([[third, first], [second]]):
             devices = [buffer.device for buffer in lent]
             equal(devices, [tier.compute.current_device()] * len(lent), "devices of buffers that were lent")
             seen.append([_values(buffer)[0] for buffer in lent])
@@ -67,19 +67,19 @@ class TierContract(ABC):
         equal(seen, [[3.0, 1.0], [2.0]], "first elements of the groups, in the order in which they were lent")
         for value, buffer in enumerate((first, second, third), 1):
             same_numbers(_values(buffer), [10.0 * value] * buffer.numel, f"buffer {value}, scaled by 10 while lent")
-        equal(list(tier.lend([])), [], "a walk over nothing")
+        equal(list(tier.stream_groups([])), [], "a walk over nothing")
         tier.close()
 
     def test_keeps_what_was_changed_when_a_walk_ends_early(self) -> None:
         """A walk that is closed keeps what was changed before, and lends the rest as it was: an update may fail."""
         tier = self.make()
         first, second = tier.allocate("a", 4, _F32), tier.allocate("b", 4, _F32)
-        walk = tier.lend([[first], [second]])
+        walk = tier.stream_groups([[first], [second]])
         next(walk)[0].fill(3.0)
         walk.close()
         same_numbers(_values(first), [3.0] * 4, "what was filled with 3 before its walk was closed")
         same_numbers(_values(second), [0.0] * 4, "what its walk did not come to")
-        lent = [_values(buffer) for (buffer,) in tier.lend([[second], [first]])]
+        lent = [_values(buffer) for (buffer,) in tier.stream_groups([[second], [first]])]
         equal(lent, [[0.0] * 4, [3.0] * 4], "the next walk")
         tier.close()
 
@@ -89,10 +89,10 @@ class TierContract(ABC):
         tier = self.make()
         buffer, narrow = tier.allocate("a", 6, _F32), tier.allocate("b", 2, DType.FLOAT16)
         _put(buffer, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-        before = buffer.generation
+        before = buffer.version
         buffer.view(1, 3).view(1, 2).fill(9.0)
         same_numbers(_values(buffer), [1.0, 2.0, 9.0, 9.0, 5.0, 6.0], "elements 2 and 3 filled with 9")
-        if buffer.generation <= before:
+        if buffer.version <= before:
             raise AssertionError(f"generation after a fill of a view: expected more than {before}, got the same")
         narrow.copy_from(buffer.view(4, 2))  # with a cast
         same_numbers(_values(narrow), [5.0, 6.0], "the last two elements, copied to float16")
@@ -110,7 +110,7 @@ class TierContract(ABC):
         fetch = tier.fetch(source, target)
         fetch.finish()
         same_numbers(_values(target), _values(source), "the target of a fetch that was finished")
-        tier.fetch(source, target).drop()
+        tier.fetch(source, target).cancel()
         tier.close()
 
     def test_threads_use_it_in_turn(self) -> None:
@@ -120,7 +120,7 @@ class TierContract(ABC):
         buffer, target = in_thread(lambda: (tier.allocate("a", 2000, _F32), tier.stage(2000, _F32)))
 
         def walk() -> None:
-            for lent in tier.lend([[buffer]]):
+            for lent in tier.stream_groups([[buffer]]):
                 lent[0].fill(4.0)
 
         in_thread(walk)
@@ -141,7 +141,7 @@ class TierContract(ABC):
             buffer = tiers[number].allocate("a", 5000, _F32)
             for turn in range(4):
                 together.wait(_THREAD_TIMEOUT_S)
-                for lent in tiers[number].lend([[buffer]]):
+                for lent in tiers[number].stream_groups([[buffer]]):
                     _put(lent[0], [float(10 * turn + number)] * 5000)
             together.wait(_THREAD_TIMEOUT_S)
             found[number] = _values(buffer)
@@ -162,7 +162,7 @@ class TierContract(ABC):
 
         def walk() -> None:
             for _ in range(4):
-                for lent in tier.lend([[buffer] for buffer in buffers]):
+                for lent in tier.stream_groups([[buffer] for buffer in buffers]):
                     lent[0].fill(1.0)
 
         keeps_nothing(walk, 16 << 20, "memory of four walks over 4 MiB")

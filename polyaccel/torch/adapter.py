@@ -152,7 +152,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
                 raise ShardingError(
                     f"{name or 'the model'!r} is a TorchScript module, on which no hooks can be put, so that stage 3 "
                     "cannot gather its parameters when it runs",
-                    cure="use torch.compile in place of torch.jit.script, or stage 2",
+                    hint="use torch.compile in place of torch.jit.script, or stage 2",
                     value=name,
                 )
 
@@ -218,7 +218,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         states are offloaded."""
         self.require_nothing_away()
         if self._step is None:
-            raise ShardingError("the engine of this parameter is closed", cure="use it before engine.destroy()")
+            raise ShardingError("the engine of this parameter is closed", hint="use it before engine.destroy()")
         return self._step
 
     @property
@@ -370,7 +370,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """Raise ShardingError while states are offloaded, and where the parameters were handed over."""
         self.require_not_handed_over()
         if self.away:
-            raise ShardingError(f"{self.away} are offloaded", cure="call engine.reload_states() first", value=self.away)
+            raise ShardingError(f"{self.away} are offloaded", hint="call engine.reload_states() first", value=self.away)
 
     def suspend(self) -> None:
         """Parameters are about to be offloaded: whoever needs one is told."""

@@ -43,8 +43,8 @@ class ForwardAutocast:
             return
         self._has_warned = True
         name = str(outer).removeprefix("torch.")
-        cure = f'"torch_autocast": {{"enabled": true, "dtype": "{name}"}} in the config has it from the engine'
+        hint = f'"torch_autocast": {{"enabled": true, "dtype": "{name}"}} in the config has it from the engine'
         if self._dtype is not None:
-            cure = f"the config says {self._dtype}"
+            hint = f"the config says {self._dtype}"
         keeps = self._dtype is None and self.keeps_outer
-        log.warning("torch.autocast(%s) around forward %s: %s", name, "stays in force" if keeps else "is off", cure)
+        log.warning("torch.autocast(%s) around forward %s: %s", name, "stays in force" if keeps else "is off", hint)

@@ -191,7 +191,7 @@ class BackwardRunner:
     def no_sync(self) -> Iterator[None]:
         """Passes inside accumulate on this rank only; the first one outside reduces what they left."""
         if not self.reduce:
-            raise InvariantError("no_sync is nested in no_sync", cure="use one at a time")
+            raise InvariantError("no_sync is nested in no_sync", hint="use one at a time")
         self.reduce = False
         try:
             yield
@@ -242,7 +242,7 @@ class BackwardRunner:
                 raise PolyaccelError(
                     f"backward was called on a loss that is not scaled for engine {self.number}, which trains in fp16: "
                     "small gradients would vanish",
-                    cure="call engine.backward(loss) of that engine, or engine.scale(loss).backward()",
+                    hint="call engine.backward(loss) of that engine, or engine.scale(loss).backward()",
                     value=self.number,
                 )
             self._join(one)
@@ -264,7 +264,7 @@ class BackwardRunner:
             AUTOGRAD_S.__set__(parameter, None)
             if gradient.is_sparse:
                 raise ShardingError(
-                    f"the gradient of {fqn!r} is sparse", cure="build the layer with sparse=False", value=fqn
+                    f"the gradient of {fqn!r} is sparse", hint="build the layer with sparse=False", value=fqn
                 )
             if self._left is not None:
                 with torch.enable_grad():
@@ -299,7 +299,7 @@ class BackwardRunner:
             raise PolyaccelError(
                 f"the loss scale changed from {self._held_scale:g} to {self.loss_scale:g} under gradients that were "
                 "multiplied with the first",
-                cure="change it between optimizer steps, or call engine.zero_grad() and start over",
+                hint="change it between optimizer steps, or call engine.zero_grad() and start over",
                 value=self.loss_scale,
             )
 

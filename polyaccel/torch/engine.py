@@ -163,7 +163,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise PolyaccelError(
-                f"backward needs a scalar loss, not {shape}", cure="reduce it: loss.mean()", value=shape
+                f"backward needs a scalar loss, not {shape}", hint="reduce it: loss.mean()", value=shape
             )
         shared = self._passes.run(loss, retain_graph=retain_graph, accumulates=scale_wrt_gas)
         self._losses.append(loss.detach())
@@ -197,7 +197,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch: at the accumulation boundary update the parameters and move the learning-rate schedule."""
         if not self._passes.reduce:
-            raise PolyaccelError("step was called inside no_sync", cure="leave the no_sync block first")
+            raise PolyaccelError("step was called inside no_sync", hint="leave the no_sync block first")
         self._require_optimizer()
         self.adapter.require_nothing_away()
         if not self.counters.is_boundary:
@@ -257,7 +257,7 @@ class TorchEngine(nn.Module, Engine, OffloadsStates, HasWholeModel):
         if data_iter is not None:
             return iter(data_iter) if not hasattr(data_iter, "__next__") else data_iter
         if self.training_dataloader is None:
-            raise PolyaccelError("train_batch has no data", cure="pass data_iter, or training_data to initialize")
+            raise PolyaccelError("train_batch has no data", hint="pass data_iter, or training_data to initialize")
         if self._own_data is None:
             self._own_data = iter(RepeatingLoader(self.training_dataloader))
         return self._own_data

@@ -130,7 +130,7 @@ class EngineRegistry:
         if len(passes) > 1 and get_ident() not in passes:  # a device's own thread runs parts of several passes
             raise PolyaccelError(
                 "several threads run backward passes through engines at once",
-                cure="run one backward pass at a time",
+                hint="run one backward pass at a time",
                 value=len(passes),
             )
         return passes.get(get_ident()) or next(iter(passes.values()), None)
@@ -204,7 +204,7 @@ class EngineRegistry:
         if len(self._living()) > 1 and any(_SCALE in _notes(each) for each in _graph(loss)):
             raise PolyaccelError(
                 "a part of the loss is multiplied with a loss scale already",
-                cure="add up the losses first, then call scale of one engine for the sum",
+                hint="add up the losses first, then call scale of one engine for the sum",
                 value=factor,
             )
         scaled = at_least_float32(loss) * factor
@@ -306,7 +306,7 @@ class EngineParameters:
         if self.taken_by:
             raise ShardingError(
                 f"{self.engine_name} has handed its parameters over to {self.taken_by}",
-                cure="go on with that engine, or call polyaccel.initialize again for this one's model",
+                hint="go on with that engine, or call polyaccel.initialize again for this one's model",
                 value=self.taken_by,
             )
 
@@ -328,7 +328,7 @@ def load(model: nn.Module) -> None:
             name = next(home.fqn for one in parameters if (home := record_of(one)) and home.owner is owner)
             raise ShardingError(
                 f"{owner.engine_name} and {to} share {shared} parameters, {name!r} first, and each has others too",
-                cure="give both parts to one engine, as modules of one model; or call destroy() on the first engine; "
+                hint="give both parts to one engine, as modules of one model; or call destroy() on the first engine; "
                 "or keep the shared part outside of both, where it is frozen",
                 value=(owner.engine_name, to),
             )

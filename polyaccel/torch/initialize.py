@@ -79,8 +79,8 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        cure = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
-        raise PolyaccelError(f"a {kind} is no torch module", cure=cure, value=kind)
+        hint = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
+        raise PolyaccelError(f"a {kind} is no torch module", hint=hint, value=kind)
     require_dataset(training_data)
     stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})
@@ -131,7 +131,7 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
         if isinstance(client, torch.optim.Optimizer):
             raise PolyaccelError(
                 f"the {type(client).__name__} has parameters of all {stages} stages",
-                cure='use "optimizer" in the config, give a function that makes it of parameters, or give it those of '
+                hint='use "optimizer" in the config, give a function that makes it of parameters, or give it those of '
                 "a PipelineModule",
             )
         method = "parameters" if section.partition in ("best", "parameters") else section.partition
@@ -139,8 +139,8 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
         if type(model) is not nn.Sequential:
             if interval:
                 expected = "a model that is cut by its blocks needs none"
-                cure = 'say "activation_checkpointing": {"enabled": true}'
-                raise ConfigError([Problem("pipeline.activation_checkpoint_interval", interval, expected, cure)])
+                hint = 'say "activation_checkpointing": {"enabled": true}'
+                raise ConfigError([Problem("pipeline.activation_checkpoint_interval", interval, expected, hint)])
             prepare(model)
             cut_as_megatron_says(model, runtime.mesh, runtime.communicator.rank)
             _cut(runtime, model)  # while the model is whole
@@ -165,7 +165,7 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
     if stages > 1 and tensor_ranks > 1 and not cuts_of(model):
         raise PolyaccelError(
             f"the layers of a PipelineModule on {tensor_ranks} tensor ranks, which do not cut themselves",
-            cure="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
+            hint="give a model that is cut along its list of blocks, or layers with parallel_cuts of their own",
             value=tensor_ranks,
         )
     place = runtime.mesh.coordinates(runtime.communicator.rank).get("pipe", 0)
@@ -173,13 +173,13 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
         raise PipelineError(
             f"the PipelineModule of rank {runtime.communicator.rank} is stage {model.stage}, and the mesh has it on "
             f"stage {place}",
-            cure="number ranks as the mesh does: neighbours share layers, and the stages come last",
+            hint="number ranks as the mesh does: neighbours share layers, and the stages come last",
             value=model.stage,
         )
     if model.num_stages != stages:
         raise PolyaccelError(
             f"the PipelineModule has {model.num_stages} stages, and the config {stages}",
-            cure='leave "pipeline.stages" out of the config, or give num_stages the same number',
+            hint='leave "pipeline.stages" out of the config, or give num_stages the same number',
             value=model.num_stages,
         )
     return model, True
@@ -214,8 +214,8 @@ def _cut(runtime: EngineBuilder, model: nn.Module) -> None:
     rules = cut_rules_of(runtime.config)
     if any("tensor" in cut.axes for cut in cuts_of(model).values()):
         if rules.share_tokens:
-            expected, cure = "is nothing that can be done to a model that cuts itself", "leave it out"
-            raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, cure)])
+            expected, hint = "is nothing that can be done to a model that cuts itself", "leave it out"
+            raise ConfigError([Problem("tensor_parallel.sequence_sharded", True, expected, hint)])
         return
     ranks = runtime.process_group_for(("tensor",))
     parallelize_module(model, ranks, plan_by(model, ranks.world_size, rules))
@@ -343,8 +343,8 @@ def _make_schedule(runtime: EngineBuilder, engine: TorchEngine, client: Any) -> 
     if section is None:
         return None
     if engine.optimizer is None:
-        cure = 'add "optimizer" to the config or pass one'
-        raise ConfigError([Problem("scheduler.type", section.type, "there is no optimizer to schedule", cure)])
+        hint = 'add "optimizer" to the config or pass one'
+        raise ConfigError([Problem("scheduler.type", section.type, "there is no optimizer to schedule", hint)])
     if section.type in SCHEDULES:
         return build_schedule(section.type, section.params, engine.optimizer)
     kind = schedule_class(section.type)

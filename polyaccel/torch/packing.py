@@ -43,7 +43,7 @@ def packed(state: Any, what: str) -> bytes:
     try:
         return save(tensors, {_TREE: tagged_json.to_bytes(tree, what).decode("ascii")})
     except (tagged_json.SerializationError, SafetensorError, KeyError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"a checkpoint cannot hold {what}: {error}", cure=_CURE) from error
+        raise CheckpointError(f"a checkpoint cannot hold {what}: {error}", hint=_HINT) from error
 
 
 def unpacked(data: bytes, what: str) -> Any:
@@ -57,10 +57,10 @@ def unpacked(data: bytes, what: str) -> Any:
         *(RuntimeError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError),
         *(UnpicklingError, BadZipFile, SafetensorError, tagged_json.SerializationError),
     ) as error:
-        raise CheckpointError(f"{what} cannot be read: {error}", cure="load another tag") from error
+        raise CheckpointError(f"{what} cannot be read: {error}", hint="load another tag") from error
 
 
-_CURE = "keep tensors, numbers, strings, and lists and dicts of them"
+_HINT = "keep tensors, numbers, strings, and lists and dicts of them"
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -89,7 +89,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (str, float, int)):  # a member of an enum, or another subclass
         return next(base(value) for base in (str, float, int) if isinstance(value, base))
     name = f"{kind.__module__}.{kind.__qualname__}"
-    raise CheckpointError(f"a checkpoint cannot hold {where}, a {name}", cure=_CURE, value=name)
+    raise CheckpointError(f"a checkpoint cannot hold {where}, a {name}", hint=_HINT, value=name)
 
 
 def _tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, 
         raise CheckpointError(
             f"a checkpoint cannot hold {where}, a tensor of layout {value.layout} and type {value.dtype} on "
             f"{value.device}",
-            cure="keep plain tensors: .to_dense(), .dequantize()",
+            hint="keep plain tensors: .to_dense(), .dequantize()",
             value=where,
         )
     name = str(len(tensors))

@@ -154,7 +154,7 @@ class PipelineEngine(StagedStates):
         if self._stages > 1 and not self._in_batch:
             raise PolyaccelError(
                 f"{call}: this rank has stage {self._stage} of {self._stages} alone",
-                cure="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
+                hint="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
                 value=self._stage,
             )
 
@@ -188,7 +188,7 @@ class PipelineEngine(StagedStates):
         layers take their place, and only the stage of these has them, the others None. `return_logits` gives a pair:
         that, and the outputs by micro-batch as a list, again on that stage alone."""
         if reduce_output not in (None, "avg"):
-            raise PolyaccelError(f"reduce_output {reduce_output!r}", cure='use "avg" or None', value=reduce_output)
+            raise PolyaccelError(f"reduce_output {reduce_output!r}", hint='use "avg" or None', value=reduce_output)
         count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         was_training = self.training
         self.eval()
@@ -336,7 +336,7 @@ class PipelineEngine(StagedStates):
         place = module.last_layer_of(chunk)
         return PipelineError(
             f"{place} gives {error.message}, which cannot pass to the next stage",
-            cure=error.cure or "give tensors and plain values, in tuples, lists, dicts and dataclasses of a module",
+            hint=error.hint or "give tensors and plain values, in tuples, lists, dicts and dataclasses of a module",
             value=place,
         )
 

@@ -69,13 +69,13 @@ class DeferredWGrad:
                 torch.mm(*factors, out=target)
         else:
             _put(target, self.weight_grad(), adds)
-        place.mark_written()
+        place.bump_version()
 
     def write_bias(self, place: Buffer, adds: bool) -> None:
         """Write the bias's gradient to `place`, in the bucket."""
         assert self.bias is not None  # as the caller has seen
         _put(place.raw, self.grad.sum(0).to(self.bias.dtype), adds)
-        place.mark_written()
+        place.bump_version()
 
 
 def _put(target: Tensor, value: Tensor, adds: bool) -> None:

@@ -68,7 +68,7 @@ class TrialLog:
             if trees and not overwrite:
                 raise PolyaccelError(
                     f"{self._file} has the trials of another config, script or number of ranks",
-                    cure="name another results_dir, or let autotuning.overwrite be true",
+                    hint="name another results_dir, or let autotuning.overwrite be true",
                     value=str(self._file),
                 )
             (folder / MODEL_FILE).unlink(missing_ok=True)
@@ -76,7 +76,7 @@ class TrialLog:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PolyaccelError(
                 f"{self._file} is not to be read or written: {type(error).__name__}: {error}",
-                cure="name another results_dir, or remove the file",
+                hint="name another results_dir, or remove the file",
                 value=str(self._file),
             ) from error
 
@@ -109,6 +109,6 @@ def read_trials(folder: Path) -> tuple[list[TrialRecord], TrialModel]:
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise PolyaccelError(
             f"{folder} has no trials: {type(error).__name__}: {error}",
-            cure="name the results folder of `polyaccel tune`",
+            hint="name the results folder of `polyaccel tune`",
             value=str(folder),
         ) from error

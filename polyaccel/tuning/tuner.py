@@ -121,7 +121,7 @@ class _Search:
         failure = next((record.failure for record in self._log.records if record.failure), "nothing was told")
         raise PolyaccelError(
             f"neither {own} nor {self._least(own)} could be tried: {failure}",
-            cure=f"run the script by itself; outputs are in {self._question.trials_folder}",
+            hint=f"run the script by itself; outputs are in {self._question.trials_folder}",
             value=str(own),
         )
 

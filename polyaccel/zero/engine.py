@@ -235,7 +235,7 @@ class ZeroEngine:
         """The bucket with the gradient of a parameter, and its slot there. Raises ShardingError for a frozen one."""
         if fqn not in self._by_fqn:
             raise ShardingError(
-                f"parameter {fqn!r} is not trained, so it has no gradient", cure="pass a trained one", value=fqn
+                f"parameter {fqn!r} is not trained, so it has no gradient", hint="pass a trained one", value=fqn
             )
         position, index = self._by_fqn[fqn]
         return self._gradients[position], index
@@ -251,7 +251,7 @@ class ZeroEngine:
         if self._in_backward:
             raise PolyaccelError(
                 f"the gradient of {fqn!r} was looked for inside a backward pass, which takes it as it appears",
-                cure="use parameter.register_hook, which is given the gradient and may return another, or look after "
+                hint="use parameter.register_hook, which is given the gradient and may return another, or look after "
                 "the backward pass",
                 value=fqn,
             )
@@ -323,7 +323,7 @@ class ZeroEngine:
         if self._half:
             raise PolyaccelError(
                 f"{self._half} failed in the middle: parameters and optimizer states belong to two steps",
-                cure="load a checkpoint, with its optimizer states",
+                hint="load a checkpoint, with its optimizer states",
                 value=self._half,
             )
         if self._update is not None:
@@ -387,13 +387,13 @@ class ZeroEngine:
 def _incomplete() -> PolyaccelError:
     return PolyaccelError(
         "the gradients are incomplete: a reduction or a backward pass failed",
-        cure="call engine.zero_grad() and start over",
+        hint="call engine.zero_grad() and start over",
     )
 
 
 def _unused(names: Sequence[str]) -> ShardingError:
     return ShardingError(
         f"no rank had a gradient for {len(names)} trained parameters: {', '.join(names[:8])}",
-        cure='freeze them, use them, or set "zero_optimization": {"ignore_unused_parameters": true}',
+        hint='freeze them, use them, or set "zero_optimization": {"ignore_unused_parameters": true}',
         value=names,
     )

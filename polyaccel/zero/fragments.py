@@ -90,7 +90,7 @@ def write_fragment(step: ZeroEngine, fqn: str, kind: str, value: Buffer) -> None
     if value.numel != length:
         raise ShardingError(
             f"{value.numel} elements cannot be this rank's {length} of parameter {fqn!r}",
-            cure="pass a value of the shape that the matching get function returns",
+            hint="pass a value of the shape that the matching get function returns",
             value=value.numel,
         )
     if own is not None:
@@ -139,7 +139,7 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
         raise ShardingError(
             f"the gradient of {fqn!r} is this rank's own sum, which is not reduced before the last backward pass of an "
             "accumulation",
-            cure="read or change it after the last backward pass, right before the engine.step() that updates; "
+            hint="read or change it after the last backward pass, right before the engine.step() that updates; "
             "engine.zero_grad() forgets what has accumulated",
             value=fqn,
         )
@@ -147,7 +147,7 @@ def shown_gradient(step: ZeroEngine, fqn: str) -> ShownGradient | None:
     if gradients.has_late and not is_alone:
         raise ShardingError(
             f"a part of the gradient of {fqn!r} came after its bucket's reduction, as in a second backward pass",
-            cure="call polyaccel.utils.safe_get_full_grad for this parameter first, on all ranks: it reduces the rest",
+            hint="call polyaccel.utils.safe_get_full_grad for this parameter first, on all ranks: it reduces the rest",
             value=fqn,
         )
     if gradients.has_late:
@@ -210,7 +210,7 @@ def _source(step: ZeroEngine, index: int, fqn: str, kind: str) -> Buffer:
         gradients.finish()
         if not gradients.holds_result:
             raise PolyaccelError(
-                f"parameter {fqn!r} has no gradient now", cure="ask between engine.backward() and engine.step()"
+                f"parameter {fqn!r} has no gradient now", hint="ask between engine.backward() and engine.step()"
             )
         return gradients.result()
     states = _states(step, index)
@@ -227,6 +227,6 @@ def _states(step: ZeroEngine, index: int) -> Mapping[str, Buffer]:
 def _no_state(fqn: str, kind: str, states: Sequence[str]) -> ShardingError:
     return ShardingError(
         f"parameter {fqn!r} has no optimizer state {kind!r}",
-        cure=f"its states are {', '.join(states) or 'none (yet)'}",
+        hint=f"its states are {', '.join(states) or 'none (yet)'}",
         value=kind,
     )

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]},
     "flops_profiler": {"enabled": False},
 }
-ENDING = Ends("a ConfigError with key, value and cure", "resolved, or refused")
+ENDING = Ends("a ConfigError with key, value and hint", "resolved, or refused")
 
 
 def test_no_config_is_a_traceback() -> None:

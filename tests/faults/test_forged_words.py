@@ -18,7 +18,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.desync import as_text, find_desync
 from polyaccel.comm.flight_recorder.dump import read_dump
 from polyaccel.comm.flight_recorder.watchdog import WatchedProcess, describe_missing_ranks, have_ended, read_notes
-from polyaccel.comm.members.host_notes import _take
+from polyaccel.comm.rendezvous.unix_rendezvous import _take
 from polyaccel.errors import CommError
 from polyaccel.job_auth import SECRET_VARIABLE, sign
 from polyaccel.testkit.ranks.threads import run_threads
@@ -61,7 +61,7 @@ def test_no_note_on_the_board_is_a_traceback() -> None:
         for number in range(COUNT):
             board = DictBoard()
             text = json.dumps(forged(NOTE, random))
-            board.post(1, text if number % 2 else garbled(text.encode(), random).decode(errors="replace"))
+            board.set(1, text if number % 2 else garbled(text.encode(), random).decode(errors="replace"))
             notes = read_notes(board, 2)
             assert set(notes) <= {1}
             describe_missing_ranks((0, 1), 0, 5, "barrier", notes, (1,), now_s=1e9, started_s=1e9)

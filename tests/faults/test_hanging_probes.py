@@ -61,7 +61,7 @@ def ways_to_ask() -> dict[str, Callable[[], object]]:
 def test_a_named_plugin_that_does_not_answer_is_an_error_that_names_it(hanging: None, way: str) -> None:
     with (
         TABLE.case("a probe that hangs", ENDING),
-        pytest.raises(PluginContractError, match=said(LIMIT_S) + r"(?s:.*)cure: uninstall polyaccel"),
+        pytest.raises(PluginContractError, match=said(LIMIT_S) + r"(?s:.*)hint: uninstall polyaccel"),
     ):
         ways_to_ask()[way]()
 

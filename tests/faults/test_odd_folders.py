@@ -172,5 +172,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         for in_background in (False, True):
             with pytest.raises(CheckpointError, match="saves") as caught:
                 save(tmp_path / "saves", 1.0, in_background=in_background)
-            assert caught.value.cure
+            assert caught.value.hint
         assert os.listdir(tmp_path) == ["saves"]

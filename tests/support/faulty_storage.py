@@ -33,12 +33,12 @@ class FaultyStorage(FileStorage):
         if fault == "kill before":
             os._exit(9)
         if fault == "error before":
-            raise CheckpointError(f"{path} cannot be written, as the test wants", cure="none")
+            raise CheckpointError(f"{path} cannot be written, as the test wants", hint="none")
         super().write(path, chunks)
         if fault == "kill after":
             os._exit(9)
         if fault == "error after":
-            raise CheckpointError(f"{path} was written, and the test wants an error", cure="none")
+            raise CheckpointError(f"{path} was written, and the test wants an error", hint="none")
 
     def _is_due(self, path: str) -> bool:
         if "fault" not in self.options or self.options.get("of", "") not in path or path.endswith("owner.json"):

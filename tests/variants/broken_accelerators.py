@@ -26,7 +26,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.memory.numpy import NumpyBuffer
 from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import CAST, COMBINE, QUANTIZE, SCALE, SQUARE_SUMS, UPDATE, KernelTable
+from polyaccel.ops.base import CAST, QUANTIZE, REDUCE, SCALE, SQUARE_SUMS, UPDATE, KernelTable
 from polyaccel.types import DeviceId, DType
 
 
@@ -100,7 +100,7 @@ def with_kernel(name: str, op: Any, make: Any) -> type[Accelerator]:
 
 
 def _nothing(right: Any) -> Any:
-    return lambda buffer, factor: buffer.mark_written()
+    return lambda buffer, factor: buffer.bump_version()
 
 
 def _without_nan(right: Any) -> Any:
@@ -199,7 +199,7 @@ def _scales_of_another_block(right: Any) -> Any:
 CopiesInsteadOfWriting = with_kernel("CopiesInsteadOfWriting", SCALE, _nothing)
 LosesNan = with_kernel("LosesNan", SCALE, _without_nan)
 NeedsAlignment = with_kernel("NeedsAlignment", SCALE, _from_a_vector_boundary)
-NeedsEqualAlignment = with_kernel("NeedsEqualAlignment", COMBINE, _for_buffers_that_begin_alike)
+NeedsEqualAlignment = with_kernel("NeedsEqualAlignment", REDUCE, _for_buffers_that_begin_alike)
 WritesBeside = with_kernel("WritesBeside", SCALE, _one_too_far)
 MissesOverflow = with_kernel("MissesOverflow", SQUARE_SUMS, _blind)
 WrongAdam = with_kernel("WrongAdam", UPDATE, _a_step_ahead)
@@ -345,8 +345,8 @@ class WrapsACopy(BrokenDevice):
 
 
 class CopiesHostMemory(BrokenDevice):
-    def over_host_memory(self, memory: Any, dtype: DType) -> Buffer:
-        return super().over_host_memory(memory.copy(), dtype)
+    def from_host_memory(self, memory: Any, dtype: DType) -> Buffer:
+        return super().from_host_memory(memory.copy(), dtype)
 
 
 # Time. A device that runs its work when somebody waits for it.
@@ -366,7 +366,7 @@ class LateBuffer(NumpyBuffer):
 
     def fill(self, value: float) -> None:
         self.device_queue.append(lambda: super(LateBuffer, self).fill(value))
-        self.mark_written()
+        self.bump_version()
 
     def copy_from(self, source: Buffer) -> None:
         self.device_queue.append(lambda: super(LateBuffer, self).copy_from(source))

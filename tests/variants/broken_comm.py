@@ -184,7 +184,7 @@ class DoesNotCountWrites(Lie):
         buffer = collective.target
         if buffer is None or collective.operation is not Operation.BROADCAST:
             return super().start(collective)
-        generation = buffer.generation
+        generation = buffer.version
         work = super().start(collective)
         work.wait()
         buffer._writes.value = generation  # type: ignore[attr-defined]

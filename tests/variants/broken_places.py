@@ -14,7 +14,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.checkpoint.storage import FileStorage, Storage
 from polyaccel.engine.metrics import JsonlMonitor, Monitor, StepMetrics
 from polyaccel.errors import CheckpointError
-from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.offload.host import HostTier
 from polyaccel.offload.tier import Fetch, Tier
@@ -129,8 +129,8 @@ class BrokenTier(Broken, HostTier):
 
 
 class ForgetsChanges(BrokenTier):
-    def lend(self, groups: Any) -> Any:
-        for lent in super().lend(groups):
+    def stream_groups(self, groups: Any) -> Any:
+        for lent in super().stream_groups(groups):
             copies = []
             for buffer in lent:
                 copies.append(self.compute.allocate(buffer.numel, buffer.dtype))
@@ -139,8 +139,8 @@ class ForgetsChanges(BrokenTier):
 
 
 class LendsBackwards(BrokenTier):
-    def lend(self, groups: Any) -> Any:
-        yield from super().lend(list(groups)[::-1])
+    def stream_groups(self, groups: Any) -> Any:
+        yield from super().stream_groups(list(groups)[::-1])
 
 
 class BeginsWithRubbish(BrokenTier):
@@ -157,10 +157,10 @@ class BelongsToAThread(BrokenTier):
         super().open(*args)
         self.thread = threading.get_ident()
 
-    def lend(self, groups: Any) -> Any:
+    def stream_groups(self, groups: Any) -> Any:
         if threading.get_ident() != self.thread:
             raise RuntimeError("objects made in a thread can only be used in that same thread")
-        yield from super().lend(groups)
+        yield from super().stream_groups(groups)
 
 
 class SharesItsKeys(BrokenTier):
@@ -175,8 +175,8 @@ class SharesItsKeys(BrokenTier):
 class KeepsWhatItLends(BrokenTier):
     kept: list[bytes] = []  # noqa: RUF012
 
-    def lend(self, groups: Any) -> Any:
-        for lent in super().lend(groups):
+    def stream_groups(self, groups: Any) -> Any:
+        for lent in super().stream_groups(groups):
             self.kept.extend(buffer.to_bytes() for buffer in lent)
             yield lent
 
@@ -195,9 +195,9 @@ class LendsAfterItWasClosed(BrokenTier):
 class DropsAWalkThatEndsEarly(BrokenTier):
     """Writes back when the whole walk is over."""
 
-    def lend(self, groups: Any) -> Any:
+    def stream_groups(self, groups: Any) -> Any:
         pairs = []
-        for lent in super().lend(groups):
+        for lent in super().stream_groups(groups):
             copies = [self.compute.allocate(buffer.numel, buffer.dtype) for buffer in lent]
             for copy, buffer in zip(copies, lent, strict=True):
                 copy.copy_from(buffer)
@@ -270,12 +270,12 @@ class BrokenLauncher(Broken, LocalLauncher):
 
 
 class SwallowsCodes(BrokenLauncher):
-    def run(self, job: Job, look: Any = look_at_nothing) -> JobEnd:
-        return JobEnd(min(super().run(job).code, 1))
+    def run(self, job: Job, look: Any = noop) -> JobResult:
+        return JobResult(min(super().run(job).code, 1))
 
 
 class StartsOneTooFew(BrokenLauncher):
-    def run(self, job: Job, look: Any = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Any = noop) -> JobResult:
         import dataclasses
 
         hosts = {host: slots[: max(1, len(slots) - 1)] for host, slots in job.hosts.items()}

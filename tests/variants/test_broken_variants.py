@@ -105,7 +105,7 @@ VARIANTS = (
     device(devices.NeedsEqualAlignment, MEANING, "combine ", "offset=3: expected"),
     device(devices.WritesBeside, MEANING, "what surrounds target", "offset=3: expected"),
     device(devices.WrongAdam, MEANING, "step ", "expected", "got"),
-    device(devices.ForgetsToMark, MEANING, "wrote target without mark_written"),
+    device(devices.ForgetsToMark, MEANING, "wrote target without bump_version"),
     device(devices.RoundsTailsApart, "kernels_do_not_depend_on_slices", "when cut at [7, 32, 96, 555]", "expected"),
     device(devices.RoundsWithoutAKey, "stochastic_rounding_is_the_reference_s", "rounded stochastically", "expected"),
     device(devices.MixesScales, "quantisation_means_what_the_reference_says", "scales, ", "expected"),
@@ -263,7 +263,7 @@ def forget() -> None:
 
 def holds(variant: Variant, outcome: CheckOutcome) -> None:
     assert outcome.state == "failed", outcome
-    said = " ".join(f"{outcome.reason} {outcome.cure}".split())
+    said = " ".join(f"{outcome.reason} {outcome.hint}".split())
     assert [piece for piece in variant.says if piece not in said] == [], said
 
 

@@ -285,7 +285,7 @@ class DeepSpeedAccelerator:
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise PolyaccelError(
-                f"torch.compile has no backend {backend!r}", cure=f"use one of {', '.join(known)}", value=backend
+                f"torch.compile has no backend {backend!r}", hint=f"use one of {', '.join(known)}", value=backend
             )
         self._compile_backend = backend
 

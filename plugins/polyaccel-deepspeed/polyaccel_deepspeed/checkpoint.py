@@ -104,7 +104,7 @@ def _output_dtype(dtype: torch.dtype | str) -> DType:
     with suppress(ShardingError):
         found = DType.parse(str(dtype).lower().removeprefix("torch."))
     if found not in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
-        raise CheckpointError(f"weights as {dtype!r}", cure="give float32, float16 or bfloat16", value=dtype)
+        raise CheckpointError(f"weights as {dtype!r}", hint="give float32, float16 or bfloat16", value=dtype)
     return found
 
 
@@ -114,7 +114,7 @@ def _nbytes(size: int | str | None) -> int:
         return sys.maxsize
     found = re.fullmatch(r"(\d+)\s*([KMGT]B)?", str(size).strip().upper())
     if found is None or int(found[1]) < 1:
-        raise CheckpointError(f"max_shard_size={size!r}", cure="give a size such as 5GB", value=size)
+        raise CheckpointError(f"max_shard_size={size!r}", hint="give a size such as 5GB", value=size)
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
@@ -124,7 +124,7 @@ def _frozen(reader: CheckpointReader) -> frozenset[str]:
     if not trained:
         raise CheckpointError(
             f"exclude_frozen_parameters: {reader.tag!r} does not list the parameters that were trained",
-            cure="leave the option out",
+            hint="leave the option out",
             value=reader.tag,
         )
     return frozenset(entry.fqn for entry in reader.tensors() if entry.kind == PARAM and entry.fqn not in trained)

@@ -87,8 +87,8 @@ def _meaning(path: tuple[str, ...]) -> str:
     """What a foreign key may have meant; empty where nothing resembles it."""
     if path[-1] in _MEANT:
         return f"did you mean {_MEANT[path[-1]]}?"
-    cure = suggest_key(Config, path, absent_keys())
-    return cure if cure.startswith("did you mean") else ""
+    hint = suggest_key(Config, path, absent_keys())
+    return hint if hint.startswith("did you mean") else ""
 
 
 def _text(tree: Tree) -> Iterator[Change]:

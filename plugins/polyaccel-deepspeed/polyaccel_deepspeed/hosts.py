@@ -31,7 +31,7 @@ def run_on_hosts(hostfile: Path, command: Sequence[str], options: Sequence[str] 
     """Run a command, in words for the hosts' shells, on all hosts of a file, and show what it says with `host: ` before
     each line. Returns the largest exit code. Raises LaunchError."""
     if not command:
-        raise LaunchError("no command is given", cure="ds_ssh -f hostfile COMMAND")
+        raise LaunchError("no command is given", hint="ds_ssh -f hostfile COMMAND")
     hosts = read_hostfile(hostfile)
     lock, processes, readers = Lock(), [], []
     for host in hosts:
@@ -41,7 +41,7 @@ def run_on_hosts(hostfile: Path, command: Sequence[str], options: Sequence[str] 
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except OSError as error:
-            raise LaunchError(f"{words[0]} cannot be started: {error}", cure="install openssh-client") from error
+            raise LaunchError(f"{words[0]} cannot be started: {error}", hint="install openssh-client") from error
         processes.append(process)
         for pipe, shown in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None  # it was started with both

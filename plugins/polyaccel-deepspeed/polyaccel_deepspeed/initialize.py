@@ -50,7 +50,7 @@ def initialize(
     refuse_another()
     keep_lines_from_root()
     if model is None:
-        raise PolyaccelError("initialize was called without a model", cure="pass model=, a torch.nn.Module")
+        raise PolyaccelError("initialize was called without a model", hint="pass model=, a torch.nn.Module")
     written = _the_config(args, config, config_params)
     tree, changes = read_config(written)
     tree = with_expert_ranks(with_tensor_ranks(tree, model), model)
@@ -131,6 +131,6 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
     from_args = getattr(args, "deepspeed_config", None)
     if (given is None) == (from_args is None):
         what = "no config was given" if given is None else "both a config and args.deepspeed_config were given"
-        cure = "pass exactly one of config and args.deepspeed_config"
-        raise ConfigError([Problem("config", from_args, what, cure)], source="initialize")
+        hint = "pass exactly one of config and args.deepspeed_config"
+        raise ConfigError([Problem("config", from_args, what, hint)], source="initialize")
     return from_args if given is None else given

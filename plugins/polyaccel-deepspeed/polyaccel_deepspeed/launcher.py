@@ -121,7 +121,7 @@ def config_of(arguments: Sequence[str]) -> str:
                 return found
     raise LaunchError(
         f"{_OPTION}, and no argument of the script names a config",
-        cure=f"give the script {_NAMES[0]} FILE, or use polyaccel tune FILE",
+        hint=f"give the script {_NAMES[0]} FILE, or use polyaccel tune FILE",
     )
 
 

@@ -31,7 +31,7 @@ class OpBuilder:
         """Raises PolyaccelError: there is no such extension."""
         raise PolyaccelError(
             f"there is nothing to build or load for {self.NAME}: polyaccel's kernels come with its package",
-            cure="use the optimizer or the config key that needs it; it finds its kernels itself",
+            hint="use the optimizer or the config key that needs it; it finds its kernels itself",
             value=self.NAME,
         )
 
@@ -42,7 +42,7 @@ class OpBuilder:
 def builder_class(name: str) -> type[OpBuilder]:
     """The class of a builder. Raises PolyaccelError for a name that DeepSpeed's optimizers and files do not use."""
     if name not in BUILDERS:
-        raise PolyaccelError(f"polyaccel has no {name}", cure=f"there are {', '.join(BUILDERS)}", value=name)
+        raise PolyaccelError(f"polyaccel has no {name}", hint=f"there are {', '.join(BUILDERS)}", value=name)
     return type(name, (OpBuilder,), {"NAME": name.removesuffix("Builder"), "__module__": __name__})
 
 

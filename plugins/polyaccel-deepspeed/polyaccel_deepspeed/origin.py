@@ -1,4 +1,4 @@
-"""Whose `deepspeed` this is: another package of the name is an error with a cure, not a mixture."""
+"""Whose `deepspeed` this is: another package of the name is an error with a hint, not a mixture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyaccel_deepspeed.version import __version__
 
 log = getLogger("polyaccel.deepspeed")
 _OURS = {"__init__.py", "__pycache__"}
-_CURE = "pip uninstall --yes deepspeed, until nothing of it is left; then install the one that you want"
+_HINT = "pip uninstall --yes deepspeed, until nothing of it is left; then install the one that you want"
 
 
 def refuse_mixture(folder: str) -> None:
@@ -22,7 +22,7 @@ def refuse_mixture(folder: str) -> None:
 
         raise PolyaccelError(
             f"two packages named deepspeed are installed into {folder}: {others[0]} is not of polyaccel's",
-            cure=_CURE,
+            hint=_HINT,
             value=folder,
         )
 
@@ -43,7 +43,7 @@ def refuse_another() -> None:
         raise PolyaccelError(
             f"two packages named deepspeed are installed: polyaccel's {__version__} is what was imported, and "
             f"{found.version} in {found.locate_file('')} is what its version is asked of",
-            cure=_CURE,
+            hint=_HINT,
             value=found.version,
         )
 

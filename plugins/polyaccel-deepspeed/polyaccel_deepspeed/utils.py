@@ -84,7 +84,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level's name. Raises PolyaccelError for another word."""
     level = getattr(logging, log_level_str.upper(), None)
     if not isinstance(level, int):
-        raise PolyaccelError(f"{log_level_str!r} is no level", cure='use "debug", "info", "warning" or "error"')
+        raise PolyaccelError(f"{log_level_str!r} is no level", hint='use "debug", "info", "warning" or "error"')
     return level
 
 

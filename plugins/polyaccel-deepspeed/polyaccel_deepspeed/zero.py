@@ -55,8 +55,8 @@ class Init(DeferredInit):
             ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
         ):
             if value:
-                cure = f'write "zero_optimization": {{"{name}": true}}'
-                raise ConfigError([Problem(name, value, "is read in the config only", cure)], source="zero.Init")
+                hint = f'write "zero_optimization": {{"{name}": true}}'
+                raise ConfigError([Problem(name, value, "is read in the config only", hint)], source="zero.Init")
         super().__init__(module, enabled=enabled, dtype=dtype, mem_efficient_linear=mem_efficient_linear)
 
     def __enter__(self) -> Init:

@@ -78,7 +78,7 @@ def test_training_goes_on_from_a_file_of_lightning(
         )
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(file.parent))
-        assert "--from bin" in (caught.value.cure or "")
+        assert "--from bin" in (caught.value.hint or "")
         engine.load_checkpoint(str(tmp_path / "c"))
         rows = SAMPLES // ranks
         losses = []

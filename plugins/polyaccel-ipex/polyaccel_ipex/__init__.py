@@ -17,7 +17,7 @@ def optimize(model: Any, **options: Any) -> Any:
         if options.get(name):
             raise ShardingError(
                 f"{name}={options[name]!r} cannot be combined with an engine that holds the weights",
-                cure=f"leave {name} out; the fused optimizer steps are in the accelerator's kernel table",
+                hint=f"leave {name} out; the fused optimizer steps are in the accelerator's kernel table",
                 value=options[name],
             )
     import intel_extension_for_pytorch as ipex

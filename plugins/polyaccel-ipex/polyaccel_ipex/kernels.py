@@ -77,7 +77,7 @@ class _IpexKernels:
                 piece.copy_(room[: piece.numel()])
         for buffer in buffers:
             if buffer is not None:
-                buffer.mark_written()
+                buffer.bump_version()
 
     def update(
         self,

@@ -67,7 +67,7 @@ def fused_adamw(torch_npu: Any, table: KernelTable) -> UpdateFn:
         no_maximum, is_amsgrad, is_maximizing = None, False, False
         written = tuple(buffer.raw for buffer in (master, *states))
         torch_npu.npu_apply_adam_w(*powers, *rest, no_maximum, is_amsgrad, is_maximizing, out=written)
-        rule.mark_written(master, states, None)
+        rule.bump_version(master, states, None)
         if out is not None:
             table[CAST](master, out, rounding)
 

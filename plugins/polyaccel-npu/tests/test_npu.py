@@ -10,7 +10,7 @@ import pytest
 import torch
 from polyaccel_npu.accelerator import AscendAccelerator
 
-from polyaccel.accelerators import npu, presence
+from polyaccel.accelerators import device_probe, npu
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.base import UPDATE
@@ -77,8 +77,8 @@ def test_the_fused_step_is_in_the_table_and_used() -> None:
 
 
 def test_it_is_chosen_before_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "loaded_torch", lambda: None)
-    monkeypatch.setattr(presence, "glob", lambda pattern: ["/dev/davinci0"])
+    monkeypatch.setattr(device_probe, "loaded_torch", lambda: None)
+    monkeypatch.setattr(device_probe, "glob", lambda pattern: ["/dev/davinci0"])
     monkeypatch.setattr(npu, "find_spec", lambda name: object())
     ours, theirs = AscendAccelerator.probe(), npu.NpuAccelerator.probe()
     assert ours.usable

@@ -39,4 +39,4 @@ def _scale(buffer: Buffer, factor: float) -> None:
     from polyaccel_simdev import _device
 
     _device.scale(buffer.raw, factor)
-    buffer.mark_written()
+    buffer.bump_version()

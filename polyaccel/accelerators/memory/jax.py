@@ -65,7 +65,7 @@ class JaxBuffer(CountedBuffer):
         array = self._handle.array
         values = values.astype(array.dtype)
         self._handle.array = values if self._is_whole else _written(array, values, self._offset)
-        self.mark_written()
+        self.bump_version()
 
     def view(self, offset: int, numel: int) -> JaxBuffer:
         self._check_range(offset, numel)

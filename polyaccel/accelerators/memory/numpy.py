@@ -27,7 +27,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     except ImportError:
         raise ShardingError(
             "numpy has no bfloat16",
-            cure="install ml_dtypes, whose type numpy takes, or use float32 or float16",
+            hint="install ml_dtypes, whose type numpy takes, or use float32 or float16",
             value=dtype.value,
         ) from None
 
@@ -55,11 +55,11 @@ class NumpyBuffer(CountedBuffer):
     def copy_from(self, source: Buffer) -> None:
         self._check_source(source)
         self._array[:] = source.raw if isinstance(source, NumpyBuffer) else _import_foreign(source)
-        self.mark_written()
+        self.bump_version()
 
     def fill(self, value: float) -> None:
         self._array.fill(value)
-        self.mark_written()
+        self.bump_version()
 
     def data_ptr(self) -> int:
         return self._array.ctypes.data
@@ -73,7 +73,7 @@ class NumpyBuffer(CountedBuffer):
     def from_bytes(self, data: bytes | bytearray | memoryview) -> None:
         self._check_nbytes(data)
         self._array.view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
-        self.mark_written()
+        self.bump_version()
 
 
 def _import_foreign(source: Buffer) -> Array:
@@ -112,12 +112,12 @@ def wrap_numpy(array: object) -> NumpyBuffer:
     if not isinstance(array, np.ndarray):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise PluginContractError(
-            f"the cpu accelerator with numpy memory cannot wrap a {kind}", cure="pass a numpy.ndarray", value=kind
+            f"the cpu accelerator with numpy memory cannot wrap a {kind}", hint="pass a numpy.ndarray", value=kind
         )
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ShardingError(
             f"an array of shape {array.shape} and strides {array.strides} is not contiguous and writable",
-            cure="pass numpy.ascontiguousarray(array).copy()",
+            hint="pass numpy.ascontiguousarray(array).copy()",
             value=array.strides,
         )
     return NumpyBuffer(array.reshape(-1))

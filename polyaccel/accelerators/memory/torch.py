@@ -34,7 +34,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
     except KeyError:
         known = ", ".join(sorted(known.value for known in DType))
         raise ShardingError(
-            f"the engine does not handle tensors of {dtype}", cure=f"convert to one of {known}", value=dtype
+            f"the engine does not handle tensors of {dtype}", hint=f"convert to one of {known}", value=dtype
         ) from None
 
 
@@ -69,16 +69,16 @@ class TorchBuffer(CountedBuffer):
     def copy_from(self, source: Buffer) -> None:
         self._check_source(source)
         self._tensor.copy_(source.raw if isinstance(source, TorchBuffer) else _import_foreign(source))
-        self.mark_written()
+        self.bump_version()
 
     def fill(self, value: float) -> None:
         self._tensor.fill_(value)
-        self.mark_written()
+        self.bump_version()
 
     def data_ptr(self) -> int:
         return self._tensor.data_ptr()
 
-    def references(self) -> int:
+    def use_count(self) -> int:
         return int(torch._C._storage_Use_Count(self._tensor.untyped_storage()._cdata))
 
     def to_bytes(self) -> bytes:
@@ -93,7 +93,7 @@ class TorchBuffer(CountedBuffer):
         staged = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         staged.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
         self._tensor.view(torch.uint8).copy_(staged)
-        self.mark_written()
+        self.bump_version()
 
 
 def _import_foreign(source: Buffer) -> torch.Tensor:
@@ -160,7 +160,7 @@ def import_torch(array: object) -> TorchBuffer:
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise PluginContractError(
             f"torch cannot see the memory of a {kind}: {error}",
-            cure="pass an array that exports DLPack, on a device that torch knows by it",
+            hint="pass an array that exports DLPack, on a device that torch knows by it",
             value=kind,
         ) from error
     return wrap_torch(tensor)
@@ -173,11 +173,11 @@ def wrap_torch(array: object) -> TorchBuffer:
     """
     if not isinstance(array, torch.Tensor):
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise PluginContractError(f"a torch device cannot wrap a {kind}", cure="pass a torch.Tensor", value=kind)
+        raise PluginContractError(f"a torch device cannot wrap a {kind}", hint="pass a torch.Tensor", value=kind)
     if not array.is_contiguous():
         raise ShardingError(
             f"a tensor of shape {tuple(array.shape)} and strides {array.stride()} is not contiguous",
-            cure="pass tensor.contiguous()",
+            hint="pass tensor.contiguous()",
             value=tuple(array.stride()),
         )
     plain = array.detach() if array.requires_grad or array.dim() == 1 else array

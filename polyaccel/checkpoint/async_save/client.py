@@ -43,10 +43,10 @@ def can_save_in_background() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a rank's part of a save went. `error` and its `cure` are empty where all went well."""
+    """How a rank's part of a save went. `error` and its `hint` are empty where all went well."""
 
     error: str = ""
-    cure: str = ""
+    hint: str = ""
 
 
 class Save(Protocol):
@@ -161,7 +161,7 @@ class _Process:
             except OSError as error:
                 raise CheckpointError(
                     f"the process that writes checkpoints cannot be started: {error}",
-                    cure='set "checkpoint.async": false',
+                    hint='set "checkpoint.async": false',
                 ) from error
         self._socket = ours
         self._of = os.getpid()

@@ -41,7 +41,7 @@ class Image:
                 os.close(descriptor)
             raise CheckpointError(
                 f"{nbytes:,} bytes to stage a checkpoint in cannot be had: {error.strerror or error}",
-                cure='lower "checkpoint.staging_memory", or set "checkpoint.async": false',
+                hint='lower "checkpoint.staging_memory", or set "checkpoint.async": false',
                 value=nbytes,
             ) from error
 

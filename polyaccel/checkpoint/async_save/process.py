@@ -83,7 +83,7 @@ def _answered(job: SaveJob, image: int, answer: socket.socket, ended: Event) -> 
                 _write(job, image, gives_up, ended)
                 outcome: dict[str, Any] = {"error": None}
             except PolyaccelError as error:
-                outcome = {"error": [error.message, error.cure]}
+                outcome = {"error": [error.message, error.hint]}
             except Exception as error:  # whatever it is, the rank has to hear of it
                 outcome = {"error": [f"{type(error).__name__}: {error}", ""]}
             send(answer, json.dumps(outcome | {"log": told.lines}).encode("ascii"))

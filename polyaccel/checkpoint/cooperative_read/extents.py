@@ -57,7 +57,7 @@ class Extent:
             raise CheckpointError(
                 f"{path} in {location} is damaged: bytes [{self.offset}, {self.offset + self.nbytes}), "
                 f"which hold {self.name}, have the crc32 {found:08x} and not {self.crc32:08x}",
-                cure="load another tag",
+                hint="load another tag",
                 value=path,
             )
 

@@ -281,7 +281,7 @@ class CooperativeReader:
 
     def _read(self, number: int, todo: Sequence[ScheduledRead], borrowed: dict[int, bytes]) -> list[list[Any]]:
         """Read this rank's share, into its window or, for others alone, into `borrowed`. Returns what could not be
-        read, as [extent, message, cure], where another place may have it."""
+        read, as [extent, message, hint], where another place may have it."""
         failed = []
         rank = self._communicator.rank
         for carried in todo:
@@ -299,7 +299,7 @@ class CooperativeReader:
                 except CheckpointError as error:
                     if self._where.files is None:
                         raise
-                    failed.append([carried.extent, error.message, error.cure])
+                    failed.append([carried.extent, error.message, error.hint])
         return failed
 
     def _note_spoilt(self, told: Sequence[Sequence[Sequence[Any]]]) -> set[int]:
@@ -310,12 +310,12 @@ class CooperativeReader:
         failed = set()
         for rank, failures in enumerate(told):
             place = self._where.places[rank]
-            for number, message, cure in failures:
+            for number, message, hint in failures:
                 self._corrupt.add((number, place))
                 failed.add(number)
                 others = [self._place_of[group] for group in self._holders(number)]
                 if not others:
-                    self._over = CheckpointError(f"{self._step} failed on rank {rank}: {message}", cure=cure)
+                    self._over = CheckpointError(f"{self._step} failed on rank {rank}: {message}", hint=hint)
                     raise self._over
                 if self._communicator.rank == 0:
                     _log.warning("%s; it is taken from %s", message, self._where.names[others[0]])

@@ -55,7 +55,7 @@ class MemoryBudget:
         if needed > most:
             raise NoRoom(
                 f"replicas of rank {self._rank} would take {needed:,} bytes, and may take {most:,}",
-                cure='raise "checkpoint.in_memory": {"memory": BYTES}, or free some memory',
+                hint='raise "checkpoint.in_memory": {"memory": BYTES}, or free some memory',
                 value=needed,
             )
         image = Image.new(nbytes)

@@ -188,7 +188,7 @@ class ReplicaWriter:
         later, kept = dict[int, TensorPiece](), set[int]()
         for number, (segment, piece) in enumerate(zip(layout.segments, pieces, strict=True)):
             if in_background and piece.kind == PARAM and piece.fqn in contents.frozen:
-                seen = (_address(piece) or 0, piece.buffer.generation)
+                seen = (_address(piece) or 0, piece.buffer.version)
                 if half.frozen.get(number) == seen and number in half.sums:
                     kept.add(number)
                     continue
@@ -215,7 +215,7 @@ class ReplicaWriter:
         if copy is None:
             return None
         half, image = copy.half, copy.half.image
-        written = [piece.buffer.generation for piece in copy.pieces.values()]
+        written = [piece.buffer.version for piece in copy.pieces.values()]
         for number, segment in enumerate(copy.layout.segments):
             spec = segment.content
             assert isinstance(spec, PieceSpec)  # blobs stand in the note
@@ -223,7 +223,7 @@ class ReplicaWriter:
                 piece = copy.pieces.get(number)
                 half.sums[number] = _summed(image, segment.offset, segment.nbytes, spec, piece)
             copy.note.file.tensors.append(_entry(spec, copy.layout.name, segment.offset, half.sums[number]))
-        if written != [piece.buffer.generation for piece in copy.pieces.values()]:
+        if written != [piece.buffer.version for piece in copy.pieces.values()]:
             _log.debug("step %d has no replica: states were written by hand meanwhile", copy.key.step)
             return None
         self._require_client().put(str(copy.key), copy.note.to_bytes(), image.descriptor)
@@ -272,7 +272,7 @@ class ReplicaWriter:
             self._let_go()
             self._client = None
         if kind not in self._told:
-            message = f"{error.message}; {error.cure}" if isinstance(error, PolyaccelError) else str(error)
+            message = f"{error.message}; {error.hint}" if isinstance(error, PolyaccelError) else str(error)
             _log.warning("rank %d makes no replicas for now: %s", self._communicator.rank, message.rstrip("; "))
         if kind != "keeper":
             self._told.add(kind)

@@ -69,7 +69,7 @@ def select_checkpoint(storage: Storage, tag: str | None, communicator: Communica
     tags = ", ".join(sorted({commit.tag for commit in others})) or "none"
     raise CheckpointError(
         f"{'; '.join(problems)}\n  hosts here: {', '.join(places.names)}; other tags that they have markers of: {tags}",
-        cure="start the job on the hosts that have the files, or load another tag",
+        hint="start the job on the hosts that have the files, or load another tag",
         value=tag,
     )
 

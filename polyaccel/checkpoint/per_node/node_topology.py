@@ -69,7 +69,7 @@ class StorageNodes:
                 raise CheckpointError(
                     f"{storage.location} on {socket.gethostname()} has the identity of {self.names[place]}, and other "
                     "files",
-                    cure=f"a disk was cloned: delete {NOTE} from it, and save again",
+                    hint=f"a disk was cloned: delete {NOTE} from it, and save again",
                     value=self.ids[place],
                 )
 

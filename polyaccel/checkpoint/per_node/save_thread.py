@@ -56,7 +56,7 @@ def _ended(action: Callable[[], Any]) -> SaveOutcome:
         try:
             action()
         except PolyaccelError as error:
-            return SaveOutcome(error.message, error.cure)
+            return SaveOutcome(error.message, error.hint)
         except Exception as error:  # whatever it is, the rank has to hear of it
             return SaveOutcome(f"{type(error).__name__}: {error}")
     return SaveOutcome()

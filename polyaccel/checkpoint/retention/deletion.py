@@ -123,7 +123,7 @@ def _delete(storage: Storage, commit: Commit) -> bool:
     if storage.size(marker) is not None:
         raise CheckpointError(
             f"the storage {storage.name!r} did not delete {marker}",
-            cure="a storage whose delete_tree removes folders only needs a method delete, which is new in version 1.3",
+            hint="a storage whose delete_tree removes folders only needs a method delete, which is new in version 1.3",
             value=marker,
         )
     storage.delete_tree(commit.folder)

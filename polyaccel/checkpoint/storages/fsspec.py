@@ -117,7 +117,7 @@ class FsspecStorage(Storage):
             raise CheckpointError(
                 f"{self._show(path)} ends before byte {offset + nbytes}: {len(data)} of {nbytes} bytes were read from "
                 f"byte {offset} on",
-                cure="the object is another than was written: load another tag",
+                hint="the object is another than was written: load another tag",
                 value=path,
             )
         return data
@@ -186,14 +186,14 @@ class FsspecStorage(Storage):
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(
-                f"{path!r} leads out of {self.location}", cure="the checkpoint is damaged or forged", value=path
+                f"{path!r} leads out of {self.location}", hint="the checkpoint is damaged or forged", value=path
             )
         protocol, mark, _ = self.location.partition("://")
         if not mark or protocol not in _PROTOCOLS:
             known = ", ".join(f"{each}://" for each in _PROTOCOLS)
             raise CheckpointError(
                 f"the storage 'fsspec' cannot keep checkpoints in {self.location!r}: it takes URLs of {known}",
-                cure="give a string such as 's3://bucket/runs' (pathlib drops a slash), or use the storage 'file' for "
+                hint="give a string such as 's3://bucket/runs' (pathlib drops a slash), or use the storage 'file' for "
                 "a folder",
                 value=self.location,
             )
@@ -216,7 +216,7 @@ class FsspecStorage(Storage):
         except Exception as error:
             what = str(error) or type(error).__name__
             raise CheckpointError(
-                f"cannot {verb} {self._show(path)}: {what}", cure=_cure(error, verb), value=path
+                f"cannot {verb} {self._show(path)}: {what}", hint=_cure(error, verb), value=path
             ) from error
 
 

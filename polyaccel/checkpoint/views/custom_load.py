@@ -63,7 +63,7 @@ class GivenValues:
         if others:
             raise CheckpointError(
                 f"custom_load_fn left parameters of another shape (made, model): {others}",
-                cure="write values of the model's shapes into dst",
+                hint="write values of the model's shapes into dst",
                 value=sorted(others),
             )
 
@@ -112,7 +112,7 @@ class CustomLoadReader:
         elif dtype is not value.dtype and dtype.is_floating != value.dtype.is_floating:
             raise CheckpointError(
                 f"custom_load_fn made {fqn!r} {value.dtype.value}, the model has {dtype.value}",
-                cure="keep the type of what is in dst",
+                hint="keep the type of what is in dst",
                 value=fqn,
             )
 
@@ -148,7 +148,7 @@ def call_load_fn(function: Callable[..., Any], src: Any, dst: Any) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"custom_load_fn raised {type(error).__name__}: {error}",
-            cure="nothing was changed: mend the function, or leave it out",
+            hint="nothing was changed: mend the function, or leave it out",
             value=type(error).__name__,
         ) from error
 

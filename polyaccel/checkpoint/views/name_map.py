@@ -86,7 +86,7 @@ class RenamedReader:
             told = "; ".join(f"{' and '.join(map(repr, fqns))} to {name!r}" for name, fqns in clashes.items())
             raise CheckpointError(
                 f"several parameters are mapped to one: {told}",
-                cure="let name_map give each parameter a name of its own",
+                hint="let name_map give each parameter a name of its own",
                 value=sorted(clashes),
             )
         self._names = {name: fqn for name, (fqn,) in taken.items()}
@@ -210,7 +210,7 @@ class _Patterns:
             except (re.error, IndexError) as error:
                 raise CheckpointError(
                     f"name_map: the pattern {pattern!r} -> {name!r} cannot be used: {error}",
-                    cure="write it as for re.sub",
+                    hint="write it as for re.sub",
                     value=pattern,
                 ) from error
 
@@ -224,7 +224,7 @@ class _Patterns:
             )
             raise CheckpointError(
                 f"name_map: patterns rename {len(apart)} parameters in different ways: {told}",
-                cure="let one pattern match each name: '^' and '$' bind it to the ends",
+                hint="let one pattern match each name: '^' and '$' bind it to the ends",
                 value=sorted(apart),
             )
 
@@ -251,7 +251,7 @@ def _source(fqn: str, shape: tuple[int, ...], names: Any, reader: CheckpointRead
     if source.axes is not None and sorted(source.axes) != list(range(len(shape))):
         raise CheckpointError(
             f"axes {source.axes} of {fqn!r} are no order of {len(shape)} axes",
-            cure="give each axis of the parameter once",
+            hint="give each axis of the parameter once",
             value=source.axes,
         )
     return source

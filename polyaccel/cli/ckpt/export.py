@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     tensors = _tensors(reader, args)
     out: Path = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not an empty folder", cure="name a new one", value=str(out))
+        raise CheckpointError(f"{out} is not an empty folder", hint="name a new one", value=str(out))
     nbytes = sum(tensor.nbytes for tensor in tensors)
     with progress(f"exporting {reader.tag}", nbytes) as told:
         if args.format == "safetensors":
@@ -85,17 +85,17 @@ def _writer(name: str) -> Writer:
             loaded: Writer = point.load()
             return loaded
     known = ", ".join([*FORMATS, *sorted(point.name for point in points)])
-    cure = "pip install polyaccel-deepspeed" if name.startswith("deepspeed") else "install the package that writes it"
-    raise CheckpointError(f"--format {name}: expected one of {known}", cure=cure, value=name)
+    hint = "pip install polyaccel-deepspeed" if name.startswith("deepspeed") else "install the package that writes it"
+    raise CheckpointError(f"--format {name}: expected one of {known}", hint=hint, value=name)
 
 
 def _tensors(reader: CheckpointReader, args: argparse.Namespace) -> tuple[ExportTensor, ...]:
     try:
         dtype = None if args.dtype is None else DType.parse(args.dtype)
     except ShardingError as error:
-        raise CheckpointError(f"--dtype {args.dtype}: {error.message}", cure=error.cure, value=args.dtype) from error
+        raise CheckpointError(f"--dtype {args.dtype}: {error.message}", hint=error.hint, value=args.dtype) from error
     if dtype is not None and not dtype.is_floating:
-        raise CheckpointError(f"--dtype {args.dtype} is no floating type", cure="give bf16", value=args.dtype)
+        raise CheckpointError(f"--dtype {args.dtype} is no floating type", hint="give bf16", value=args.dtype)
     if args.format in _STATE_DICTS:
         return chosen(reader, args.kind or default_kinds(), dtype)
     kinds = args.kind or sorted({tensor.kind for tensor in reader.tensors()})

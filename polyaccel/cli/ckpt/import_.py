@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     source: Path = args.src
     read = _reader(args.source)
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist", cure="give a file or a folder", value=str(source))
+        raise CheckpointError(f"{source} does not exist", hint="give a file or a folder", value=str(source))
     incoming = read(source)
     if args.weights_only:
         incoming = incoming.weights()
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         what = "; ".join(f"{each.name}: {each.why}" for each in needed[:8])
         raise CheckpointError(
             f"{source} has an optimizer state or a schedule that is not taken over: {what}",
-            cure="give --weights-only to begin with a new optimizer and schedule",
+            hint="give --weights-only to begin with a new optimizer and schedule",
             value=[each.name for each in needed],
         )
     incoming = replace(incoming, tensors=[_as_buffer(tensor, args.buffer) for tensor in incoming.tensors])
@@ -121,8 +121,8 @@ def _reader(name: str) -> Callable[[Path], Incoming]:
             loaded: Callable[[Path], Incoming] = point.load()
             return loaded
     known = ", ".join(["safetensors", "bin", "dcp", "orbax", "flax", *sorted(point.name for point in points)])
-    cure = "pip install polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
-    raise CheckpointError(f"--from {name}: expected one of {known}", cure=cure, value=name)
+    hint = "pip install polyaccel-deepspeed" if name == "deepspeed" else "install the package that reads it"
+    raise CheckpointError(f"--from {name}: expected one of {known}", hint=hint, value=name)
 
 
 def _nbytes(tensor: ImportTensor) -> int:

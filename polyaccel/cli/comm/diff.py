@@ -31,7 +31,7 @@ def read_all(places: Iterable[Path]) -> Iterable[Dump]:
     files = [file for place in places for file in (sorted(place.glob("rank-*.json")) if place.is_dir() else [place])]
     if not files:
         raise CommError(
-            "there is no rank-N.json in the folder", cure="name the folder that the log line of a rank names"
+            "there is no rank-N.json in the folder", hint="name the folder that the log line of a rank names"
         )
     found: dict[int, Path] = {}
     for file in files:
@@ -39,7 +39,7 @@ def read_all(places: Iterable[Path]) -> Iterable[Dump]:
         if dump.rank in found:
             raise CommError(
                 f"{found[dump.rank]} and {file} are both of rank {dump.rank}",
-                cure="compare the dumps of one job",
+                hint="compare the dumps of one job",
                 value=dump.rank,
             )
         found[dump.rank] = file

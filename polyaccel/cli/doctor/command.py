@@ -133,7 +133,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "api_version": status.api_version,
                 "state": _state(status),
                 "reason": _reason(status),
-                "cure": status.error.cure if status.error else "",
+                "hint": status.error.hint if status.error else "",
                 "priority": status.priority,
                 "traceback": status.traceback,
             }
@@ -181,8 +181,8 @@ def _plugin_lines(statuses: Sequence[PluginStatus], verbose: bool) -> Iterator[s
         else:
             yield head.rstrip()
             yield from _wrapped(reason, indent=10)
-        if status.error and status.error.cure:
-            yield from _wrapped(f"cure: {status.error.cure}", indent=10)
+        if status.error and status.error.hint:
+            yield from _wrapped(f"hint: {status.error.hint}", indent=10)
         if verbose:
             yield f"{' ' * 10}{status.info.value}"
             yield from textwrap.indent(status.traceback, " " * 10).splitlines()

@@ -80,7 +80,7 @@ def _oneccl() -> str:
     try:
         bridge = f"csrc/ccl is compiled for it: {build.compiled(found)}"
     except PolyaccelError as error:
-        bridge = f"{error.message}: {error.cure}"
+        bridge = f"{error.message}: {error.hint}"
     return f"{found.version} ({found.library}); {bridge}"
 
 

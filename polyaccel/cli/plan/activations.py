@@ -22,14 +22,14 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
         if args.batch is not None:
             raise PolyaccelError(
                 f"--batch {args.batch}, and nothing says how long its rows are",
-                cure="add --sequence-length: activations depend on both",
+                hint="add --sequence-length: activations depend on both",
                 value=args.batch,
             )
         return ()
     if not Path(args.model).is_dir():
         raise PolyaccelError(
             f"the activations of {args.model!r} cannot be foretold: it is no directory with a config.json",
-            cure="leave --sequence-length out, or give the directory of a language model of transformers",
+            hint="leave --sequence-length out, or give the directory of a language model of transformers",
             value=args.model,
         )
     mesh = mesh_of(config, args.world_size)
@@ -37,7 +37,7 @@ def foretold(args: argparse.Namespace, config: ResolvedConfig) -> tuple[Activati
     if others:
         raise PolyaccelError(
             f"activations are not foretold where ranks stand along {' and '.join(others)}",
-            cure="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
+            hint="leave --sequence-length out, or plan for ranks along data, tensor and sequence alone",
             value=tuple(others),
         )
     from polyaccel.torch.activation_checkpointing.memory_estimate import foretell_activations
@@ -63,7 +63,7 @@ def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     """Cut `model` as the first of its tensor ranks has it, if there are some. It runs on tensors without values."""
     if (ranks := mesh.size_of(("tensor",))) > 1:
         from polyaccel.accelerators.detect import host_accelerator
-        from polyaccel.comm.parts.fake import FakeCommunicator
+        from polyaccel.comm.collectives.fake import FakeCommunicator
         from polyaccel.torch.tensor_parallel.make_plan import plan_by
         from polyaccel.torch.tensor_parallel.parallelize import parallelize_module
 
@@ -77,7 +77,7 @@ def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     section = config.sequence_parallel
     if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
         from polyaccel.accelerators.detect import host_accelerator
-        from polyaccel.comm.parts.fake import FakeCommunicator
+        from polyaccel.comm.collectives.fake import FakeCommunicator
         from polyaccel.torch.context_parallel import apply_context_parallel
         from polyaccel.torch.context_parallel.settings import SequenceSettings
 

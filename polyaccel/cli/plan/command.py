@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compute is not None and args.comm is None and args.fit is None:
         raise PolyaccelError(
             f"--compute {args.compute:g}, and nothing says how fast ranks can talk",
-            cure="measure it: polyaccel comm bench --json FILE, then --comm FILE",
+            hint="measure it: polyaccel comm bench --json FILE, then --comm FILE",
             value=args.compute,
         )
     from polyaccel.cli.plan.activations import foretold
@@ -237,7 +237,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     if count is not None and expert_ranks > 1:
         raise PolyaccelError(
             f"nothing says how many of {text} parameters are those of experts, which {expert_ranks} ranks share",
-            cure="write my_package.model:build or a directory with a config.json",
+            hint="write my_package.model:build or a directory with a config.json",
             value=text,
         )
     if count is not None:
@@ -245,7 +245,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
     if ":" not in text:
         raise PolyaccelError(
             f"{text!r} is no directory, no module:function and no number of parameters",
-            cure="write my_package.model:build, a directory with a config.json, or 1.3B",
+            hint="write my_package.model:build, a directory with a config.json, or 1.3B",
             value=text,
         )
     from polyaccel.torch.params.meta_shapes import shape_of_function

@@ -52,7 +52,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Print the table; the exit code is 1 when a test failed. Raises PluginNotFound and PluginConflict for the name."""
     if args.ranks < 1:
-        raise LaunchError(f"{args.ranks} ranks cannot be started", cure="give -n 1 or more", value=args.ranks)
+        raise LaunchError(f"{args.ranks} ranks cannot be started", hint="give -n 1 or more", value=args.ranks)
     if not args.timeout > 0:
         raise LaunchError(f"--timeout {args.timeout:g}: expected seconds, more than 0", value=args.timeout)
     info = choose(args.name, KINDS[args.kind] if args.kind else None)
@@ -95,12 +95,12 @@ def choose(name: str, group: PluginGroup | None) -> PluginInfo:
     if groups:
         kinds = " and ".join(kind for kind, one in KINDS.items() if one in groups)
         raise PluginConflict(
-            f"{name!r} is the name of plugins of several kinds: {kinds}", cure="say --kind", value=name
+            f"{name!r} is the name of plugins of several kinds: {kinds}", hint="say --kind", value=name
         )
     names = ", ".join(sorted({info.name for one in PluginGroup for info in list_plugins(one)}))
     raise PluginNotFound(
         f"no plugin of any kind is called {name!r}; installed: {names}",
-        cure="install the package that provides it, into this environment",
+        hint="install the package that provides it, into this environment",
         value=name,
     )
 
@@ -139,7 +139,7 @@ def details(row: CheckRow, *, verbose: bool) -> Iterator[str]:
     if verbose or outcome.state == "failed":
         yield from _indented("wants", row.wants)
     yield from _indented("why" if outcome.state == "skipped" else "found", outcome.reason)
-    yield from _indented("cure", outcome.cure)
+    yield from _indented("hint", outcome.hint)
     if verbose and outcome.traceback:
         yield from textwrap.indent(outcome.traceback.rstrip(), " " * 6).splitlines()
 

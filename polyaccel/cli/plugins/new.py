@@ -65,18 +65,18 @@ def write(name: str, kinds: Sequence[str], folder: Path, *, framework: str = "to
     package can have and for a folder that is not empty, PluginConflict for the name of a plugin of ours."""
     if not _NAME.fullmatch(name):
         raise PluginContractError(
-            f"{name!r} cannot be a plugin's name", cure="use lower-case letters, digits, and - or _ between", value=name
+            f"{name!r} cannot be a plugin's name", hint="use lower-case letters, digits, and - or _ between", value=name
         )
     for group in PluginGroup:
         for info in list_plugins(group):
             if info.name == name and info.package == _OURS:
                 raise PluginConflict(
                     f"{name!r} is the name of the {group.noun} {info.value}",
-                    cure="choose another name: two plugins of one kind and name are an error when they are used",
+                    hint="choose another name: two plugins of one kind and name are an error when they are used",
                     value=name,
                 )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PluginContractError(f"{folder} is not empty", cure="choose another one: --folder", value=str(folder))
+        raise PluginContractError(f"{folder} is not empty", hint="choose another one: --folder", value=str(folder))
     package = package_of(name, kinds)
     camel = "".join(word.capitalize() for word in re.split("[-_]", name))
     values = {

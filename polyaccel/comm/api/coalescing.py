@@ -98,7 +98,7 @@ def _check(
     if len(outs) != len(sources):
         raise ShardingError(
             f"{kind}: {len(sources)} buffers in, {len(outs)} out",
-            cure="pass a result for every source",
+            hint="pass a result for every source",
             value=(len(outs), len(sources)),
         )
     for out, source in zip(outs, sources, strict=True):

@@ -56,7 +56,7 @@ class CompressedAllReduce:
         if buffer.numel != self.numel or not buffer.dtype.is_floating:
             raise ShardingError(
                 f"{buffer!r} is not one of {self.numel} floating elements",
-                cure="make a CompressedAllReduce for each tensor",
+                hint="make a CompressedAllReduce for each tensor",
                 value=buffer.numel,
             )
         if communicator.world_size == 1:

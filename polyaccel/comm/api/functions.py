@@ -249,7 +249,7 @@ class P2POp:
 
     def __init__(self, op: Callable[..., Work], tensor: Any, peer: int, group: Group = None) -> None:
         if op not in (isend, irecv):
-            raise CommError(f"{op!r} is no message", cure="pass polyaccel.comm.isend or polyaccel.comm.irecv", value=op)
+            raise CommError(f"{op!r} is no message", hint="pass polyaccel.comm.isend or polyaccel.comm.irecv", value=op)
         self.op = op
         self.tensor = tensor
         self.peer = peer
@@ -262,7 +262,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     if len(groups) != 1:
         raise CommError(
             f"a batch of {len(p2p_op_list)} messages in {len(groups)} groups",
-            cure="pass at least one message, and those of each group apart",
+            hint="pass at least one message, and those of each group apart",
             value=len(groups),
         )
     (group,) = groups.values()
@@ -288,7 +288,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     if len(object_list) != comm.world_size:
         raise CommError(
             f"all_gather_object into a list of {len(object_list)} on {comm.world_size} ranks",
-            cure="pass a list with one element for every rank",
+            hint="pass a list with one element for every rank",
             value=len(object_list),
         )
     object_list[:] = objects.all_gather_objects(comm, obj)
@@ -335,7 +335,7 @@ def _one_a_rank(kind: str, comm: Communicator, arrays: Sequence[Any] | None, lik
         raise ShardingError(
             f"{kind}: {len(buffers)} tensors are not one of {like.numel} x {like.dtype.value} for each of "
             f"{comm.world_size} ranks",
-            cure="pass a list with one tensor for every rank, all of this rank's size and type",
+            hint="pass a list with one tensor for every rank, all of this rank's size and type",
             value=len(buffers),
         )
     return buffers

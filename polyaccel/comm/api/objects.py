@@ -19,7 +19,7 @@ from polyaccel.errors import CommError
 
 _UNSEALED, _SEALED = b"u", b"s"
 _PLAIN, _PICKLE = b"v", b"p"
-_CURE = (
+_HINT = (
     f"start the ranks by `polyaccel run`, or set {job_auth.SECRET_VARIABLE} to one random text on every rank, "
     "or send plain values: None, bool, int, float, str, bytes, and lists, tuples and dicts of these"
 )
@@ -61,13 +61,13 @@ class _Exchange:
         who = f"the object of rank {self._communicator.ranks[rank]}"
         if self._secret is None:
             if how != _UNSEALED:
-                raise CommError(f"{who} is sealed, and this rank has no secret", cure=_CURE, value=rank)
+                raise CommError(f"{who} is sealed, and this rank has no secret", hint=_HINT, value=rank)
         else:
             inside = job_auth.verify(self._secret, self._context(rank), data) if how == _SEALED else None
             if inside is None:
                 raise CommError(
                     f"{who} does not have the seal of this job",
-                    cure=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank; where it is, "
+                    hint=f"set {job_auth.SECRET_VARIABLE} to the same text on every rank; where it is, "
                     "a stranger wrote to the ranks' connection",
                     value=rank,
                 )
@@ -80,7 +80,7 @@ class _Exchange:
                 raise tagged_json.SerializationError("a value that is not plain")
             return tagged_json.from_bytes(data)
         except tagged_json.SerializationError as error:
-            raise CommError(f"{who} cannot be read: it holds {error.message}", cure=_CURE, value=rank) from error
+            raise CommError(f"{who} cannot be read: it holds {error.message}", hint=_HINT, value=rank) from error
 
     def _written(self, value: Any) -> bytes:
         try:
@@ -89,7 +89,7 @@ class _Exchange:
             if self._secret is None:
                 raise CommError(
                     f"objects that are not plain need a secret of the job: {error.message}",
-                    cure=_CURE,
+                    hint=_HINT,
                     value=error.value,
                 ) from error
         return _PICKLE + pickle.dumps(value)

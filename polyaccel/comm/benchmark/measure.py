@@ -46,7 +46,7 @@ class SpeedMeter:
         if communicator.world_size < 2:
             raise CommError(
                 "a rank alone has nobody to send to",
-                cure="start several: polyaccel comm bench --nproc 2, or --hostfile FILE",
+                hint="start several: polyaccel comm bench --nproc 2, or --hostfile FILE",
                 value=communicator.world_size,
             )
         self._communicator = communicator
@@ -132,7 +132,7 @@ def all_cases(operations: Iterable[str], nbytes: Iterable[int]) -> Iterator[tupl
     for operation in operations:
         if operation not in OPERATIONS:
             raise CommError(
-                f"no operation {operation!r} is measured", cure=f"name some of {', '.join(OPERATIONS)}", value=operation
+                f"no operation {operation!r} is measured", hint=f"name some of {', '.join(OPERATIONS)}", value=operation
             )
         for size in every:
             yield operation, size

@@ -75,7 +75,7 @@ class CollectiveTimings:
             known = ", ".join(dict.fromkeys(row.operation for row in self.rows))
             raise CommError(
                 f"the table of speeds has {known}, and no {operation}",
-                cure="measure all operations: polyaccel comm bench --json FILE",
+                hint="measure all operations: polyaccel comm bench --json FILE",
                 value=operation,
             )
         scale = 1.0
@@ -112,7 +112,7 @@ class CollectiveTimings:
         except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
             raise CommError(
                 f"{source} is no table of speeds: {type(error).__name__}: {error}",
-                cure="write one: polyaccel comm bench --json FILE",
+                hint="write one: polyaccel comm bench --json FILE",
                 value=source,
             ) from error
 
@@ -122,8 +122,8 @@ class CollectiveTimings:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            cure = "write one: polyaccel comm bench --json FILE"
-            raise CommError(f"{file} cannot be read: {error}", cure=cure, value=str(file)) from error
+            hint = "write one: polyaccel comm bench --json FILE"
+            raise CommError(f"{file} cannot be read: {error}", hint=hint, value=str(file)) from error
         return cls.from_json(text, str(file))
 
 

@@ -111,7 +111,7 @@ def read_dump(path: Path) -> Dump:
     except (OSError, ValueError, RecursionError) as error:
         raise CommError(
             f"{path} is not a dump of the flight recorder: {error}",
-            cure="name the rank-N.json files of one job, or the folder that holds them",
+            hint="name the rank-N.json files of one job, or the folder that holds them",
             value=str(path),
         ) from error
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import time
 
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
 from polyaccel.comm.flight_recorder.log import CommLog, Timing
 from polyaccel.comm.flight_recorder.watchdog import (
@@ -207,7 +207,7 @@ class RecordingCommunicator(WrappedCommunicator):
         if self._watchdog is not None:
             self._watchdog.stop(why)
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self._board
 
     def end(self, entry: Entry) -> None:
@@ -250,8 +250,8 @@ class RecordingCommunicator(WrappedCommunicator):
         ):  # at once: a launcher may end this rank before its traceback
             _log.warning("rank %d: %s", self.ranks[self.rank], message)
         if is_late:
-            return CommTimeout(message, missing_ranks=missing, cure=error.cure)
-        return CommError(message, missing_ranks=missing, cure=error.cure, value=error.value)
+            return CommTimeout(message, missing_ranks=missing, hint=error.hint)
+        return CommError(message, missing_ranks=missing, hint=error.hint, value=error.value)
 
     @contextmanager
     def _recorded(self, collective: Collective) -> Iterator[None]:
@@ -293,6 +293,6 @@ def check_same_call(communicator: Communicator, collective: Collective) -> None:
         named = ", ".join(f"rank {communicator.ranks[rank]} called {text}" for rank, text in others)
         raise CommError(
             f"ranks disagree about a collective: rank {communicator.ranks[0]} called {wanted_text}, {named}",
-            cure="every rank of a group must make the same calls in the same order, with the same sizes and types",
+            hint="every rank of a group must make the same calls in the same order, with the same sizes and types",
             value=tuple(communicator.ranks[rank] for rank, _ in others),
         )

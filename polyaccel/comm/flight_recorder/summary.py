@@ -51,7 +51,7 @@ def start_log(
     of operations are understood, and `verbose` logs a sentence for each call."""
     if not isinstance(communicator, RecordingCommunicator):
         raise CommError(
-            f"a {type(communicator).__name__} has no log", cure="use the communicator that init_distributed made"
+            f"a {type(communicator).__name__} has no log", hint="use the communicator that init_distributed made"
         )
     communicator.log = CommLog(
         communicator.accelerator.current_stream,

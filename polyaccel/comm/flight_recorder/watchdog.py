@@ -20,7 +20,7 @@ from time import monotonic, sleep, time
 from typing import Any, Protocol
 from zlib import crc32
 
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import Collective
 from polyaccel.comm.host_address import host_name, is_running, start_of
 
@@ -94,7 +94,9 @@ class WatchedProcess:
 class Watchdog:
     """Posts this rank's last calls when they changed, a sign of life now and then, and at last that it ends."""
 
-    def __init__(self, board: Board, rank: int, last: Mapping[tuple[int, ...], LastCall], interval_s: float) -> None:
+    def __init__(
+        self, board: StatusStore, rank: int, last: Mapping[tuple[int, ...], LastCall], interval_s: float
+    ) -> None:
         self._board = board
         self._rank = rank
         self._last = last
@@ -135,7 +137,7 @@ class Watchdog:
                     "process": asdict(self._process),
                     "ended": self._ended,
                 }
-                self._board.post(self._rank, json.dumps(note))
+                self._board.set(self._rank, json.dumps(note))
                 posted, beats = calls, 0
             if is_over:
                 return
@@ -154,7 +156,7 @@ def shown(collective: Collective) -> str:
     return collective.described()[:_CALL_LENGTH]
 
 
-def read_notes(board: Board, world_size: int) -> dict[int, Heartbeat]:
+def read_notes(board: StatusStore, world_size: int) -> dict[int, Heartbeat]:
     """Every rank's note; those that cannot be read, or understood, are absent."""
     notes = {}
     for rank, text in board.read(world_size).items():
@@ -244,8 +246,8 @@ def _end(note: Heartbeat | None, group: str, *, is_board_lost: bool = False) -> 
     if not note.ended:
         return f"{who}has ended without a word, {last}: killed, out of memory, or os._exit?"
     if note.ended == ENDED_IN_ORDER:
-        cure = "Give all ranks equally many batches (drop_last)"
-        return f"{who}has ended in order, {last}: out of data, or sys.exit? {cure}"
+        hint = "Give all ranks equally many batches (drop_last)"
+        return f"{who}has ended in order, {last}: out of data, or sys.exit? {hint}"
     return f"{who}takes part no more, {last}: {note.ended}{_LESS if _OUT_OF_MEMORY.search(note.ended) else ''}"
 
 

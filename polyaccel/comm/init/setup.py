@@ -26,7 +26,7 @@ from polyaccel.comm.init.hosts import make_hierarchical
 from polyaccel.comm.init.interfaces import name_interfaces
 from polyaccel.comm.secret import negotiate_job_secret
 from polyaccel.comm.torch_group import initialized_world
-from polyaccel.errors import CommError, RanksApart
+from polyaccel.errors import CommError, HostsDifferError
 from polyaccel.readiness import JOINED, WAITS, enable_stack_dump_signal, report_to_launcher
 from polyaccel.registry import PROBE_LIMIT_S
 
@@ -81,7 +81,7 @@ def init_distributed(
     if dist_init_required is False and initialized_world() is None:
         raise CommError(
             "dist_init_required=False, but there is no process group",
-            cure="call torch.distributed.init_process_group first, or leave dist_init_required out",
+            hint="call torch.distributed.init_process_group first, or leave dist_init_required out",
             value=dist_init_required,
         )
     debug = bool(_value(section, "debug")) or os.environ.get(DEBUG_VARIABLE) == "1"
@@ -135,7 +135,7 @@ def connect(
 
     try:
         communicator = join(name)
-    except RanksApart as error:
+    except HostsDifferError as error:
         own = accelerator.capabilities().default_comm
         if backend is not None or own in (name, "local"):
             raise
@@ -171,7 +171,7 @@ def _seconds(limit: timedelta | float | None) -> float:
     if not 0 < seconds <= _MOST_TIMEOUT_S:
         raise CommError(
             f"a timeout of {seconds:g} s",
-            cure=f"give a number of seconds above 0, at most {_MOST_TIMEOUT_S:g}",
+            hint=f"give a number of seconds above 0, at most {_MOST_TIMEOUT_S:g}",
             value=seconds,
         )
     return float(seconds)

@@ -88,7 +88,7 @@ def _hung(threads: list[Thread], ranks: list[int], timeout_s: float) -> CommTime
     return CommTimeout(
         f"ranks {ranks} were not done after {timeout_s:g} s; they stand at\n{places}",
         missing_ranks=ranks,
-        cure="raise timeout_s if they were only slow",
+        hint="raise timeout_s if they were only slow",
     )
 
 

@@ -75,7 +75,7 @@ def _meeting(request: Request, here: LaunchedRank, address: str, variable: str, 
     if not address and request.init_method is None:
         raise CommError(
             f"{here.launcher} does not say in {variable} where rank 0 is",
-            cure="set MASTER_ADDR to rank 0's host",
+            hint="set MASTER_ADDR to rank 0's host",
             value=env.get(variable),
         )
     return here.meeting(address or None, meeting_port(env, request.port or port), request.init_method)

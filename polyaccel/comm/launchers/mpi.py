@@ -78,7 +78,7 @@ def place(request: Request) -> LaunchedRank | None:
         if other.rank != places[0].rank or len(sizes) > 1:
             raise CommError(
                 f"{places[0].launcher} and {other.launcher} disagree: {places[0].shown}; {other.shown}",
-                cure="one of them is left over of a job around this one: unset its variables",
+                hint="one of them is left over of a job around this one: unset its variables",
                 value=(places[0].rank, other.rank),
             )
     return places[0] if places else None
@@ -90,7 +90,7 @@ def place_by(launcher: MpiVariables, environ: Mapping[str, str]) -> LaunchedRank
     rank, world_size, local_rank, local_world_size = [*numbers, None, None, None][:4]
     found = shown(environ, launcher.variables)
     if rank is None:
-        raise CommError(f"{launcher.rank} is unset: {found}", cure="start the ranks with mpirun", value=None)
+        raise CommError(f"{launcher.rank} is unset: {found}", hint="start the ranks with mpirun", value=None)
     if launcher.world_size is not None and world_size is not None:
         check_rank(rank, world_size, found, launcher.rank, launcher.world_size)
     return LaunchedRank(launcher.name, rank, world_size, local_rank, local_world_size, found)
@@ -100,7 +100,7 @@ def checked_place(request: Request) -> LaunchedRank:
     """The place that launchers of MPI and variables set by others agree on. Raises CommError."""
     here = place(request)
     if here is None:
-        raise CommError("no launcher of MPI started this process", cure="start the ranks with mpirun")
+        raise CommError("no launcher of MPI started this process", hint="start the ranks with mpirun")
     check_agreement(request.environ, here)
     return here
 

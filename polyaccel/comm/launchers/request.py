@@ -66,7 +66,7 @@ class LaunchedRank:
         if self.world_size is None or self.local_rank is None or self.local_world_size is None:
             raise CommError(
                 f"{self.launcher} does not say how many ranks there are, here and in all: {self.shown}",
-                cure="pass its variables on where they are filtered, as into a container",
+                hint="pass its variables on where they are filtered, as into a container",
                 value=self.shown,
             )
         return Rendezvous(
@@ -91,7 +91,7 @@ def integer(environ: Mapping[str, str], name: str, default: int) -> int:
     except ValueError:
         raise CommError(
             f"{name}={text!r} is not an integer: {shown(environ)}",
-            cure=f"set {name} to a number, or unset all of them to run one process",
+            hint=f"set {name} to a number, or unset all of them to run one process",
             value=text,
         ) from None
 
@@ -102,7 +102,7 @@ def meeting_port(environ: Mapping[str, str], default: int) -> int:
     if not 0 < port < 65536:  # 0 would let every rank listen on a port of its own, where nobody comes
         raise CommError(
             f"MASTER_PORT {port} is no port that ranks can meet on: {shown(environ)}",
-            cure="set MASTER_PORT to one free port for all ranks, between 1 and 65535",
+            hint="set MASTER_PORT to one free port for all ranks, between 1 and 65535",
             value=port,
         )
     return port
@@ -113,7 +113,7 @@ def check_rank(rank: int, world_size: int, found: str, rank_name: str = "RANK", 
     if world_size < 1 or not 0 <= rank < world_size:
         raise CommError(
             f"{rank_name} {rank} is not in a world of {world_size} ranks: {found}",
-            cure=f"{rank_name} counts from 0 to {size_name} - 1",
+            hint=f"{rank_name} counts from 0 to {size_name} - 1",
             value=(rank, world_size),
         )
 
@@ -126,7 +126,7 @@ def check_agreement(environ: Mapping[str, str], place: LaunchedRank) -> None:
             raise CommError(
                 f"{name}={environ[name]} is set, but {place.launcher} says {number}: "
                 f"{shown(environ, RANK_VARIABLES)}; {place.shown}",
-                cure=f"unset what is left over of another job: {name}, or the variables of {place.launcher}",
+                hint=f"unset what is left over of another job: {name}, or the variables of {place.launcher}",
                 value=(environ[name], number),
             )
 

@@ -61,7 +61,7 @@ def read(request: Request) -> Rendezvous:
     env = request.environ
     task = place(request)
     if task is None:
-        raise CommError("srun did not start this process", cure="start the ranks with srun")
+        raise CommError("srun did not start this process", hint="start the ranks with srun")
     check_agreement(env, task)
     if task.world_size == 1 or not task.is_complete:
         return task.meeting(None, None, request.init_method)
@@ -80,13 +80,13 @@ def _address(request: Request, task: LaunchedRank) -> str:
     if nodes is None:
         raise CommError(
             f"{task.world_size} tasks of srun on several nodes, but none of {', '.join(_NODE_LISTS)} is set",
-            cure="set MASTER_ADDR to rank 0's host",
+            hint="set MASTER_ADDR to rank 0's host",
             value=None,
         )
     if task.rank == 0 and integer(env, "SLURM_NODEID", 0) != 0:
         raise CommError(
             f"task 0 runs on node {env['SLURM_NODEID']} of {nodes}, not on the first: {task.shown}",
-            cure="set MASTER_ADDR to rank 0's host, or leave out srun's --distribution",
+            hint="set MASTER_ADDR to rank 0's host, or leave out srun's --distribution",
             value=env["SLURM_NODEID"],
         )
     return first_host(nodes)
@@ -99,6 +99,6 @@ def first_host(nodes: str) -> str:
     host = _BRACKETS.sub(lambda found: found["first"], first)
     if not host or not host.isprintable() or any(character in "[], " for character in host):
         raise CommError(
-            f"{nodes!r} is no list of hosts as Slurm writes them", cure="set MASTER_ADDR to rank 0's host", value=nodes
+            f"{nodes!r} is no list of hosts as Slurm writes them", hint="set MASTER_ADDR to rank 0's host", value=nodes
         )
     return host

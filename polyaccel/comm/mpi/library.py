@@ -34,7 +34,7 @@ _SWITCHES = {
 def world() -> MPI.Intracomm:
     """All ranks of the job. Raises CommError after finalize."""
     if MPI.Is_finalized():
-        raise CommError("MPI is finalized in this process", cure="connect before MPI.Finalize is called")
+        raise CommError("MPI is finalized in this process", hint="connect before MPI.Finalize is called")
     if not MPI.Is_initialized():  # a script has told mpi4py not to
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI.COMM_WORLD

@@ -18,7 +18,7 @@ from typing import Any
 from mpi4py import MPI
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.parts.exchange import Message, Steps
+from polyaccel.comm.collectives.p2p import Message, Steps
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError
 
@@ -111,7 +111,7 @@ class MpiWork(Work):
         if self._error is not None:
             raise self._error
         if self._written is not None:
-            self._written.mark_written()
+            self._written.bump_version()
             self._written = None
 
     def is_done(self) -> bool:

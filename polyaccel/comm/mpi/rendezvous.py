@@ -61,7 +61,7 @@ def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
         raise CommError(
             f"{here.launcher} says {here.shown}, but MPI.COMM_WORLD of {library.name()} says "
             f"rank {world.rank} of {world.size}",
-            cure="install an mpi4py for the MPI whose mpirun starts the ranks (pip install --no-binary=mpi4py mpi4py), "
+            hint="install an mpi4py for the MPI whose mpirun starts the ranks (pip install --no-binary=mpi4py mpi4py), "
             "or set MASTER_ADDR and MASTER_PORT and pass auto_mpi_discovery=False",
             value=(world.rank, world.size),
         )
@@ -79,7 +79,7 @@ def mpi_rendezvous(here: LaunchedRank, request: Request) -> Rendezvous:
         _send(mpi, note, 0)
         answer = Answer(*_receive(mpi, {0}, deadline, request.timeout_s)[0])
     if answer.problem:
-        raise CommError(answer.problem, cure="set MASTER_ADDR and MASTER_PORT for all ranks, to rank 0's host")
+        raise CommError(answer.problem, hint="set MASTER_ADDR and MASTER_PORT for all ranks, to rank 0's host")
     local_rank = answer.local_rank if here.local_rank is None else here.local_rank
     local_world_size = answer.local_world_size if here.local_world_size is None else here.local_world_size
     place = replace(here, world_size=world.size, local_rank=local_rank, local_world_size=local_world_size)
@@ -143,7 +143,7 @@ def _receive(mpi: Any, sources: set[int], deadline: float, timeout_s: float) -> 
             raise CommTimeout(
                 f"rank {world.rank} did not hear of ranks {sorted(waiting)} over MPI within {timeout_s:g} s",
                 missing_ranks=sorted(waiting),
-                cure="look for the first error among them: all ranks must get as far as init_distributed",
+                hint="look for the first error among them: all ranks must get as far as init_distributed",
             )
         else:
             time.sleep(_LOOK_EVERY_S)
@@ -161,7 +161,7 @@ def _start(here: LaunchedRank) -> tuple[Any, Any]:
     except (ImportError, RuntimeError) as error:
         raise CommError(
             f"{here.launcher} started this process ({here.shown}), but mpi4py cannot be used: {error}",
-            cure="install an mpi4py for the MPI whose mpirun starts the ranks, or set MASTER_ADDR and MASTER_PORT and "
+            hint="install an mpi4py for the MPI whose mpirun starts the ranks, or set MASTER_ADDR and MASTER_PORT and "
             "pass auto_mpi_discovery=False",
             value=str(error),
         ) from error

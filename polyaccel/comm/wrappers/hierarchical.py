@@ -31,9 +31,9 @@ from typing import ClassVar
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import Counts, check_members
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
 from polyaccel.errors import CommError
 from polyaccel.types import DType
@@ -53,7 +53,7 @@ class HierarchicalCommunicator(Communicator):
     host, in the order of hosts. `flat` carries what has one level. All three belong to this communicator from now on.
     """
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
 
     def __init__(
@@ -72,13 +72,13 @@ class HierarchicalCommunicator(Communicator):
             raise CommError(
                 f"hosts of {[len(members) for members in self.hosts]} ranks are not {inter.world_size} hosts of "
                 f"{intra.world_size}",
-                cure="use the flat communicator where hosts are uneven",
+                hint="use the flat communicator where hosts are uneven",
                 value=self.hosts,
             )
         self.flat = flat
         self.intra = intra
         self.inter = inter
-        self.passes_on = _short_nbytes(intra.world_size, is_uneven=True) > 0
+        self.coalesces_small_sends = _short_nbytes(intra.world_size, is_uneven=True) > 0
         self._places = {rank: (h, index) for h, members in enumerate(self.hosts) for index, rank in enumerate(members)}
         self._scratch = ScratchPool(flat.accelerator)
         self._helper: Background | None = None
@@ -252,7 +252,7 @@ class HierarchicalCommunicator(Communicator):
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         return self.intra.allocate(numel, dtype)
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self.flat.board()
 
     def _start(self, collective: Collective, run: Callable[[], None]) -> Work:

@@ -16,11 +16,11 @@ from typing import ClassVar, Literal
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import UNEVEN_PARTS, Collective, Operation, ended
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.errors import ShardingError
-from polyaccel.ops.base import COMBINE, DEQUANTIZE, QUANTIZE, SCALE
+from polyaccel.ops.base import DEQUANTIZE, QUANTIZE, REDUCE, SCALE
 from polyaccel.types import DType, ReduceOp
 
 Bits = Literal[4, 8]
@@ -40,7 +40,7 @@ class QuantizedCommunicator(WrappedCommunicator):
         self, inner: Communicator, *, gather_bits: Bits | None, reduce_bits: Bits | None, block_numel: int
     ) -> None:
         if block_numel < 2 or block_numel % 2:
-            raise ShardingError(f"blocks of {block_numel} elements", cure="use an even number", value=block_numel)
+            raise ShardingError(f"blocks of {block_numel} elements", hint="use an even number", value=block_numel)
         super().__init__(inner)
         self.deterministic = False  # the bits depend on where a buffer starts
         self.summed_first = ()
@@ -103,7 +103,7 @@ class QuantizedCommunicator(WrappedCommunicator):
         coded.dequantize(total, 0)
         for rank in range(1, self.world_size):
             coded.dequantize(part, rank)
-            kernels[COMBINE](total, part, ReduceOp.SUM)
+            kernels[REDUCE](total, part, ReduceOp.SUM)
         if op is ReduceOp.AVG:
             kernels[SCALE](total, 1.0 / self.world_size)
         out.copy_from(total)

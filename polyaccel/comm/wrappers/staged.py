@@ -9,8 +9,8 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, Collective, Operation, ended
-from polyaccel.comm.parts.scratch import ScratchPool
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.scratch import ScratchPool
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.types import DType
@@ -27,11 +27,11 @@ class StagedCommunicator(WrappedCommunicator):
     stream; the result is copied back in `wait`. Reductions run on the host, in `inner`'s order.
     """
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
 
     def __init__(self, inner: Communicator, accelerator: Accelerator) -> None:
         super().__init__(inner)
-        self.takes_pieces = False
+        self.supports_strided = False
         self.accelerator = accelerator
         # Pinned memory only of a device that has it: others allocate for it what `inner`'s kernels need not know.
         pins = accelerator.capabilities().host_pinning

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation
 from polyaccel.comm.work import Work
 from polyaccel.types import DType
@@ -15,7 +15,7 @@ from polyaccel.types import DType
 class WrappedCommunicator(Communicator):
     """The group of `inner`, which gives the numbers of calls that have none."""
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
 
     def __init__(self, inner: Communicator) -> None:
@@ -28,8 +28,8 @@ class WrappedCommunicator(Communicator):
         self.timeout_s = inner.timeout_s
         self.deterministic = inner.deterministic
         self.summed_first = inner.summed_first
-        self.takes_pieces = inner.takes_pieces
-        self.passes_on = inner.passes_on
+        self.supports_strided = inner.supports_strided
+        self.coalesces_small_sends = inner.coalesces_small_sends
 
     def start(self, collective: Collective) -> Work:
         return self.inner.call(collective)
@@ -52,5 +52,5 @@ class WrappedCommunicator(Communicator):
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         return self.inner.allocate(numel, dtype)
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self.inner.board()

@@ -48,7 +48,7 @@ class TraceConfig(Section):
 
 
 class AlarmsConfig(Section):
-    """polyaccel's own: sentences about what is wrong with a run, each with its cure, in the log of rank 0 and wherever
+    """polyaccel's own: sentences about what is wrong with a run, each with its hint, in the log of rank 0 and wherever
     figures go. A threshold of 0 leaves out its alarm."""
 
     enabled: bool = False

@@ -26,15 +26,15 @@ def read(source: Path) -> Incoming:
     files = [source] if source.is_file() else sorted(source.glob("*.msgpack"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise CheckpointError(f"{source} has not one .msgpack file: {found}", cure="give the file", value=str(source))
+        raise CheckpointError(f"{source} has not one .msgpack file: {found}", hint="give the file", value=str(source))
     try:
         restore = import_module("flax.serialization").msgpack_restore
         tree = restore(files[0].read_bytes())
     except ImportError as error:
-        raise CheckpointError(f"flax cannot be imported: {error}", cure="pip install flax", value="flax") from error
+        raise CheckpointError(f"flax cannot be imported: {error}", hint="pip install flax", value="flax") from error
     except (ValueError, TypeError, KeyError, EOFError) as error:
         raise CheckpointError(
-            f"{files[0]} is no file of flax: {error}", cure="fetch it again", value=str(files[0])
+            f"{files[0]} is no file of flax: {error}", hint="fetch it again", value=str(files[0])
         ) from error
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{files[0]} holds no tree of arrays", value=str(files[0]))

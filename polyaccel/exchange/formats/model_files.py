@@ -45,7 +45,7 @@ class ModelFiles:
             what = ", ".join(f"{tensor!r} ({name})" for tensor, name in [*missing.items()][:8])
             raise CheckpointError(
                 f"the index in {self.files[0].parent} names tensors that their files do not have: {what}",
-                cure="fetch the files of one version of the model",
+                hint="fetch the files of one version of the model",
                 value=sorted(missing),
             )
 
@@ -74,7 +74,7 @@ def find_files(source: Path, suffix: str) -> ModelFiles:
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         what = f"lacks {', '.join(missing[:8])}" if missing else f"holds no *{suffix} file"
-        raise CheckpointError(f"{source} {what}", cure="give the folder of a whole model", value=str(source))
+        raise CheckpointError(f"{source} {what}", hint="give the folder of a whole model", value=str(source))
     return ModelFiles(files, places, [each for each in present if each not in files and each.suffix in _STATES])
 
 
@@ -97,7 +97,7 @@ def _by_name(source: Path, files: Sequence[Path], suffix: str) -> list[Path]:
     if name is None and len(sets) > 1:
         raise CheckpointError(
             f"{source} holds several files that could be the model: {', '.join(file.name for file in files[:8])}",
-            cure="give the file of the model",
+            hint="give the file of the model",
             value=[file.name for file in files],
         )
     found = sets.get(name or next(iter(sets), ""), [])
@@ -106,7 +106,7 @@ def _by_name(source: Path, files: Sequence[Path], suffix: str) -> list[Path]:
     if counts and counts != {len(found)}:
         raise CheckpointError(
             f"{source} has {len(found)} of {max(counts)} files of {name or found[0].name}",
-            cure="fetch the others",
+            hint="fetch the others",
             value=len(found),
         )
     return found

@@ -177,10 +177,10 @@ def _library() -> Any:
         return import_module("orbax.checkpoint")
     except ImportError as error:
         raise CheckpointError(
-            f"orbax cannot be imported: {error}", cure="pip install orbax-checkpoint", value="orbax"
+            f"orbax cannot be imported: {error}", hint="pip install orbax-checkpoint", value="orbax"
         ) from error
 
 
 def _unreadable(source: Path, why: str) -> CheckpointError:
-    cure = "give the folder that a checkpointer of orbax saved a tree in"
-    return CheckpointError(f"{source} is no checkpoint of orbax: {why[:300]}", cure=cure, value=str(source))
+    hint = "give the folder that a checkpointer of orbax saved a tree in"
+    return CheckpointError(f"{source} is no checkpoint of orbax: {why[:300]}", hint=hint, value=str(source))

@@ -87,7 +87,7 @@ def _tensors(file: Path) -> Iterator[ImportTensor]:
         if kind not in known:
             raise CheckpointError(
                 f"{name!r} in {file} is of the type {kind}, which polyaccel has not",
-                cure=f"convert it to one of {', '.join(known)}",
+                hint=f"convert it to one of {', '.join(known)}",
                 value=kind,
             )
         dtype = known[kind]
@@ -99,4 +99,4 @@ def _tensors(file: Path) -> Iterator[ImportTensor]:
 
 
 def _unreadable(file: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{file} is no safetensors file: {why[:300]}", cure="fetch it again", value=str(file))
+    return CheckpointError(f"{file} is no safetensors file: {why[:300]}", hint="fetch it again", value=str(file))

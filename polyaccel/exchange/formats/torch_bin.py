@@ -105,7 +105,7 @@ class _Parts:
         if odd:
             raise CheckpointError(
                 f"{file} holds more than tensors by name: {str(odd[0])[:100]!r}",
-                cure="save a state dict of tensors with torch.save",
+                hint="save a state dict of tensors with torch.save",
                 value=str(file),
             )
         return cls(weights, others)

@@ -262,7 +262,7 @@ def _loaded(files: _Cached, key: str, entry: TensorStorageMetadata) -> torch.Ten
             load(target, storage_reader=files, no_dist=True)
     except (RuntimeError, ValueError, OSError, KeyError, CheckpointException) as error:
         raise CheckpointError(
-            f"{key!r} of {files.path} cannot be read: {str(error)[:400]}", cure="fetch it again", value=key
+            f"{key!r} of {files.path} cannot be read: {str(error)[:400]}", hint="fetch it again", value=key
         ) from error
     return target[key]
 
@@ -272,13 +272,13 @@ def _checked_metadata(source: Path) -> Metadata:
     if not path.is_file():
         raise CheckpointError(
             f"{source} holds no .metadata",
-            cure="give the folder that torch.distributed.checkpoint wrote",
+            hint="give the folder that torch.distributed.checkpoint wrote",
             value=str(path),
         )
     try:
         metadata = _Records(io.BytesIO(path.read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        raise CheckpointError(f"{path} is refused: {error}", cure="fetch it again", value=str(path)) from error
+        raise CheckpointError(f"{path} is refused: {error}", hint="fetch it again", value=str(path)) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} is a {type(metadata).__name__}, no metadata", value=str(path))
     return metadata

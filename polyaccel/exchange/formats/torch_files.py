@@ -33,7 +33,7 @@ def load_tree(file: Path) -> Any:
         why = f"it names {named[1]}, which no tensor needs" if named else str(error).partition("\n")[0][:400]
         raise CheckpointError(
             f"{file} is refused: {why}",
-            cure="save a state dict of tensors with torch.save",
+            hint="save a state dict of tensors with torch.save",
             value=str(file),
         ) from error
 
@@ -44,7 +44,7 @@ def in_tensor(fqn: str, kind: str, tensor: torch.Tensor, origin: object) -> Impo
     if tensor.dtype not in known or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{fqn!r} in {origin} is a {tensor.layout} tensor of {tensor.dtype}, which polyaccel has not",
-            cure=f"convert it to a dense one of {', '.join(dtype.value for dtype in known.values())}",
+            hint=f"convert it to a dense one of {', '.join(dtype.value for dtype in known.values())}",
             value=str(tensor.dtype),
         )
     values = tensor.detach()

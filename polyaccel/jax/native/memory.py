@@ -90,7 +90,7 @@ class NativeMemory:
         if self._half:
             raise PolyaccelError(
                 f"{self._half} failed: its parameters and optimizer states are lost",
-                cure="load the last checkpoint, with its optimizer states",
+                hint="load the last checkpoint, with its optimizer states",
             )
 
     def mark_inconsistent(self, what: str) -> None:

@@ -52,7 +52,7 @@ def join_processes(communicator: Communicator) -> None:
         if (jax.process_index(), jax.process_count()) != (rank, world_size):
             raise CommError(
                 f"process {jax.process_index()} of {jax.process_count()} to JAX is rank {rank} of {world_size}",
-                cure="leave jax.distributed.initialize out: polyaccel calls it with its own ranks",
+                hint="leave jax.distributed.initialize out: polyaccel calls it with its own ranks",
                 value=jax.process_index(),
             )
         return
@@ -62,7 +62,7 @@ def join_processes(communicator: Communicator) -> None:
     if any(is_late):
         raise CommError(
             f"JAX was used on ranks {[at for at, late in enumerate(is_late) if late]} before its processes met",
-            cure="call polyaccel.jax.init_distributed() before the first array is made",
+            hint="call polyaccel.jax.init_distributed() before the first array is made",
             value=is_late,
         )
     place = communicator.broadcast_object(f"{meeting_address()}:{free_port()}" if rank == 0 else None)
@@ -80,7 +80,7 @@ def join_processes(communicator: Communicator) -> None:
     except Exception as error:
         raise CommError(
             f"rank {rank} of {world_size} did not meet JAX's service at {place}: {error}",
-            cure="see that rank 0's host can be reached there; MASTER_ADDR says where it is",
+            hint="see that rank 0's host can be reached there; MASTER_ADDR says where it is",
             value=place,
         ) from error
 
@@ -112,7 +112,7 @@ class DeviceMesh:
         except RuntimeError as error:
             raise ShardingError(
                 f"JAX has no device of the accelerator {accelerator.name!r}: {error}",
-                cure="install JAX for it, or name another by DS_ACCELERATOR",
+                hint="install JAX for it, or name another by DS_ACCELERATOR",
                 value=accelerator.name,
             ) from error
         devices = sorted(found, key=lambda device: (device.process_index, device.id))
@@ -120,7 +120,7 @@ class DeviceMesh:
         if len(set(counts)) != 1:
             raise ShardingError(
                 f"the processes have {counts} devices",
-                cure="let each process see equally many",
+                hint="let each process see equally many",
                 value=counts,
             )
         local = tuple(device for device in devices if device.process_index == jax.process_index())

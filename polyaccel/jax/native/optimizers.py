@@ -112,7 +112,7 @@ def slice_update(optimizer: SliceOptimizer) -> SliceUpdate:
         return RowUpdate(optimizer)
     raise ShardingError(
         f"{optimizer.kind} has no form inside a program of JAX",
-        cure=f"use one of {', '.join(OPTIMIZERS)} in the config",
+        hint=f"use one of {', '.join(OPTIMIZERS)} in the config",
         value=optimizer.kind,
     )
 

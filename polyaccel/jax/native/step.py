@@ -79,7 +79,7 @@ class NativeStep:
         if self._is_incomplete or self._gradients is None:
             raise PolyaccelError(
                 "the gradients are incomplete: a pass failed, or there was none",
-                cure="call engine.zero_grad() and start over",
+                hint="call engine.zero_grad() and start over",
             )
         recipe, inputs = self._prepare(groups, loss_scale)
         gradients, self._gradients = self._gradients, None

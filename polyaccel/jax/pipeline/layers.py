@@ -36,12 +36,12 @@ class LayerList:
         """Raises PolyaccelError for what is no list of functions with as many trees of parameters."""
         if not model or not all(map(callable, model)):
             kinds = [type(one).__name__ for one in model]
-            raise PolyaccelError(f"a model that is a list of {kinds}", cure="give a list of functions", value=kinds)
+            raise PolyaccelError(f"a model that is a list of {kinds}", hint="give a list of functions", value=kinds)
         if not isinstance(params, (list, tuple)) or len(params) != len(model):
             count = len(params) if isinstance(params, (list, tuple)) else type(params).__name__
             raise PolyaccelError(
                 f"{len(model)} layers, and params is {count}",
-                cure="give params as a list with the pytree of each layer, {} for one without parameters",
+                hint="give params as a list with the pytree of each layer, {} for one without parameters",
                 value=count,
             )
         return cls(tuple(model))
@@ -77,7 +77,7 @@ class LayerList:
                 raise PipelineError(
                     f"layer {index} ({names[index]}) fails on {before}, {_described(value)}: {type(error).__name__}: "
                     f"{error}",
-                    cure="let each layer take what the one before it gives, the last one a pair of that and the labels",
+                    hint="let each layer take what the one before it gives, the last one a pair of that and the labels",
                     value=index,
                 ) from error
             found.append(value)
@@ -89,7 +89,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise PolyaccelError(
-            f"a micro-batch of a list of layers is a {kind}", cure="give pairs (inputs, labels)", value=kind
+            f"a micro-batch of a list of layers is a {kind}", hint="give pairs (inputs, labels)", value=kind
         )
     return batch[0], batch[1]
 

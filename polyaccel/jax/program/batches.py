@@ -140,12 +140,12 @@ def samples_of(batch: Any) -> dict[int, str]:
 
 def _require_samples(arrays: dict[str, Any], count: int, over: str, length_cure: str) -> None:
     """Raise PolyaccelError unless every array has the same number of samples, a multiple of `count`."""
-    cure = "declare what is no array of samples: polyaccel.jax.replicated(value) in the batch, which every part gets"
+    hint = "declare what is no array of samples: polyaccel.jax.replicated(value) in the batch, which every part gets"
     for name, array in arrays.items():
         if _is_key(array):
             raise PolyaccelError(
                 f"{name} is a random key, and the batch is to be cut over {count} {over}",
-                cure="use the key that the function gets as rng, a key a sample (jax.random.split), or "
+                hint="use the key that the function gets as rng, a key a sample (jax.random.split), or "
                 f"polyaccel.jax.replicated({name}), with which every part draws the same numbers",
                 value=name,
             )
@@ -154,12 +154,12 @@ def _require_samples(arrays: dict[str, Any], count: int, over: str, length_cure:
         shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise PolyaccelError(
             f"a batch whose arrays have first axes of different lengths cannot be cut over {count} {over}: {shown}",
-            cure=cure,
+            hint=hint,
             value=lengths,
         )
     length = next(iter(lengths.values()), count)
     if length % count or not length:
-        raise PolyaccelError(f"{length} samples cannot be cut over {count} {over}", cure=length_cure, value=length)
+        raise PolyaccelError(f"{length} samples cannot be cut over {count} {over}", hint=length_cure, value=length)
 
 
 def _is_replicated(value: Any) -> bool:
@@ -196,7 +196,7 @@ def _as_input(path: Any, value: Any, device: Any) -> Any:
         kind = type(value).__name__
         what = f"a {kind}" if array.dtype == object else f"a {kind} of {array.dtype}"
         raise PolyaccelError(
-            f"{_name(path)} is {what}", cure="pass arrays of numbers, in any pytree, and leave others out", value=kind
+            f"{_name(path)} is {what}", hint="pass arrays of numbers, in any pytree, and leave others out", value=kind
         )
     return array
 
@@ -210,7 +210,7 @@ def _array_of_jax(path: Any, array: Any, device: Any) -> Any:
     if not array.is_fully_addressable:
         raise PolyaccelError(
             f"{_name(path)} lies on devices of several processes, {array.sharding}",
-            cure="pass this process's own samples: the engine puts them on the devices",
+            hint="pass this process's own samples: the engine puts them on the devices",
             value=_name(path),
         )
     if device is None or array.devices() == {device}:
@@ -228,6 +228,6 @@ def _array_of_torch(path: Any, tensor: Any) -> Any:
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise PolyaccelError(
             f"{_name(path)} is a tensor that JAX cannot take: {type(error).__name__}: {error}",
-            cure="pass a dense tensor of a type that JAX has, or an array",
+            hint="pass a dense tensor of a type that JAX has, or an array",
             value=str(tensor.dtype),
         ) from error

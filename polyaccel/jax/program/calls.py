@@ -108,7 +108,7 @@ class ProgramCall:
         if numel == 0 or address is None:
             return self._accelerator.allocate(0, dtype)
         memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
-        return self._accelerator.over_host_memory(np.ctypeslib.as_array(memory), dtype)
+        return self._accelerator.from_host_memory(np.ctypeslib.as_array(memory), dtype)
 
 
 _Place = tuple[int, DType]
@@ -138,8 +138,8 @@ def register_target() -> None:
     found = native()
     if found.library is None or not hasattr(found.library, "pa_jax_handler"):
         expected = f"JAX needs polyaccel's compiled library to gather parameters: {found.reason}"
-        cure = "install a C++ compiler and CMake, then polyaccel again; or use stage 0 to 2"
-        raise ConfigError([Problem("zero_optimization.stage", 3, expected, cure)])
+        hint = "install a C++ compiler and CMake, then polyaccel again; or use stage 0 to 2"
+        raise ConfigError([Problem("zero_optimization.stage", 3, expected, hint)])
     found.library.pa_jax_set_callback.argtypes = (_Callback,)
     found.library.pa_jax_set_callback.restype = None
     found.library.pa_jax_set_callback(_callback)

@@ -40,7 +40,7 @@ def _require_no_mesh(name: str) -> None:
     if not mesh.empty and mesh.size > 1:
         raise PolyaccelError(
             f"{name} was called inside jax.set_mesh of {mesh.size} devices, axes {dict(mesh.shape)}",
-            cure='leave the mesh before the call; several devices of a process train with "jax": {"execution": '
+            hint='leave the mesh before the call; several devices of a process train with "jax": {"execution": '
             '"native"}, which makes the mesh itself',
             value=dict(mesh.shape),
         )

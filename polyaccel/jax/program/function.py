@@ -108,8 +108,8 @@ class LossFunction:
             found = _run(self._fn, jax.tree_util.tree_unflatten(self._structure, leaves), batch, rng)
         if recomputation is not None and not recomputation.count:
             key, expected = "activation_checkpointing.enabled", "the function has no units to recompute"
-            cure = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
-            raise ConfigError([Problem(key, True, expected, cure)])
+            hint = "wrap its blocks: polyaccel.jax.unit(block)(params['layers'][i], x); or use jax.checkpoint in it"
+            raise ConfigError([Problem(key, True, expected, hint)])
         return loss_and_aux(found)
 
     def check(self, compiled: Any, arguments: Any) -> None:
@@ -144,14 +144,14 @@ def loss_and_aux(found: Any) -> tuple[Any, Any]:
         kind = f"{type(loss).__name__} of {len(loss)}" if isinstance(loss, _CONTAINERS) else type(loss).__name__
         raise PolyaccelError(
             f"the function returned a {kind} where a scalar loss was expected",
-            cure="return the one loss to train with, such as sum(losses.values()), or (loss, auxiliary output), of "
+            hint="return the one loss to train with, such as sum(losses.values()), or (loss, auxiliary output), of "
             "which the second is any pytree",
             value=kind,
         )
     if jnp.size(loss) != 1 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise PolyaccelError(
             f"the function returned {jax.tree.map(jnp.shape, found)} where a scalar loss was expected",
-            cure="return a scalar such as losses.mean(), or (loss, auxiliary output)",
+            hint="return a scalar such as losses.mean(), or (loss, auxiliary output)",
             value=jnp.shape(loss),
         )
     wide = jnp.promote_types(jnp.result_type(loss), jnp.float32)
@@ -172,7 +172,7 @@ def _run(fn: LossFn, params: Any, batch: Any, rng: Any) -> Any:
             raise
         raise PolyaccelError(
             f"the function uses a mesh or an axis that the engine's program lacks: {type(error).__name__}: {error}",
-            cure=_NO_MESH,
+            hint=_NO_MESH,
             value=str(error),
         ) from error
 
@@ -193,7 +193,7 @@ def refuse_meshes(program: ClosedJaxpr, devices: int) -> None:
         if name in _SPREADING and count > 1 and (name != "shard_map" or count != devices):
             raise PolyaccelError(
                 f"the function asks for {name} over {count} devices, axes {dict(mesh.shape)}",
-                cure=_NO_MESH,
+                hint=_NO_MESH,
                 value=name,
             )
 
@@ -217,7 +217,7 @@ def require_no_parameter(program: ClosedJaxpr, owner_of: Callable[[Any], str | N
         if fqn is not None:
             raise ShardingError(
                 f"the function closed over parameter {fqn!r}: it would keep today's value for good",
-                cure="use what the function gets as its first argument; for weights that are to stay as they are (a "
+                hint="use what the function gets as its first argument; for weights that are to stay as they are (a "
                 "reference or target network) close over copies: jax.tree.map(jnp.copy, params)",
                 value=fqn,
             )

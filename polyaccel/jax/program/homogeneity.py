@@ -34,7 +34,7 @@ def require_homogeneous(program: ClosedJaxpr) -> None:
         name = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info or "a function"
         raise PolyaccelError(
             f"the backward pass of {name} does not scale with its cotangent, which fp16's loss scale multiplies",
-            cure='train in bf16, {"bf16": {"enabled": true}}, or without a loss scale, {"fp16": {"loss_scale": 1}}; '
+            hint='train in bf16, {"bf16": {"enabled": true}}, or without a loss scale, {"fp16": {"loss_scale": 1}}; '
             "to clip gradients of parameters, use gradient_clipping or optax",
             value=name,
         )

@@ -48,7 +48,7 @@ class ModuleCall:
         except TypeError as error:
             raise PolyaccelError(
                 f"the batch does not fit {self.name}{self._signature}: {error}",
-                cure="pass a mapping of its arguments, or a tuple in their order; or a function fn(params, batch, rng) "
+                hint="pass a mapping of its arguments, or a tuple in their order; or a function fn(params, batch, rng) "
                 "that calls the module as you like",
                 value=str(error),
             ) from error

@@ -138,7 +138,7 @@ class _Tracer(UnitTracer):
         if not self.is_at_home:
             raise PolyaccelError(
                 "a unit was called inside a transformation of the function's own (scan, cond, checkpoint, jit, grad)",
-                cure="call units where the function itself runs, loop over layers with polyaccel.jax.scan_units, "
+                hint="call units where the function itself runs, loop over layers with polyaccel.jax.scan_units, "
                 "and put jax.checkpoint inside the block",
             )
 
@@ -146,7 +146,7 @@ class _Tracer(UnitTracer):
         if not leaf.is_stacked:
             raise PolyaccelError(
                 f"scan_units got parameter {leaf.fqn!r}, which was sharded as one array",
-                cure=f"say so in initialize(..., stacked=[{leaf.fqn.rpartition('.')[0] or leaf.fqn!r}])",
+                hint=f"say so in initialize(..., stacked=[{leaf.fqn.rpartition('.')[0] or leaf.fqn!r}])",
                 value=leaf.fqn,
             )
 
@@ -267,7 +267,7 @@ class _Program(_Tracer):
         lengths = {len(leaf.names) for leaf in places.values()} | {jnp.shape(value)[0] for value in others.values()}
         if len(lengths) != 1:
             raise PolyaccelError(
-                f"scan_units got parameters of {sorted(lengths)} layers", cure="stack as many of each", value=lengths
+                f"scan_units got parameters of {sorted(lengths)} layers", hint="stack as many of each", value=lengths
             )
 
         def one(state: Any, part: Any) -> Any:

@@ -49,7 +49,7 @@ class Stacking:
             if len(counts) != 1 or not (count := counts.pop()):
                 raise ShardingError(
                     f"the parameters below {prefix!r} are not stacked: leading axes {sorted(counts) or 'of none'}",
-                    cure="name in `stacked` subtrees of params whose arrays all have one leading axis, over layers",
+                    hint="name in `stacked` subtrees of params whose arrays all have one leading axis, over layers",
                     value=prefix,
                 )
             for fqn in found:

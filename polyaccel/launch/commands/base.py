@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from polyaccel.launch.base import JOB_ID, Job, JobEnd, Launcher, LaunchPlan, RankSpec, look_at_nothing
+from polyaccel.launch.base import JOB_ID, Job, JobResult, Launcher, LaunchPlan, RankSpec, noop
 from polyaccel.launch.commands.task import JOB_VARIABLE
 from polyaccel.launch.hosts import is_here, without_user
 from polyaccel.launch.output import JobOutput, merged_log
@@ -72,7 +72,7 @@ class CommandLauncher(Launcher):
         place = met.master_addr or "", met.master_port or 0
         return LaunchPlan(job.job_id, (command,), *place, job.grace_s + _LATER_S, job.stop_timeout_s)
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         plan = self.plan(job)
         return _CommandSupervisor(plan, JobOutput(plan, merged=merged_log(job)), self.process, look).run()
 

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, RankSpec, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, RankSpec, noop
 from polyaccel.launch.hosts import is_here
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.plan import plan_host
@@ -57,20 +57,20 @@ class TorchElasticLauncher(Launcher):
         if len(job.hosts) > 1 or job.node is not None or not is_here(next(iter(job.hosts))):
             raise LaunchError(
                 "the launcher 'torchelastic' starts the ranks of this host, and others may come and go",
-                cure="give the command on every host, without --hostfile and --node-rank, "
+                hint="give the command on every host, without --hostfile and --node-rank, "
                 "with one --master-addr and --master-port",
                 value=tuple(job.hosts),
             )
         if job.elastic.most > 1 and (job.master_addr is None or job.master_port is None):
             raise LaunchError(
                 f"agents of up to {job.elastic.most} hosts are not told where to meet",
-                cure="give --master-addr and --master-port, the same on every host, of one that stays to the end",
+                hint="give --master-addr and --master-port, the same on every host, of one that stays to the end",
             )
         agent = RankSpec(0, 0, (sys.executable, "-m", _AGENT), dict(os.environ))
         place = job.master_addr or "", job.master_port or 0
         return LaunchPlan(job.job_id, (agent,), *place, job.grace_s, job.stop_timeout_s)
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         (agent,) = self.plan(job).ranks
         try:
             process = subprocess.Popen(
@@ -136,13 +136,13 @@ class _ElasticHost:
         self._orders = AgentOrders(agent.stdout.fileno())
         self._said = job.to_json()
 
-    def run(self) -> JobEnd:
+    def run(self) -> JobResult:
         """How the last start ended."""
         self._tell(self._said)
-        last: JobEnd | None = None
+        last: JobResult | None = None
         while True:
             start = self._await_start()
-            if isinstance(start, JobEnd):
+            if isinstance(start, JobResult):
                 return start
             if start is None:
                 return self._end_of_agent(last)
@@ -153,7 +153,7 @@ class _ElasticHost:
                 return last
             self._tell(f"ended {last.code}")
 
-    def _await_start(self) -> Job | JobEnd | None:
+    def _await_start(self) -> Job | JobResult | None:
         """The next job; the end where a signal came first; None where the agent has ended."""
         with SignalInbox((*PASSED_ON, signal.SIGCHLD), [self._orders.read_fd]) as inbox:
             while True:
@@ -164,7 +164,7 @@ class _ElasticHost:
                 asked = [each for each in inbox.wait(self._silent_in_s()) if each in ENDING]
                 if asked:
                     why = f"ended by {signal_name(asked[0])}, while the hosts met"
-                    return JobEnd(128 + asked[0], why, was_asked=True)
+                    return JobResult(128 + asked[0], why, was_asked=True)
 
     def _silent_in_s(self) -> float:
         return max(0.0, self._orders.silent_at_s - monotonic())
@@ -175,7 +175,7 @@ class _ElasticHost:
             while data:
                 data = data[os.write(self._to_agent, data) :]
 
-    def _end_of_agent(self, last: JobEnd | None) -> JobEnd:
+    def _end_of_agent(self, last: JobResult | None) -> JobResult:
         try:
             code = exit_code(self._agent.wait(_LEAVES_S))
         except subprocess.TimeoutExpired:  # stopped, for nothing was heard of it
@@ -183,14 +183,14 @@ class _ElasticHost:
             self._agent.wait()
             return _said(1, f"nothing was heard of {_NAME}")
         if code == 0:
-            return JobEnd(0)
+            return JobResult(0)
         if last is not None and last.code == code:
             return last
         name = signal_name(code - 128) if code > 128 else ""
         return _said(code, f"{_NAME} was killed by {name}" if name else f"{_NAME} ended with code {code}")
 
 
-def _said(code: int, sentence: str) -> JobEnd:
+def _said(code: int, sentence: str) -> JobResult:
     with suppress(OSError):
         os.write(2, f"polyaccel: {sentence}\n".encode())
-    return JobEnd(code, sentence)
+    return JobResult(code, sentence)

@@ -45,8 +45,8 @@ class PodSettings:
     def __post_init__(self) -> None:
         """Raise LaunchError for a name that no pod can have."""
         if _NAME.fullmatch(self.name) is None:
-            cure = "give --name with at most 40 lower-case letters, digits and dashes, a letter first"
-            raise LaunchError(f"{self.name!r} is no name for a job of Kubernetes", cure=cure, value=self.name)
+            hint = "give --name with at most 40 lower-case letters, digits and dashes, a letter first"
+            raise LaunchError(f"{self.name!r} is no name for a job of Kubernetes", hint=hint, value=self.name)
 
 
 Manifest = dict[str, Any]
@@ -81,8 +81,8 @@ def _job_set(job: Job, words: Sequence[str], pods: PodSettings) -> Manifest:
 
 def _train_job(job: Job, words: Sequence[str], pods: PodSettings) -> Manifest:
     if pods.workdir is not None:
-        cure = "leave --workdir out and let the image have it, or emit k8s-jobset"
-        raise LaunchError("a TrainJob does not say in which folder its container works", cure=cure, value=pods.workdir)
+        hint = "leave --workdir out and let the image have it, or emit k8s-jobset"
+        raise LaunchError("a TrainJob does not say in which folder its container works", hint=hint, value=pods.workdir)
     trainer: Manifest = {"image": pods.image, "command": _numbered(words), "numNodes": len(job.hosts)}
     if job.exports:
         trainer["env"] = _environment(job.exports, pods)

@@ -48,7 +48,7 @@ class Keepers:
         name, ways = keeper_name(), dict[str, tuple[str, ...]]()
         others = [] if job.node is not None else [host for host in job.hosts if not is_here(host)]
         for host in others:
-            way = launcher.way_to(job, host, _PROGRAM)
+            way = launcher.remote_command(job, host, _PROGRAM)
             if way is None:
                 return None
             ways[host] = way

@@ -22,7 +22,7 @@ from typing import Any
 
 from polyaccel.job_auth import MAC_NBYTES, sign
 
-KEEPER_VARIABLE = "POLYACCEL_KEEPER"
+KEEPER_VARIABLE = "POLYACCEL_MEMORY_SERVER"
 """The variable with the name of the keeper's socket."""
 MOST_KEY_LENGTH = 512
 MOST_NOTE_NBYTES = 1 << 28

@@ -86,7 +86,7 @@ class KeeperProcess:
         except OSError as error:
             raise LaunchError(
                 f"the keeper of replicas could not be started: {error}",
-                cure="see whether memory or a limit on processes (ulimit -u) is missing",
+                hint="see whether memory or a limit on processes (ulimit -u) is missing",
             ) from error
         return process
 

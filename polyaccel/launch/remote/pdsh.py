@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.hosts import is_here
 from polyaccel.launch.remote.callback_server import CallbackServer
 from polyaccel.launch.remote.ssh import agent_command, ssh_address, ssh_options
@@ -34,7 +34,7 @@ class PdshLauncher(Launcher):
     def plan(self, job: Job) -> LaunchPlan:
         return plan_ways(job, _ways(job, "PORT"), _variables(job))
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         callers = CallbackServer()
         try:
             first = next(iter(job.hosts))
@@ -78,5 +78,5 @@ def _variables(job: Job) -> dict[str, str]:
     """What pdsh gets beyond this process's variables: it has no other way to options of ssh."""
     options = ssh_options(job)
     if any(len(option.split()) != 1 for option in options):
-        raise LaunchError(f"pdsh hands on no option of ssh with a space: {options}", cure="use --launcher ssh")
+        raise LaunchError(f"pdsh hands on no option of ssh with a space: {options}", hint="use --launcher ssh")
     return {_OPTIONS_VARIABLE: " ".join([*_user_options(), *options])}

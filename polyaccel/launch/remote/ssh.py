@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.hosts import is_here
 from polyaccel.launch.remote.supervise import HostConnection, HostsSupervisor, plan_ways
 from polyaccel.types import Probe
@@ -34,10 +34,10 @@ class SshLauncher(Launcher):
     def plan(self, job: Job) -> LaunchPlan:
         return plan_ways(job, _ways(job))
 
-    def way_to(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...]:
+    def remote_command(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...]:
         return _ssh(job, host, host_command(job, shlex.join(command)))
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         first = next(iter(job.hosts))
         address = None if is_here(first) else ssh_address(first, job.launcher_args)
         return HostsSupervisor(job, _ways(job), first_address=address, look=look).run()
@@ -72,7 +72,7 @@ def ssh_address(host: str, options: Sequence[str] = ()) -> str:
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"ssh does not say how it reaches {host!r}: {error}", cure="give --master_addr") from error
+        raise LaunchError(f"ssh does not say how it reaches {host!r}: {error}", hint="give --master_addr") from error
     return next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), host)
 
 

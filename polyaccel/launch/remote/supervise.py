@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any, ClassVar
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import JOB_ID, Job, JobEnd, LaunchPlan, RankSpec
+from polyaccel.launch.base import JOB_ID, Job, JobResult, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
 from polyaccel.launch.remote.callback_server import LOST, CallbackServer
@@ -182,7 +182,7 @@ class HostsSupervisor(Supervisor):
         plan = plan_ways(job, ways, variables)
         super().__init__(plan, JobOutput(plan, merged=merged_log(job)), look=look)
 
-    def run(self) -> JobEnd:
+    def run(self) -> JobResult:
         try:
             return super().run()
         finally:

@@ -64,8 +64,8 @@ class MachineAlarms:
                     f"all wait for rank {rank}, {100 * lost:.0f} % of each step up to {step:,}: its own work takes "
                     f"{1e3 * own_s[rank]:.0f} ms, that of the others {1e3 * usual_s:.0f} ms, most of it in {phase}"
                 )
-                cure = "look for other processes, throttling or a slower device on its host, or for longer batches"
-                yield Alarm(kind="straggler", step=step, value=lost, ranks=(rank,), sentence=f"{what}: {cure}")
+                hint = "look for other processes, throttling or a slower device on its host, or for longer batches"
+                yield Alarm(kind="straggler", step=step, value=lost, ranks=(rank,), sentence=f"{what}: {hint}")
         self._slow = slow
 
     def _starving(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
@@ -78,8 +78,8 @@ class MachineAlarms:
         worst = max(shares, key=lambda rank: shares[rank], default=None)
         if worst is not None and self._starved[worst] >= _IN_A_ROW:
             what = f"rank {worst} waits for its data {100 * shares[worst]:.0f} % of each step up to {step:,}"
-            cure = "give the loader workers (num_workers), prepare samples ahead, or read them from a faster place"
-            yield Alarm(kind="data", step=step, value=shares[worst], ranks=(worst,), sentence=f"{what}: {cure}")
+            hint = "give the loader workers (num_workers), prepare samples ahead, or read them from a faster place"
+            yield Alarm(kind="data", step=step, value=shares[worst], ranks=(worst,), sentence=f"{what}: {hint}")
 
     def _creeping(self, step: int, told: Sequence[RankFigures]) -> Iterator[Alarm]:
         for one in told:
@@ -99,8 +99,8 @@ class MachineAlarms:
             left = one.total_nbytes - last
             if left > 0:
                 what += f", and none is left in {steps * left / growth:,.0f}"
-            cure = "look for what keeps tensors over steps: losses without .item(), outputs in a list, a cache"
-            yield Alarm(kind="memory", step=step, value=growth, ranks=(one.rank,), sentence=f"{what}: {cure}")
+            hint = "look for what keeps tensors over steps: losses without .item(), outputs in a list, a cache"
+            yield Alarm(kind="memory", step=step, value=growth, ranks=(one.rank,), sentence=f"{what}: {hint}")
 
 
 def _most_behind(worst: RankFigures, others: Sequence[RankFigures]) -> str:

@@ -59,8 +59,8 @@ def alarms_of_digests(told: Sequence[RankFigures]) -> Iterator[Alarm]:
             what = f"{named} computed step {step:,} with other weights of {fqn!r}{more} than the {others} others"
         else:
             what = f"{named} computed step {step:,} with different weights of {fqn!r}{more}"
-        cure = "stop, go on from a checkpoint before that, and test the memory and device of that host"
+        hint = "stop, go on from a checkpoint before that, and test the memory and device of that host"
         if not others:
-            cure = "stop, go on from a checkpoint before that, and test memory and devices of these hosts"
+            hint = "stop, go on from a checkpoint before that, and test memory and devices of these hosts"
         value = float(len(names))
-        yield Alarm(kind="replicas", step=step, value=value, ranks=ranks, sentence=f"{what}: {cure}")
+        yield Alarm(kind="replicas", step=step, value=value, ranks=ranks, sentence=f"{what}: {hint}")

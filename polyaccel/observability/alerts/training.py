@@ -49,8 +49,8 @@ class TrainingAlarms:
         bad = tuple(rank for rank, loss in losses.items() if not isfinite(loss))
         if bad:
             what = f"the loss of step {step:,} is {losses[bad[0]]} on {_ranks(bad)}"
-            cure = "look at the batch of that step, lower the learning rate, or set gradient_clipping"
-            yield Alarm(kind="loss", step=step, value=nan, ranks=bad, sentence=f"{what}: {cure}")
+            hint = "look at the batch of that step, lower the learning rate, or set gradient_clipping"
+            yield Alarm(kind="loss", step=step, value=nan, ranks=bad, sentence=f"{what}: {hint}")
             return
         loss = fsum(losses.values()) / len(losses)
         rise = self._loss.rise(loss) if is_compared else 0.0
@@ -58,17 +58,17 @@ class TrainingAlarms:
             usual, worst = self._loss.median, max(losses, key=lambda rank: losses[rank])
             where = f", most on rank {worst} ({losses[worst]:.4g})" if len(losses) > 1 else ""
             what = f"the loss of step {step:,} is {loss:.4g}{where}, {rise:.0f} deviations above the usual {usual:.4g}"
-            cure = "look at the batch of that step, lower the learning rate, or set gradient_clipping"
-            yield Alarm(kind="loss", step=step, value=rise, sentence=f"{what}: {cure}")
+            hint = "look at the batch of that step, lower the learning rate, or set gradient_clipping"
+            yield Alarm(kind="loss", step=step, value=rise, sentence=f"{what}: {hint}")
         if is_compared:
             self._loss.add(loss)
 
     def _look_at_norm(self, step: int, norm: float, *, is_compared: bool) -> Iterator[Alarm]:
-        cure = "set gradient_clipping, lower the learning rate, or look at the batch of that step"
+        hint = "set gradient_clipping, lower the learning rate, or look at the batch of that step"
         if not isfinite(norm):
             what = f"the norm of the gradients of step {step:,} is {norm}, and they were applied"
-            cure += "; go on from the checkpoint before it"
-            yield Alarm(kind="grad_norm", step=step, value=nan, sentence=f"{what}: {cure}")
+            hint += "; go on from the checkpoint before it"
+            yield Alarm(kind="grad_norm", step=step, value=nan, sentence=f"{what}: {hint}")
             return
         if not norm:
             return  # nothing was trained in that step
@@ -76,7 +76,7 @@ class TrainingAlarms:
         if rise > self._settings.grad_norm:
             usual = self._norm.median
             what = f"the norm of the gradients of step {step:,} is {norm:.4g}, {norm / usual:.0f} times the usual"
-            yield Alarm(kind="grad_norm", step=step, value=rise, sentence=f"{what} {usual:.4g}: {cure}")
+            yield Alarm(kind="grad_norm", step=step, value=rise, sentence=f"{what} {usual:.4g}: {hint}")
         if is_compared:
             self._norm.add(norm)
 

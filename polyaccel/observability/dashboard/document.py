@@ -47,7 +47,7 @@ def open_runs(folders: Sequence[Path]) -> list[WatchedRun]:
     whole = [folder.resolve() for folder in folders]
     if len(set(whole)) < len(whole):
         twice = next(folder for at, folder in enumerate(whole) if folder in whole[:at])
-        raise PolyaccelError(f"{twice} is named twice", cure="name each run once", value=str(twice))
+        raise PolyaccelError(f"{twice} is named twice", hint="name each run once", value=str(twice))
     for length in range(1, max(len(folder.parts) for folder in whole) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in whole]
         if len(set(names)) == len(names):

@@ -45,7 +45,7 @@ class WatchedRun:
         if not any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE)):
             raise PolyaccelError(
                 f"{folder} is no run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
-                cure='name the folder that "run_folder" of the config named',
+                hint='name the folder that "run_folder" of the config named',
                 value=str(folder),
             )
         self._stamps: dict[str, tuple[int, int]] = {}

@@ -39,8 +39,8 @@ class PageServer:
         try:
             self._server = _Server((_ADDRESS, port), _Handler)
         except OSError as error:
-            cure = "name another --port, or none"
-            raise PolyaccelError(f"port {port} cannot be had: {error.strerror}", cure=cure, value=port) from error
+            hint = "name another --port, or none"
+            raise PolyaccelError(f"port {port} cannot be had: {error.strerror}", hint=hint, value=port) from error
         self._server.page = self
         self.port: int = self._server.server_address[1]
 

@@ -20,8 +20,8 @@ def checked(name: str, options: Mapping[str, Any], kinds: Mapping[str, type]) ->
     problems = []
     for option, value in options.items():
         if option not in kinds:
-            cure = f"the options are {', '.join(kinds)}"
-            problems.append(Problem(f"{name}.{option}", value, "has no such option", cure))
+            hint = f"the options are {', '.join(kinds)}"
+            problems.append(Problem(f"{name}.{option}", value, "has no such option", hint))
         elif value is not None and type(value) is not kinds[option]:
             problems.append(Problem(f"{name}.{option}", value, f"should be of type {kinds[option].__name__}"))
     if problems:

@@ -76,10 +76,10 @@ def read_trace(path: Path) -> dict[int, list[Span]]:
                     Span(begin["cat"], begin["name"], begin["ts"] / 1e6, event["ts"] / 1e6, begin["args"])
                 )
     except OSError as error:
-        raise PolyaccelError(f"there is no trace at {path}: {error.strerror}", cure="name its folder") from error
+        raise PolyaccelError(f"there is no trace at {path}: {error.strerror}", hint="name its folder") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PolyaccelError(
-            f"{path} is no trace that polyaccel wrote: {error}", cure='add "trace": {"steps": [10, 12]} to the config'
+            f"{path} is no trace that polyaccel wrote: {error}", hint='add "trace": {"steps": [10, 12]} to the config'
         ) from error
     return {rank: sorted(own, key=lambda span: span.begin_s) for rank, own in found.items()}
 

@@ -50,8 +50,8 @@ class TracedTier(Tier):
         began_s = time()
         return _TracedFetch(self.inner.fetch(source, target), self, began_s, source.nbytes)
 
-    def lend(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
-        walk = self.inner.lend(groups)
+    def stream_groups(self, groups: Sequence[Sequence[Buffer]]) -> Generator[list[Buffer], None, None]:
+        walk = self.inner.stream_groups(groups)
         if not self._trace.is_on:
             yield from walk
             return
@@ -89,5 +89,5 @@ class _TracedFetch(Fetch):
         self._inner.finish()
         self._tier.tell("fetch", self._began_s, time(), waits_s, self._nbytes)
 
-    def drop(self) -> None:
-        self._inner.drop()
+    def cancel(self) -> None:
+        self._inner.cancel()

@@ -17,7 +17,7 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
-    COMBINE,
+    REDUCE,
     SCALE,
     SQUARE_SUMS,
     UPDATE,
@@ -35,7 +35,7 @@ def jax_kernels() -> KernelTable:
     return KernelTable(
         "jax",
         {
-            COMBINE: combine,
+            REDUCE: combine,
             SCALE: scale,
             CAST: cast,
             SQUARE_SUMS: square_sums,
@@ -65,7 +65,7 @@ def _narrowed(values: Any, dtype: Any, low: Any, high: Any, start: Any) -> Any:
 
 
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
-    """See `CombineFn`. `source` is converted to `target`'s type first."""
+    """See `ReduceFn`. `source` is converted to `target`'s type first."""
     other = source.raw.astype(target.raw.dtype)
     _replace(target, _combine[op](target.raw, jnp.array(other) if other is target.raw else other))
 
@@ -73,7 +73,7 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
 def scale(target: Buffer, factor: float) -> None:
     """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
     if not target.dtype.is_floating:
-        raise ShardingError(f"cannot scale {target!r}", cure="scale a floating element type", value=target.dtype.value)
+        raise ShardingError(f"cannot scale {target!r}", hint="scale a floating element type", value=target.dtype.value)
     _replace(target, _scale(target.raw, factor))
 
 

@@ -14,9 +14,9 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
-    COMBINE,
     DEQUANTIZE,
     QUANTIZE,
+    REDUCE,
     SCALE,
     SQUARE_SUMS,
     UPDATE,
@@ -58,7 +58,7 @@ def native_kernels(fallback: KernelTable, threads: Callable[[], int]) -> KernelT
     return fallback.replaced(
         f"csrc {found.isa}",
         {
-            COMBINE: kernels.combine,
+            REDUCE: kernels.combine,
             SCALE: kernels.scale,
             CAST: kernels.cast,
             SQUARE_SUMS: kernels.square_sums,
@@ -115,24 +115,24 @@ class _NativeKernels(FusedKernels):
         )
 
     def combine(self, target: Buffer, source: Buffer, op: ReduceOp) -> None:
-        """See `CombineFn`. `source` is rounded to `target`'s type first."""
+        """See `ReduceFn`. `source` is rounded to `target`'s type first."""
         if are_computed_in_float32((target, source)):
             if source.numel != target.numel:
                 raise ShardingError(f"{source!r} does not match {target!r}", value=source.numel)
             self._sweep(_COMBINE[op], (target, source), None, (), None)
-            target.mark_written()
+            target.bump_version()
         elif target.dtype is source.dtype and target.dtype in TYPES and target.numel == source.numel:
             arguments = (TYPES[target.dtype], target.data_ptr(), source.data_ptr(), self._threads())
             self._library.call("pa_combine", self._kinds[_COMBINE[op]], target.numel, *arguments)
-            target.mark_written()
+            target.bump_version()
         else:
-            self._fallback[COMBINE](target, source, op)
+            self._fallback[REDUCE](target, source, op)
 
     def scale(self, target: Buffer, factor: float) -> None:
         """See `ScaleFn`."""
         if are_computed_in_float32((target,)):
             self._sweep("scale", (target,), None, (factor,), None)
-            target.mark_written()
+            target.bump_version()
         else:
             self._fallback[SCALE](target, factor)
 
@@ -149,7 +149,7 @@ class _NativeKernels(FusedKernels):
         arrays = (CArray * count)(*(c_array(piece) for _, piece in pieces))
         numels = (c_int64 * count)(*(piece.numel for _, piece in pieces))
         self._library.call("pa_square_sums", out.data_ptr(), count, indices, arrays, numels, self._threads())
-        out.mark_written()
+        out.bump_version()
 
     def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `QuantizeFn`."""
@@ -157,8 +157,8 @@ class _NativeKernels(FusedKernels):
             self._fallback[QUANTIZE](source, codes, scales, block_numel)
             return
         self._blocks("pa_quantize", source, codes, scales, block_numel)
-        codes.mark_written()
-        scales.mark_written()
+        codes.bump_version()
+        scales.bump_version()
 
     def dequantize(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `DequantizeFn`."""
@@ -166,7 +166,7 @@ class _NativeKernels(FusedKernels):
             self._fallback[DEQUANTIZE](out, codes, scales, block_numel)
             return
         self._blocks("pa_dequantize", out, codes, scales, block_numel)
-        out.mark_written()
+        out.bump_version()
 
     def _blocks(self, name: str, values: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         bits = code_bits(values, codes, scales, block_numel)

@@ -23,7 +23,7 @@ VARIABLE = "POLYACCEL_NATIVE"
 
 _ISAS = ("avx512", "avx2", "portable", "neon")
 _FILE = Path("lib", "libpolyaccel_cpu.dylib" if sys.platform == "darwin" else "libpolyaccel_cpu.so")
-_CURE = "install CMake and a C++ compiler (GCC or Clang), then polyaccel again"
+_HINT = "install CMake and a C++ compiler (GCC or Clang), then polyaccel again"
 
 
 class CArray(ctypes.Structure):
@@ -95,12 +95,12 @@ def native() -> Native:
         return Native(None, f"{VARIABLE}=off")
     path = _find()
     if path is None:
-        return Native(None, f"csrc/ was not compiled when polyaccel was installed; {_CURE}")
+        return Native(None, f"csrc/ was not compiled when polyaccel was installed; {_HINT}")
     try:
         library = ctypes.CDLL(str(path))
         version = library.pa_abi_version()
     except (OSError, AttributeError) as error:
-        return Native(None, f"{path} cannot be loaded ({error}); {_CURE}")
+        return Native(None, f"{path} cannot be loaded ({error}); {_HINT}")
     if version != ABI_VERSION:
         return Native(None, f"{path} is of another version ({version}, not {ABI_VERSION}); install polyaccel again")
     for name, arguments in _SIGNATURES.items():

@@ -16,10 +16,10 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
-    COMBINE,
     DEQUANTIZE,
     LARGEST_CODE,
     QUANTIZE,
+    REDUCE,
     SCALE,
     SQUARE_SUMS,
     UPDATE,
@@ -40,7 +40,7 @@ def numpy_kernels() -> KernelTable:
     return KernelTable(
         "numpy",
         {
-            COMBINE: combine,
+            REDUCE: combine,
             SCALE: scale,
             CAST: cast,
             SQUARE_SUMS: square_sums,
@@ -61,7 +61,7 @@ _COMBINE: dict[ReduceOp, np.ufunc] = {
 
 
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
-    """See `CombineFn`. `source` is converted to `target`'s type first."""
+    """See `ReduceFn`. `source` is converted to `target`'s type first."""
     ours: Array = target.raw
     theirs: Array = source.raw
     # Overflow and NaN are ordinary values here, for the step looks for them itself; hence no numpy warnings anywhere.
@@ -70,16 +70,16 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
             mine = ours[start : start + _CHUNK_NUMEL]
             other = theirs[start : start + _CHUNK_NUMEL].astype(ours.dtype, copy=False)
             _COMBINE[op](mine, other, out=mine)
-    target.mark_written()
+    target.bump_version()
 
 
 def scale(target: Buffer, factor: float) -> None:
     """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
     if not target.dtype.is_floating:
-        raise ShardingError(f"cannot scale {target!r}", cure="scale a floating element type", value=target.dtype.value)
+        raise ShardingError(f"cannot scale {target!r}", hint="scale a floating element type", value=target.dtype.value)
     with np.errstate(all="ignore"):
         np.multiply(target.raw, target.raw.dtype.type(factor), out=target.raw)
-    target.mark_written()
+    target.bump_version()
 
 
 def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
@@ -90,7 +90,7 @@ def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None
         for start in range(0, out.numel, _CHUNK_NUMEL):
             span = slice(start, start + _CHUNK_NUMEL)
             write_weights(out.raw[span], source.raw[span], rounding and rounding.at(start))
-    out.mark_written()
+    out.bump_version()
 
 
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
@@ -100,7 +100,7 @@ def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
             for start in range(0, piece.numel, _CHUNK_NUMEL):
                 wide = piece.raw[start : start + _CHUNK_NUMEL].astype(np.float64)
                 out.raw[index] += np.sum(np.multiply(wide, wide, out=wide))
-    out.mark_written()
+    out.bump_version()
 
 
 class NumpyMath:
@@ -162,7 +162,7 @@ def update(
                     write_weights(piece, result, None if i else here)
             if out is not None:
                 write_weights(out.raw[span], results[0], here)
-    rule.mark_written(master, states, out)
+    rule.bump_version(master, states, out)
 
 
 def write_weights(target: Array, values: Array, rounding: StochasticRounding | None) -> None:
@@ -194,8 +194,8 @@ def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) ->
     else:
         pairs = (values[: 2 * codes.numel].view(np.uint8) & 15).reshape(-1, 2)
         codes.raw[:] = pairs[:, 0] | pairs[:, 1] << 4
-    codes.mark_written()
-    scales.mark_written()
+    codes.bump_version()
+    scales.bump_version()
 
 
 def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
@@ -207,7 +207,7 @@ def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> 
     with np.errstate(all="ignore"):
         blocks = _blocks(values.astype(np.float32), block_numel) * scales.raw[:, None]
         out.raw[:] = blocks.reshape(-1)[: out.numel]
-    out.mark_written()
+    out.bump_version()
 
 
 def _blocks(values: Array, block_numel: int) -> Array:

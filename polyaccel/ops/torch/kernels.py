@@ -27,10 +27,10 @@ from polyaccel.buffer import Buffer
 from polyaccel.errors import ShardingError
 from polyaccel.ops.base import (
     CAST,
-    COMBINE,
     DEQUANTIZE,
     LARGEST_CODE,
     QUANTIZE,
+    REDUCE,
     SCALE,
     SQUARE_SUMS,
     UPDATE,
@@ -58,7 +58,7 @@ def torch_kernels() -> KernelTable:
     return KernelTable(
         "torch",
         {
-            COMBINE: combine,
+            REDUCE: combine,
             SCALE: scale,
             CAST: cast,
             SQUARE_SUMS: square_sums,
@@ -122,7 +122,7 @@ class _Scratch:
 
 
 def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
-    """See `CombineFn`. `source` is converted to `target`'s type first."""
+    """See `ReduceFn`. `source` is converted to `target`'s type first."""
     ours: Tensor = target.raw
     for mine, theirs in zip(
         torch.split(ours, _chunk_numel(ours)), torch.split(source.raw, _chunk_numel(ours)), strict=True
@@ -136,15 +136,15 @@ def combine(target: Buffer, source: Buffer, op: ReduceOp) -> None:
             torch.minimum(mine, other, out=mine)
         else:
             mine.mul_(other)
-    target.mark_written()
+    target.bump_version()
 
 
 def scale(target: Buffer, factor: float) -> None:
     """See `ScaleFn`. Raises ShardingError for integers, which a factor would round in silence."""
     if not target.dtype.is_floating:
-        raise ShardingError(f"cannot scale {target!r}", cure="scale a floating element type", value=target.dtype.value)
+        raise ShardingError(f"cannot scale {target!r}", hint="scale a floating element type", value=target.dtype.value)
     target.raw.mul_(factor)
-    target.mark_written()
+    target.bump_version()
 
 
 def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None) -> None:
@@ -155,7 +155,7 @@ def cast(source: Buffer, out: Buffer, rounding: StochasticRounding | None = None
     for start in range(0, out.numel, step):
         here = rounding and rounding.at(start)
         write_weights(out.raw[start : start + step], source.raw[start : start + step], here)
-    out.mark_written()
+    out.bump_version()
 
 
 def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
@@ -167,7 +167,7 @@ def square_sums(out: Buffer, pieces: Sequence[tuple[int, Buffer]]) -> None:
         for chunk in torch.split(values, _chunk_numel(values)):
             wide = scratch.take("wide", chunk.numel(), totals.dtype).copy_(chunk)
             totals[index].add_(wide.mul_(wide).sum())
-    out.mark_written()
+    out.bump_version()
 
 
 _Formula = Callable[..., tuple[Tensor, ...]]  # (scratch, master, gradient, states) -> (master, states)
@@ -221,7 +221,7 @@ def update(
                 write_weights(piece, result[: stop - start], None if i else here)
         if out is not None:
             write_weights(out.raw[start:stop], results[0][: stop - start], here)
-    rule.mark_written(master, states, out)
+    rule.bump_version(master, states, out)
 
 
 def _in_steps(formula: Formula, constants: Sequence[float], scratch: _Scratch, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -279,8 +279,8 @@ def quantize(source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) ->
         else:
             pairs = (values[: 2 * codes.numel].view(torch.uint8) & 15).view(-1, 2)
             codes.raw.copy_(pairs[:, 0] | pairs[:, 1] << 4)
-    codes.mark_written()
-    scales.mark_written()
+    codes.bump_version()
+    scales.bump_version()
 
 
 def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
@@ -292,7 +292,7 @@ def dequantize(out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> 
     if out.numel:
         blocks = _blocks(values.float(), block_numel).mul_(scales.raw.unsqueeze(1))
         out.raw.copy_(blocks.view(-1)[: out.numel])
-    out.mark_written()
+    out.bump_version()
 
 
 def _blocks(values: Tensor, block_numel: int) -> Tensor:

@@ -150,7 +150,7 @@ class _TritonKernels(FusedKernels):
                 constants = {"KIND": _kind(piece), "BLOCK": _SUM_BLOCK_NUMEL}
                 _launch(partial_square_sums, count, _pointer(piece), partials, piece.numel, **constants)
                 _launch(add_up, 1, partials, out.raw, index, count)
-        out.mark_written()
+        out.bump_version()
 
     def quantize(self, source: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `QuantizeFn`."""
@@ -162,8 +162,8 @@ class _TritonKernels(FusedKernels):
             constants = {"KIND": _kind(source), "PACKED": bits == 4, "BLOCK": triton.next_power_of_2(block_numel)}
             arguments = (_pointer(source), codes.raw, scales.raw, source.numel, block_numel, float(LARGEST_CODE[bits]))
             _launch(quantize_blocks, scales.numel, *arguments, **constants)
-        codes.mark_written()
-        scales.mark_written()
+        codes.bump_version()
+        scales.bump_version()
 
     def dequantize(self, out: Buffer, codes: Buffer, scales: Buffer, block_numel: int) -> None:
         """See `DequantizeFn`."""
@@ -175,4 +175,4 @@ class _TritonKernels(FusedKernels):
             constants = {"KIND": _kind(out), "PACKED": bits == 4, "BLOCK": _BLOCK_NUMEL}
             arguments = (_pointer(out), codes.raw, scales.raw, out.numel, block_numel)
             _launch(dequantize_blocks, triton.cdiv(out.numel, _BLOCK_NUMEL), *arguments, **constants)
-        out.mark_written()
+        out.bump_version()

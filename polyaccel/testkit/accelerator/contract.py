@@ -58,8 +58,8 @@ class AcceleratorContract(KernelsContract, StreamsContract, MemoryContract):
         try:
             backend = comm_backend(capabilities.default_comm)
         except PluginNotFound as error:
-            cure = "let `default_comm` name one of these (gloo sends memory of any kind), or install what provides it"
-            raise BrokenPromise(f"default_comm: {error.message}", cure=cure) from error
+            hint = "let `default_comm` name one of these (gloo sends memory of any kind), or install what provides it"
+            raise BrokenPromise(f"default_comm: {error.message}", hint=hint) from error
         equal(backend.name, capabilities.default_comm, "name of the backend that default_comm names")
         equal(accelerator.communication_backend_name(), capabilities.default_comm, "communication_backend_name()")
 

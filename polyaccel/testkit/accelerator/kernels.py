@@ -9,7 +9,7 @@ from unittest import SkipTest
 import numpy as np
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.ops.base import ALL_OPS, CAST, COMBINE, DEQUANTIZE, GROUPED_OPS, MATRIX_OPS, QUANTIZE, SCALE
+from polyaccel.ops.base import ALL_OPS, CAST, DEQUANTIZE, GROUPED_OPS, MATRIX_OPS, QUANTIZE, REDUCE, SCALE
 from polyaccel.testkit.accelerator.memory import BEYOND_A_CHUNK, SMALL_SIZES, contents
 from polyaccel.testkit.comparison import equal, same_numbers
 from polyaccel.testkit.kernels.cases import kernel_cases
@@ -40,7 +40,7 @@ class KernelsContract(ABC):
             one, other = accelerator.allocate(33, dtype), accelerator.allocate(33, dtype)
             one.fill(3)
             other.fill(4)
-            table[COMBINE](one, other, ReduceOp.SUM)
+            table[REDUCE](one, other, ReduceOp.SUM)
             same_numbers(contents(one), np.full(33, 7.0), f"3 + 4 in {dtype.value}")
             if dtype.is_floating:
                 table[SCALE](one, 0.5)

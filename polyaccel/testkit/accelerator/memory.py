@@ -119,10 +119,10 @@ class MemoryContract(ABC):
         buffer = self.make().allocate(64, DType.FLOAT32)
         view = buffer.view(16, 32)
         inner = view.view(8, 4)
-        before = buffer.generation
+        before = buffer.version
         inner.fill(2.5)
-        if not buffer.generation == view.generation == inner.generation > before:
-            found = (buffer.generation, view.generation, inner.generation)
+        if not buffer.version == view.version == inner.version > before:
+            found = (buffer.version, view.version, inner.version)
             raise AssertionError(f"generations after a fill of a view: expected one above {before} thrice, got {found}")
         expected = np.zeros(64)
         expected[24:28] = 2.5
@@ -160,9 +160,9 @@ class MemoryContract(ABC):
         for dtype in sorted(accelerator.supported_dtypes() - {DType.BOOL}, key=lambda dtype: dtype.value):
             buffer = accelerator.allocate(37, dtype)
             data = encode(np.arange(37.0), dtype)
-            before = buffer.generation
+            before = buffer.version
             buffer.view(5, 32).from_bytes(data[5 * dtype.itemsize :])
-            if buffer.generation <= before:
+            if buffer.version <= before:
                 raise AssertionError(f"generation after from_bytes: expected more than {before}, got the same")
             expected = bytes(5 * dtype.itemsize) + data[5 * dtype.itemsize :]
             same_bytes(buffer.to_bytes(), expected, f"37 x {dtype.value}, the last 32 by from_bytes of a view")
@@ -198,9 +198,9 @@ class MemoryContract(ABC):
             values = np.array([1 + unit / 2, 1 + unit * 3 / 2, 1 + unit * 0.51, 1 + unit * 0.49, np.nan])
             source.from_bytes(encode(values, DType.FLOAT32))
             target = accelerator.allocate(5, dtype)
-            before = target.generation
+            before = target.version
             target.copy_from(source)
-            if target.generation <= before:
+            if target.version <= before:
                 raise AssertionError(f"generation after copy_from: expected more than {before}, got the same")
             rounded = [1, 1 + 2 * unit, 1 + unit, 1, np.nan]
             same_numbers(contents(target), rounded, f"ties and their neighbours, copied from float32 to {dtype.value}")
@@ -271,12 +271,12 @@ class MemoryContract(ABC):
         same_numbers(contents(buffer), np.full(6, 7.0), "a buffer after a fill of wrap(buffer.raw)")
 
     def test_host_memory_is_worked_on_or_refused(self) -> None:
-        """`over_host_memory` writes into the array that it was given, or refuses it by a PluginContractError: ranks
+        """`from_host_memory` writes into the array that it was given, or refuses it by a PluginContractError: ranks
         share memory by it."""
         accelerator = self.make()
         room = np.zeros(4 * 6, dtype=np.uint8)
         try:
-            buffer = accelerator.over_host_memory(room, DType.FLOAT32)
+            buffer = accelerator.from_host_memory(room, DType.FLOAT32)
         except PluginContractError:
             raise SkipTest("does not work on host memory") from None
         buffer.fill(3.0)

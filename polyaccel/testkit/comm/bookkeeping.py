@@ -36,9 +36,9 @@ def results_are_marked_written(comm: Communicator) -> int:
             ("in-place all_gather", whole, partial(comm.all_gather, whole, whole.view(comm.rank * numel, numel))),
             ("broadcast", part, partial(comm.broadcast, part, 0)),
         ):
-            before = target.generation
+            before = target.version
             call()
-            if target.generation <= before and not (what == "broadcast" and comm.rank == 0):
+            if target.version <= before and not (what == "broadcast" and comm.rank == 0):
                 raise AssertionError(f"{what} wrote a buffer without counting it in its generation")
     return 1
 

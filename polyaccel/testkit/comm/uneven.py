@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Pieces
+from polyaccel.comm.arguments import StridedParts
 from polyaccel.comm.base import Communicator, message_from, message_to
 from polyaccel.errors import CommError, ShardingError
 from polyaccel.testkit.comm.values import SIZES, combined, dtypes_of, expect, put, refused, values_of
@@ -104,7 +104,7 @@ def all_to_all_takes_uneven_parts(comm: Communicator) -> int:
             for longest in (None, most):
                 out = comm.allocate(sum(arrives), DType.FLOAT32)
                 work = comm.all_to_all(
-                    out, mine, counts=arrives, source_counts=sent, longest=longest, async_op=numel == 7
+                    out, mine, counts=arrives, source_counts=sent, max_send_numel=longest, async_op=numel == 7
                 )
                 work.wait()
                 checks += expect(comm, out, np.concatenate(expected), f"all_to_all {kind}, {numel}, {longest=}")
@@ -113,7 +113,7 @@ def all_to_all_takes_uneven_parts(comm: Communicator) -> int:
 
 def all_to_all_takes_pieces(comm: Communicator) -> int:
     """What arrives in pieces, and goes back from there, is what was sent; a communicator without them refuses."""
-    return sum(_goes_in_pieces(comm, numel) for numel in (SIZES if comm.takes_pieces else SIZES[:1]))
+    return sum(_goes_in_pieces(comm, numel) for numel in (SIZES if comm.supports_strided else SIZES[:1]))
 
 
 def _goes_in_pieces(comm: Communicator, numel: int) -> int:
@@ -135,11 +135,11 @@ def _goes_in_pieces(comm: Communicator, numel: int) -> int:
     out, again = (comm.allocate(sum(one), DType.FLOAT32) for one in (arrives, counts))
 
     def exchange(to: Buffer, source: Buffer, received: Counts, given: Counts, *, back: bool) -> None:
-        pieces = Pieces(places, 3, cuts_source=back)
+        pieces = StridedParts(places, 3, cuts_source=back)
         work = comm.all_to_all(to, source, counts=received, source_counts=given, pieces=pieces, async_op=numel == 7)
         work.wait()
 
-    if not comm.takes_pieces:
+    if not comm.supports_strided:
         return refused(CommError, lambda: exchange(out, mine, arrives, counts, back=False), "parts in pieces")
     exchange(out, mine, arrives, counts, back=False)
     checks = expect(comm, out, whole, f"all_to_all into pieces, {numel}")

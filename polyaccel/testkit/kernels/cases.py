@@ -12,7 +12,7 @@ from typing import Any
 
 from polyaccel.buffer import Buffer
 from polyaccel.ops import reference
-from polyaccel.ops.base import CAST, COMBINE, SCALE, UPDATE, KernelTable, Op, Rule, StateRole, StochasticRounding
+from polyaccel.ops.base import CAST, REDUCE, SCALE, UPDATE, KernelTable, Op, Rule, StateRole, StochasticRounding
 from polyaccel.ops.optimizers import OPTIMIZERS, apply_direction
 from polyaccel.ops.reference import Float64s
 from polyaccel.types import DType, ReduceOp
@@ -98,9 +98,9 @@ def _elementwise_cases() -> list[KernelCase]:
 def _combine_case(op: ReduceOp, target: DType, source: DType) -> KernelCase:
     return KernelCase(
         f"combine {op.value} {source.value} into {target.value}",
-        COMBINE,
+        REDUCE,
         (Argument("target", target), Argument("source", source)),
-        lambda table, buffers: table[COMBINE](buffers[0], buffers[1], op),
+        lambda table, buffers: table[REDUCE](buffers[0], buffers[1], op),
         lambda before: [reference.combine(before[0], before[1], op), before[1]],
     )
 

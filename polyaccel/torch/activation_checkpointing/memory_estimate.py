@@ -124,7 +124,7 @@ def token_inputs(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
         kind = type(model).__name__
         raise PolyaccelError(
             f"the activations of a {kind} cannot be foretold: it does not take input_ids and labels",
-            cure="leave --sequence-length out, or give the directory of a language model of transformers, whose "
+            hint="leave --sequence-length out, or give the directory of a language model of transformers, whose "
             "config.json names an architecture with a loss",
             value=kind,
         )

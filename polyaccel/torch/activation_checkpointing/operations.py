@@ -36,8 +36,8 @@ def kept_operations(names: Iterable[str]) -> frozenset[Any]:
         members = _GROUPS.get(name, name).split()
         packets = [packet for member in members if (packet := _packet(member)) is not None]
         if name not in _GROUPS and not packets:
-            cure = f"use {', '.join(_GROUPS)}, or a name such as aten.mm"
-            raise ConfigError([Problem(KEY, name, "is no operation of torch", cure)])
+            hint = f"use {', '.join(_GROUPS)}, or a name such as aten.mm"
+            raise ConfigError([Problem(KEY, name, "is no operation of torch", hint)])
         found.update(packets)
     return frozenset(found)
 
@@ -65,7 +65,7 @@ class _Result:
         if self._tensor._version != self._version:
             raise PolyaccelError(
                 f"the result of {operation} was changed in place after it was kept for the backward pass",
-                cure=f"leave the operation out of {KEY}, or do not change its result in place",
+                hint=f"leave the operation out of {KEY}, or do not change its result in place",
                 value=str(operation),
             )
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -108,7 +108,7 @@ class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if at >= len(self._results[func]):
             raise PolyaccelError(
                 f"{func} ran more often when its block was computed again",
-                cure="a block that is recomputed must do the same both times; leave it out of "
+                hint="a block that is recomputed must do the same both times; leave it out of "
                 "activation_checkpointing.blocks",
                 value=str(func),
             )

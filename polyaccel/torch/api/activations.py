@@ -94,5 +94,5 @@ def _ranks_of(mpu: Any) -> Communicator | None:
     )
 
 
-def _refused(key: str, value: Any, expected: str, cure: str) -> ConfigError:
-    return ConfigError([Problem(key, value, expected, cure)], source="checkpointing.configure")
+def _refused(key: str, value: Any, expected: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(key, value, expected, hint)], source="checkpointing.configure")

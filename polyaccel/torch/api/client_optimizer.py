@@ -252,7 +252,7 @@ class ClientOptimizer(SliceOptimizer):
                 raise ValueError("a state is no dict")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"the saved state of the optimizer is none: {error!r}", cure="load another tag"
+                f"the saved state of the optimizer is none: {error!r}", hint="load another tag"
             ) from error
         ours = list(chain.from_iterable(self._member_names))
         if names is None:  # saved before names were: by position
@@ -262,7 +262,7 @@ class ClientOptimizer(SliceOptimizer):
             raise CheckpointError(
                 f"the saved optimizer has groups of {saved} parameters, this one of "
                 f"{[len(each) for each in self._member_names]}; only one of both has {', '.join(only[:8])}",
-                cure="build the same groups and freeze the same layers, or load another tag",
+                hint="build the same groups and freeze the same layers, or load another tag",
                 value=saved,
             )
         numbers = {name: number for number, name in enumerate(names)}

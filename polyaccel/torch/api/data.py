@@ -33,8 +33,8 @@ _PRIME = 1_000_003
 def require_dataset(data: Any) -> None:
     """Raise ConfigError for a loader in the place of a dataset."""
     if isinstance(data, (DataLoader, ShardedDataLoader)):
-        cure = "pass its dataset (and collate_fn), or leave training_data out and give batches of the loader yourself"
-        problem = Problem("training_data", type(data).__name__, "is a loader, and a dataset is expected", cure)
+        hint = "pass its dataset (and collate_fn), or leave training_data out and give batches of the loader yourself"
+        problem = Problem("training_data", type(data).__name__, "is a loader, and a dataset is expected", hint)
         raise ConfigError([problem], source="initialize")
 
 
@@ -57,8 +57,8 @@ class PositionedSampler(DistributedSampler[Any]):
         drop_last: bool,
     ) -> None:
         if not isinstance(dataset, Sized):
-            cure = "give it a __len__, or make it a torch IterableDataset"
-            problem = Problem("training_data", type(dataset).__name__, "has no length", cure)
+            hint = "give it a __len__, or make it a torch IterableDataset"
+            problem = Problem("training_data", type(dataset).__name__, "has no length", hint)
             raise ConfigError([problem], source="initialize")
         super().__init__(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.total_samples = len(dataset)
@@ -242,7 +242,7 @@ class ShardedDataLoader(Generic[_T]):
             raise CheckpointError(
                 f"the saved position in the training data does not fit: {wrong!r} is saved, "
                 f"this loader has { {key: value for key, value in self._identity().items() if key in wrong}!r}",
-                cure="resume with the same training data and seed, or do not load the loader's state",
+                hint="resume with the same training data and seed, or do not load the loader's state",
                 value=wrong,
             )
         self.epoch = state_dict["epoch"]
@@ -268,8 +268,8 @@ class ShardedDataLoader(Generic[_T]):
         if not sampler.micro_batches_from(0):
             need = self.global_batch_size if sampler.drop_last else 1
             expected = f"{sampler.total_samples} samples do not make one micro-batch: expected at least {need}"
-            cure = "give more data, lower the micro-batch size, or turn dataloader_drop_last off"
-            raise ConfigError([Problem("training_data", sampler.total_samples, expected, cure)], source="initialize")
+            hint = "give more data, lower the micro-batch size, or turn dataloader_drop_last off"
+            raise ConfigError([Problem("training_data", sampler.total_samples, expected, hint)], source="initialize")
 
 
 class RepeatingLoader(Iterator[_T]):
@@ -326,8 +326,8 @@ def loss_of(outputs: Any) -> Tensor:
         found = getattr(outputs, "loss", None)
     if not isinstance(found, Tensor):
         kind = type(outputs).__name__
-        cure = "let the module return its loss: alone, first in a tuple, or as `loss`"
-        raise PolyaccelError(f"the module returned a {kind} without a loss", cure=cure, value=kind)
+        hint = "let the module return its loss: alone, first in a tuple, or as `loss`"
+        raise PolyaccelError(f"the module returned a {kind} without a loss", hint=hint, value=kind)
     return found
 
 
@@ -335,10 +335,10 @@ def _refuse_no_dataset(dataset: object) -> None:
     """Raise ConfigError unless `dataset` gives samples by number, or is an IterableDataset."""
     if isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
         return
-    cure = "give a dataset with __getitem__ and __len__, or a torch IterableDataset"
+    hint = "give a dataset with __getitem__ and __len__, or a torch IterableDataset"
     if isinstance(dataset, DataLoader):
-        cure = "give its dataset; or leave training_data out, and pass the batches of the loader to the engine"
-    problem = Problem("training_data", type(dataset).__name__, "is no dataset", cure)
+        hint = "give its dataset; or leave training_data out, and pass the batches of the loader to the engine"
+    problem = Problem("training_data", type(dataset).__name__, "is no dataset", hint)
     raise ConfigError([problem], source="training_data")
 
 

@@ -106,7 +106,7 @@ def _require(param: nn.Parameter) -> _Place:
     if place is None:
         shape = tuple(param.shape)
         raise ShardingError(
-            f"a parameter of shape {shape} belongs to no engine", cure="pass one of engine.module", value=shape
+            f"a parameter of shape {shape} belongs to no engine", hint="pass one of engine.module", value=shape
         )
     return place
 
@@ -143,7 +143,7 @@ def _set_full(param: nn.Parameter, kind: str, value: Tensor) -> None:
     if value.shape != param.shape:
         raise ShardingError(
             f"a value of shape {tuple(value.shape)} cannot be that of parameter {place.fqn!r} of {tuple(param.shape)}",
-            cure="pass a value of the parameter's shape",
+            hint="pass a value of the parameter's shape",
             value=tuple(value.shape),
         )
     write_whole(place.owner.step, place.fqn, kind, wrap_torch(_scaled(place, kind, value)))

@@ -118,7 +118,7 @@ class GatheredParameters:
             if self._modifier_rank is not None and not 0 <= self._modifier_rank < ranks:
                 raise ShardingError(
                     f"modifier_rank {self._modifier_rank} is none of the {ranks} ranks",
-                    cure=f"use 0 to {ranks - 1}",
+                    hint=f"use 0 to {ranks - 1}",
                     value=self._modifier_rank,
                 )
             fqns = sorted(names, key=step.layout.position.__getitem__)
@@ -193,9 +193,9 @@ def _close(opening: _Opening) -> None:
 
 def _changed_in_vain(names: list[str], rank: int, *, asked_for: bool) -> ShardingError:
     if asked_for:
-        what, cure = "without a modifier rank", "pass modifier_rank=, the rank whose changes count"
+        what, hint = "without a modifier rank", "pass modifier_rank=, the rank whose changes count"
     else:
-        what, cure = "although it was not among the given parameters", "pass it to GatheredParameters too"
+        what, hint = "although it was not among the given parameters", "pass it to GatheredParameters too"
     return ShardingError(
-        f"parameter {names[0]!r} was changed on rank {rank} inside GatheredParameters {what}", cure=cure, value=names
+        f"parameter {names[0]!r} was changed on rank {rank} inside GatheredParameters {what}", hint=hint, value=names
     )

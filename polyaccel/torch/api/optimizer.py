@@ -41,8 +41,8 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The class of torch.optim called `name`. Raises ConfigError when there is none."""
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
-        cure = f"use one of {', '.join(OPTIMIZERS)}, or the exact name of a class of torch.optim"
-        raise ConfigError([Problem("optimizer.type", name, "no optimizer has this name", cure)])
+        hint = f"use one of {', '.join(OPTIMIZERS)}, or the exact name of a class of torch.optim"
+        raise ConfigError([Problem("optimizer.type", name, "no optimizer has this name", hint)])
     return kind
 
 
@@ -50,8 +50,8 @@ def schedule_class(name: str) -> Callable[..., torch.optim.lr_scheduler.LRSchedu
     """The class of torch.optim.lr_scheduler called `name`. Raises ConfigError when there is none."""
     kind = getattr(torch.optim.lr_scheduler, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
-        cure = f"use one of {', '.join(SCHEDULES)}, or the exact name of a class of torch.optim.lr_scheduler"
-        raise ConfigError([Problem("scheduler.type", name, "no schedule has this name", cure)])
+        hint = f"use one of {', '.join(SCHEDULES)}, or the exact name of a class of torch.optim.lr_scheduler"
+        raise ConfigError([Problem("scheduler.type", name, "no schedule has this name", hint)])
     return kind
 
 
@@ -61,8 +61,8 @@ def torch_optimizer(name: str, params: Mapping[str, Any], groups: ParamGroups) -
     try:
         return kind(groups, **params)
     except (TypeError, ValueError) as error:
-        cure = f"see torch.optim.{name}"
-        raise ConfigError([Problem("optimizer.params", dict(params), f"{name} refuses them: {error}", cure)]) from error
+        hint = f"see torch.optim.{name}"
+        raise ConfigError([Problem("optimizer.params", dict(params), f"{name} refuses them: {error}", hint)]) from error
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -105,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             index = next(index for index, (ours, planned) in enumerate(pairs) if ours != planned)
             raise ShardingError(
                 f"optimizer group {index} has other parameters than the engine was built with",
-                cure="pass all groups to polyaccel.initialize, or call it again; lr 0 keeps a group still until it is "
+                hint="pass all groups to polyaccel.initialize, or call it again; lr 0 keeps a group still until it is "
                 "wanted",
                 value=index,
             )
@@ -118,7 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if closure is None:
                 raise PolyaccelError(
                     "this optimizer evaluates the loss several times a step, and was given no closure that computes it",
-                    cure="call engine.optimizer.step(closure) instead of engine.step(); the closure calls "
+                    hint="call engine.optimizer.step(closure) instead of engine.step(); the closure calls "
                     "engine.zero_grad(), runs the model, calls engine.backward(loss) and returns the loss",
                 )
             return self._update(closure)
@@ -134,7 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Asked by torch's `GradScaler.step`, which would find the overflows of this rank only."""
         raise PolyaccelError(
             "torch's GradScaler was asked to step an engine's optimizer",
-            cure='use "fp16": {"enabled": true} or "bf16" in the config, then engine.backward(loss) and engine.step(): '
+            hint='use "fp16": {"enabled": true} or "bf16" in the config, then engine.backward(loss) and engine.step(): '
             "the engine scales losses itself, and all ranks agree on overflows; GradScaler(enabled=False) is fine",
         )
 
@@ -146,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._is_built:
             raise ShardingError(
                 "a group of parameters was added to an engine's optimizer, which would not train it",
-                cure="pass all groups to polyaccel.initialize; lr 0 keeps one still until it is wanted",
+                hint="pass all groups to polyaccel.initialize; lr 0 keeps one still until it is wanted",
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -64,7 +64,7 @@ def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         name = type(optimizer).__name__
         raise ShardingError(
             f"{name} is not known to update elements independently, and ZeRO cuts parameters over ranks",
-            cure='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
+            hint='use "zero_optimization": {"stage": 0}; if it is elementwise, "zero_allow_untested_optimizer": true',
             value=name,
         )
     if sharded and not known:
@@ -72,7 +72,7 @@ def check_sliceable(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         if trial.differs:
             raise ShardingError(
                 f"{name} does not update elements independently ({trial.differs}), and ZeRO cuts parameters over ranks",
-                cure='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
+                hint='use "zero_optimization": {"stage": 0}, or an optimizer whose update of an element depends on '
                 "that element alone",
                 value=name,
             )

@@ -53,7 +53,7 @@ def apply_context_parallel(
     except ModuleNotFoundError as error:
         raise PolyaccelError(
             f"sequences of this model cannot be cut over ranks: {error}",
-            cure="install transformers, whose models it serves, or call ulysses_attention or ring_attention in layers "
+            hint="install transformers, whose models it serves, or call ulysses_attention or ring_attention in layers "
             "of your own",
         ) from error
     return SequenceParallel(model, communicator, settings or SequenceSettings())

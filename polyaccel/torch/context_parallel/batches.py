@@ -60,7 +60,7 @@ class WholeBatch:
                 shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
                 raise PolyaccelError(
                     f"attention_mask: {shape} cannot be cut over the ranks of a sequence",
-                    cure=f"pass ({rows}, {length}), 1 for tokens and 0 for padding; packed documents by position_ids",
+                    hint=f"pass ({rows}, {length}), 1 for tokens and 0 for padding; packed documents by position_ids",
                     value=shape,
                 )
             return DocumentMask(length, None, mask != 0)
@@ -95,7 +95,7 @@ class WholeBatch:
                 raise PolyaccelError(
                     f"{name}: a tensor of shape {tuple(value.shape)} of which nothing says whether it is cut over the "
                     "ranks of a sequence",
-                    cure=f"known are {', '.join(TOKEN_DIMS)}",
+                    hint=f"known are {', '.join(TOKEN_DIMS)}",
                     value=name,
                 )
             found[name] = value
@@ -117,7 +117,7 @@ def _label_a_token(labels: Tensor, name: str, shape: tuple[int, int]) -> Tensor:
     if tuple(labels.shape) != shape:
         raise PolyaccelError(
             f"{name}: shape {tuple(labels.shape)}, but there are {shape[0]} rows of {shape[1]} tokens",
-            cure="a sequence that is cut over ranks needs a label for each token",
+            hint="a sequence that is cut over ranks needs a label for each token",
             value=tuple(labels.shape),
         )
     return labels

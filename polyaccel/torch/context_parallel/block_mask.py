@@ -52,7 +52,7 @@ class AttentionRule:
         if self.window is not None and not self.causal:
             raise ShardingError(
                 "a window of attention that is not causal is not cut over ranks",
-                cure='compute it whole: Ulysses with the attention "sdpa" or "eager"',
+                hint='compute it whole: Ulysses with the attention "sdpa" or "eager"',
                 value=self.window,
             )
 
@@ -102,7 +102,7 @@ class DocumentMask:
             if given.dim() != 2 or given.shape[1] != length:
                 raise ShardingError(
                     f"{name} of shape {tuple(given.shape)} for a sequence of {length} tokens",
-                    cure=f"give (rows, {length})",
+                    hint=f"give (rows, {length})",
                     value=tuple(given.shape),
                 )
         rows = max(len(of_tokens), len(keys))
@@ -122,7 +122,7 @@ class DocumentMask:
         bounds = [int(bound) for bound in boundaries]
         if len(bounds) < 2 or bounds[0] != 0 or any(end <= start for start, end in pairwise(bounds)):
             raise ShardingError(
-                f"{bounds} are no cumulated lengths", cure="begin with 0 and let each be larger", value=bounds
+                f"{bounds} are no cumulated lengths", hint="begin with 0 and let each be larger", value=bounds
             )
         lengths = torch.tensor(bounds).diff()
         return cls(bounds[-1], torch.arange(len(lengths)).repeat_interleave(lengths)[None])

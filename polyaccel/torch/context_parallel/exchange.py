@@ -36,7 +36,9 @@ def all_to_all(
     rank sends another one more than `longest`."""
     out = torch.empty(sum(received), dtype=source.dtype, device=source.device)
     wrap = communicator.accelerator.wrap
-    communicator.all_to_all(wrap(out), wrap(source), counts=received, source_counts=sent, longest=longest, label=label)
+    communicator.all_to_all(
+        wrap(out), wrap(source), counts=received, source_counts=sent, max_send_numel=longest, label=label
+    )
     return out
 
 

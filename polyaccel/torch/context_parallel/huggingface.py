@@ -91,7 +91,7 @@ class SequenceMask:
             if unlike is not None:
                 raise PolyaccelError(
                     f"ring attention cannot compute {type(module).__name__}: {unlike}",
-                    cure='use the method "ulysses", which has any attention in between',
+                    hint='use the method "ulysses", which has any attention in between',
                     value=unlike,
                 )
             return self._ring(q, k, v, scaling)
@@ -161,7 +161,7 @@ def core_attention(core: str, module: nn.Module) -> Callable[..., Any]:
     if own is None:
         raise PolyaccelError(
             f"{type(module).__name__} has no eager attention that can be called by itself",
-            cure='use core_attention "blockwise" or "sdpa"',
+            hint='use core_attention "blockwise" or "sdpa"',
             value="eager",
         )
     return own  # type: ignore[no-any-return]
@@ -185,7 +185,7 @@ def _attend(
     if cut is not None and query.shape[2] == cut.shares.lengths[cut.communicator.rank]:
         raise PolyaccelError(
             f"{type(module).__name__} attends to this rank's tokens alone: its model did not ask for a mask",
-            cure="this model cannot be cut along its sequence; set sequence_parallel_size to 1",
+            hint="this model cannot be cut along its sequence; set sequence_parallel_size to 1",
             value=type(module).__name__,
         )
     found: tuple[Tensor, Any] = core_attention(core, module)(

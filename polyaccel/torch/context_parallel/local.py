@@ -39,7 +39,7 @@ def require_rows(marks: DocumentMask, rows: int) -> None:
     """Raise ShardingError where marks of several rows are not those of this batch."""
     if len(marks.rows) not in (1, rows):
         raise ShardingError(
-            f"marks of {len(marks.rows)} rows for a batch of {rows}", cure="mark every row", value=len(marks.rows)
+            f"marks of {len(marks.rows)} rows for a batch of {rows}", hint="mark every row", value=len(marks.rows)
         )
 
 

@@ -48,7 +48,7 @@ class SequenceParallel:
         self._before = theirs._attn_implementation
         self._core = settings.core_attention if settings.core_attention != "blockwise" else self._before
         if self._core.startswith(PREFIX):
-            raise PolyaccelError("the sequences of this model are cut over ranks already", cure="call remove() first")
+            raise PolyaccelError("the sequences of this model are cut over ranks already", hint="call remove() first")
         name = registered(self._core)
         self._transformer.set_attn_implementation(name)
         if theirs._attn_implementation != name:
@@ -166,7 +166,7 @@ class _Loss:
         if logits.shape[:-1] != targets.shape:
             raise PolyaccelError(
                 f"labels: the model gives {tuple(logits.shape)} for {tuple(targets.shape)} tokens of this rank",
-                cure="a sequence that is cut over ranks needs a model with logits for each token",
+                hint="a sequence that is cut over ranks needs a model with logits for each token",
                 value=tuple(logits.shape),
             )
         total = nn.functional.cross_entropy(
@@ -231,7 +231,7 @@ def _transformer_in(model: nn.Module) -> PreTrainedModel:
             return module
     raise PolyaccelError(
         f"the sequences of a {type(model).__name__} cannot be cut over ranks: no model of transformers is in it",
-        cure="call polyaccel.torch.context_parallel.ulysses_attention or ring_attention in its layers, or set "
+        hint="call polyaccel.torch.context_parallel.ulysses_attention or ring_attention in its layers, or set "
         "sequence_parallel_size to 1",
         value=type(model).__name__,
     )
@@ -255,6 +255,6 @@ def _refusal(model: PreTrainedModel, reason: str) -> PolyaccelError:
     kind = type(model).__name__
     return PolyaccelError(
         f"the sequences of a {kind} cannot be cut over ranks: {reason}",
-        cure="set sequence_parallel_size to 1",
+        hint="set sequence_parallel_size to 1",
         value=kind,
     )

@@ -162,7 +162,7 @@ def ring_attention(
         raise ShardingError(
             f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys of {marks.length} tokens; its share is "
             f"{shares.lengths[rank]} of {shares.total}",
-            cure="cut all tensors as the shares say",
+            hint="cut all tensors as the shares say",
             value=shares.lengths,
         )
     scale, width = default_scale(q, scale), v.shape[-1]

@@ -87,7 +87,7 @@ class HeadShares:
         if key_heads < 1 or query_heads % key_heads:
             raise ShardingError(
                 f"{query_heads} query heads cannot share {key_heads} key heads equally",
-                cure="give the same number of query heads to each key head",
+                hint="give the same number of query heads to each key head",
                 value=(query_heads, key_heads),
             )
         group = query_heads // key_heads

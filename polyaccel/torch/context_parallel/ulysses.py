@@ -37,11 +37,11 @@ def exchanged_attention(
     rank, ranks = communicator.rank, communicator.world_size
     heads = HeadShares.of(q.shape[1], k.shape[1], ranks)
     if k.shape[1] != v.shape[1]:
-        raise ShardingError(f"{k.shape[1]} key heads and {v.shape[1]} value heads", cure="give as many of both")
+        raise ShardingError(f"{k.shape[1]} key heads and {v.shape[1]} value heads", hint="give as many of both")
     if q.shape[2] != lengths[rank] or k.shape[2] != lengths[rank]:
         raise ShardingError(
             f"rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys, and says that it has {lengths[rank]} tokens",
-            cure="give every rank's number of tokens in rank order",
+            hint="give every rank's number of tokens in rank order",
             value=tuple(lengths),
         )
     q, k, v = sequence_to_heads(communicator, (heads.query, heads.key, heads.key), lengths, *alike(q, k, v))
@@ -69,7 +69,7 @@ def ulysses_attention(
     heads, and more ranks than heads. The result is as the queries, with the width of the values.
     """
     if not shares.is_contiguous:
-        raise ShardingError("Ulysses needs the ranks' tokens in order", cure="use TokenShares.contiguous")
+        raise ShardingError("Ulysses needs the ranks' tokens in order", hint="use TokenShares.contiguous")
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return local_attention(q, k, v, rule=rule, marks=marks, scale=scale)
@@ -97,7 +97,7 @@ class DistributedAttention(nn.Module):
         if scatter_idx == gather_idx or {scatter_idx, gather_idx} - {0, 1, 2}:
             raise ShardingError(
                 f"scatter_idx {scatter_idx} and gather_idx {gather_idx} are not two of the dims 0, 1 and 2",
-                cure="scatter_idx is the dim of heads, gather_idx that of tokens",
+                hint="scatter_idx is the dim of heads, gather_idx that of tokens",
                 value=(scatter_idx, gather_idx),
             )
         self.local_attention = local_attention
@@ -119,7 +119,7 @@ class DistributedAttention(nn.Module):
             if tensor.dim() != 4:
                 raise ShardingError(
                     f"a tensor of shape {tuple(tensor.shape)} has no dims of rows, tokens, heads and width",
-                    cure="give queries, keys and values of four dims",
+                    hint="give queries, keys and values of four dims",
                     value=tuple(tensor.shape),
                 )
         q, k, v = (tensor.permute(self._order) for tensor in (query, key, value))

@@ -71,7 +71,7 @@ class Constant:
             raise PolyaccelError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was changed in place after a deferred parameter was "
                 "computed from it",
-                cure="give zero.Init a copy of the tensor: parameter.copy_(tensor.clone())",
+                hint="give zero.Init a copy of the tensor: parameter.copy_(tensor.clone())",
                 value=tuple(self.tensor.shape),
             )
         return self.tensor
@@ -166,7 +166,7 @@ def _storage_as_logged(operation: LoggedCall, place: StridedView, output: Tensor
         raise PolyaccelError(
             f"{operation.function} gave {output.dtype} of shape {tuple(output.shape)} where the meta device said "
             f"{place.dtype} of shape {place.shape}, so it cannot be deferred",
-            cure="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
+            hint="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
             value=str(operation.function),
         )
     storage = output.untyped_storage()

@@ -81,7 +81,7 @@ class DeferredTensor(Tensor):
             raise PolyaccelError(
                 f"Tensor.{func.__name__} needs memory, and this tensor of shape {tuple(args[0].shape)} was made inside "
                 "zero.Init and has none yet",
-                cure="use polyaccel.torch.deferred_init.values.value_of(tensor), or do it after polyaccel.initialize",
+                hint="use polyaccel.torch.deferred_init.values.value_of(tensor), or do it after polyaccel.initialize",
                 value=func.__name__,
             )
         if func == Tensor.tolist:
@@ -126,7 +126,7 @@ def _require_no_hooks(target: Tensor) -> None:
     if target._backward_hooks or target._post_accumulate_grad_hooks:
         raise PolyaccelError(
             f"a parameter of shape {tuple(target.shape)} made inside zero.Init has hooks already, which would be lost",
-            cure="register the hooks after polyaccel.initialize",
+            hint="register the hooks after polyaccel.initialize",
             value=tuple(target.shape),
         )
 
@@ -368,6 +368,6 @@ def _storage_id(meta: Tensor) -> int:
 def _not_deferrable(function: OpOverload) -> PolyaccelError:
     return PolyaccelError(
         f"{function} cannot be deferred, and it changes a tensor that was made inside zero.Init",
-        cure="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
+        hint="build the module that calls it outside zero.Init, or under zero.Init(enabled=False)",
         value=str(function),
     )

@@ -31,7 +31,7 @@ def prepare(model: nn.Module) -> None:
     """
     if is_constructing():
         raise PolyaccelError(
-            "initialize was called inside zero.Init", cure="build the model inside, and call initialize after the block"
+            "initialize was called inside zero.Init", hint="build the model inside, and call initialize after the block"
         )
     adopt_meta(model)
     materialise_buffers(model)
@@ -84,7 +84,7 @@ def adopt_meta(model: nn.Module) -> None:
                 raise PolyaccelError(
                     f"{fqn!r} of a {type(module).__name__} is on the meta device, and the module has no "
                     "reset_parameters that fills it",
-                    cure="build the model inside polyaccel.zero.Init() instead, or load its weights before initialize",
+                    hint="build the model inside polyaccel.zero.Init() instead, or load its weights before initialize",
                     value=fqn,
                 )
 

@@ -101,7 +101,7 @@ class SavedViews:
         if saved.update != self._updates:
             raise ShardingError(
                 "a parameter needed for this backward pass was updated since its forward pass",
-                cure="call backward before engine.step(), once for each forward",
+                hint="call backward before engine.step(), once for each forward",
             )
         if not self._gathering.is_whole(saved.bucket):
             self._want(saved.bucket)

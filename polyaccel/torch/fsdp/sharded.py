@@ -4,7 +4,7 @@
 A sharded parameter keeps its shape, type and device; its storage is empty. Its class is `ShardedParameter` for that
 time, so that an operation on it comes here first. Inside a forward or backward pass the parameter is gathered on
 demand, which every rank does alike. Outside, one rank alone might ask, and a collective would hang; so it is an error
-that names the cure.
+that names the hint.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EngineHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError(
             "a module whose parameters are sharded cannot be pickled",
-            cure="save engine.module_state_dict() (GatheredParameters does for copies), or call engine.destroy() first",
+            hint="save engine.module_state_dict() (GatheredParameters does for copies), or call engine.destroy() first",
         )
 
 
@@ -142,7 +142,7 @@ def require_unsharded(module: nn.Module) -> None:
     for fqn, parameter in module.named_parameters():
         if type(parameter) is ShardedParameter:
             raise ShardingError(
-                f"parameter {fqn!r} is sharded by another engine", cure="call destroy() on that engine first", value=fqn
+                f"parameter {fqn!r} is sharded by another engine", hint="call destroy() on that engine first", value=fqn
             )
 
 
@@ -161,5 +161,5 @@ def _not_here(parameter: nn.Parameter, what: Any) -> ShardingError:
         name = what.__self__.__name__
     home = _home(parameter)
     owner = home.owner
-    where, cure = owner.unsharded_access_hint if owner is not None else _ORPHANED
-    return ShardingError(f"{name} needs the values of parameter {home.fqn!r}, which {where}", cure=cure, value=home.fqn)
+    where, hint = owner.unsharded_access_hint if owner is not None else _ORPHANED
+    return ShardingError(f"{name} needs the values of parameter {home.fqn!r}, which {where}", hint=hint, value=home.fqn)

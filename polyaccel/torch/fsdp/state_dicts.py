@@ -107,7 +107,7 @@ class StateDicts:
             if assign:
                 raise ShardingError(
                     f"load_state_dict(assign=True) would cut parameter {home.fqn!r} off from its engine",
-                    cure="use assign=False",
+                    hint="use assign=False",
                     value=home.fqn,
                 )
             value = state_dict.get(prefix + name)

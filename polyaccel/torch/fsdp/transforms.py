@@ -41,7 +41,7 @@ def explaining_refusal(model: nn.Module) -> Iterator[None]:
         raise ShardingError(
             "torch.func.grad, vjp, jacrev or hessian was called in the forward of a module that has sharded parameters "
             "of its own, or inside a unit, and does not work there",
-            cure="call it in a module whose parameters all belong to its parts (above the units), or use "
+            hint="call it in a module whose parameters all belong to its parts (above the units), or use "
             "torch.autograd.grad(..., create_graph=True), or stage 2",
         ) from error
 

@@ -34,7 +34,7 @@ def is_normalized(normalize: bool | None, k: int) -> bool:
     if normalize and k == 1:
         raise PolyaccelError(
             "normalize=True with k = 1: each token's only weight would be 1, so the router would not be trained",
-            cure="leave normalize out, which takes the score itself (Switch Transformers, eq. 2), or use k = 2",
+            hint="leave normalize out, which takes the score itself (Switch Transformers, eq. 2), or use k = 2",
             value=k,
         )
     return k > 1 if normalize is None else normalize

@@ -51,7 +51,7 @@ class StackedExperts(nn.Module):
         if len(set(self.names.values())) < len(self.names) or any(True for _ in experts[0].buffers()):
             raise PolyaccelError(
                 f"{type(experts[0]).__name__} has buffers, or parameters whose names differ by dots alone",
-                cure="give experts made of parameters",
+                hint="give experts made of parameters",
                 value=type(experts[0]).__name__,
             )
         for name, own in self.names.items():
@@ -127,13 +127,13 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= k <= num_experts:
-            raise PolyaccelError(f"k = {k} of {num_experts} experts", cure=f"use 1 to {num_experts}", value=k)
+            raise PolyaccelError(f"k = {k} of {num_experts} experts", hint=f"use 1 to {num_experts}", value=k)
         if gate == "expert choice" and capacity_factor is None:
             raise PolyaccelError(
-                "experts that choose tokens without a capacity", cure="give capacity_factor, such as 1.0"
+                "experts that choose tokens without a capacity", hint="give capacity_factor, such as 1.0"
             )
         if bias_rate and gate != "sigmoid":
-            raise PolyaccelError(f"a bias of the gate {gate!r}", cure='use gate="sigmoid", or bias_rate=0', value=gate)
+            raise PolyaccelError(f"a bias of the gate {gate!r}", hint='use gate="sigmoid", or bias_rate=0', value=gate)
         self.normalize = gate != "expert choice" and gates.is_normalized(normalize, k)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         self.spread = nn.Linear(hidden_size, num_experts, bias=False) if noise == "learned" else None

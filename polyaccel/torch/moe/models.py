@@ -102,7 +102,7 @@ def spread_experts(model: nn.Module, communicator: Communicator) -> None:
     found = {name: module for name, module in model.named_modules() if are_experts(module)}
     facts = [(name, type(module).__name__, module.num_experts) for name, module in found.items()]
     if len({str(each) for each in communicator.all_gather_object(facts)}) > 1:
-        raise ShardingError("the ranks that share experts have other layers", cure="build the same model on every rank")
+        raise ShardingError("the ranks that share experts have other layers", hint="build the same model on every rank")
     if not found and communicator.world_size == 1:
         return
     counts = _counts(model, found, communicator.world_size)
@@ -142,7 +142,7 @@ def _counts(model: nn.Module, found: Mapping[str, nn.Module], ranks: int) -> dic
     if not found:
         raise ShardingError(
             f"{type(model).__name__} has no experts that could be spread over {ranks} ranks",
-            cure="they are modules with stacks of weights (experts, ...), called with tokens, the numbers of their "
+            hint="they are modules with stacks of weights (experts, ...), called with tokens, the numbers of their "
             "experts and weights, as those of transformers 5; or leave expert_parallel out",
             value=type(model).__name__,
         )
@@ -151,7 +151,7 @@ def _counts(model: nn.Module, found: Mapping[str, nn.Module], ranks: int) -> dic
         if not all(each):
             raise ShardingError(
                 f"{name} has {sum(each)} experts for {ranks} ranks",
-                cure="use fewer ranks in expert_parallel.autoep_size",
+                hint="use fewer ranks in expert_parallel.autoep_size",
                 value=sum(each),
             )
     return counts

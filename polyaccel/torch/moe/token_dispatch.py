@@ -2,8 +2,8 @@
 
 [Note: One copy each way]
 Rows of tokens are ordered by expert where they are sent, and by own expert, then by rank, where they are computed.
-Where ranks can read each other's memory (`takes_pieces`), rows are gathered right into memory that the others see, and
-each rank copies what is for it to where it belongs: one copy there, and one back. Elsewhere rows are put in order
+Where ranks can read each other's memory (`supports_strided`), rows are gathered right into memory that the others see,
+and each rank copies what is for it to where it belongs: one copy there, and one back. Elsewhere rows are put in order
 before and after.
 
 [Note: Gradients of experts]
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.buffer import Buffer
-from polyaccel.comm.arguments import Pieces
+from polyaccel.comm.arguments import StridedParts
 from polyaccel.comm.base import Communicator
 from polyaccel.torch.moe.routing import Routing
 
@@ -110,8 +110,8 @@ def plan_journey(
         return TokenDispatch(communicator, None, (rows,), (rows,), None, routing.tokens[:0], counts, {})
     ends = [0, *accumulate(experts)]
     own = experts[rank]
-    sees_others = communicator.takes_pieces and routing.counts.device.type == "cpu"
-    bounds = int(communicator.passes_on and not sees_others)
+    sees_others = communicator.supports_strided and routing.counts.device.type == "cpu"
+    bounds = int(communicator.coalesces_small_sends and not sees_others)
     room = (room or DispatchBuffers(communicator)) if sees_others else None
     if room is None:
         mine = _with_bounds(routing.counts, experts) if bounds else routing.counts.contiguous()
@@ -125,7 +125,7 @@ def plan_journey(
         wrap(mine),
         counts=[own + bounds] * ranks,
         source_counts=[one + bounds for one in experts],
-        longest=max(experts) + bounds,
+        max_send_numel=max(experts) + bounds,
         label="tokens of experts",
     )
     table = told.view(ranks, own + bounds)[:, :own]
@@ -224,14 +224,14 @@ def _moved(
     if journey.room is not None:
         if width not in journey.tables:
             journey.tables[width] = wrap((journey.order * width).view(-1))
-        pieces = Pieces(journey.tables[width], journey.order.shape[1], cuts_source=returns)
+        pieces = StridedParts(journey.tables[width], journey.order.shape[1], cuts_source=returns)
     communicator.all_to_all(
         wrap(out),
         wrap(rows),
         counts=[count * width for count in received],
         source_counts=[count * width for count in sent],
         pieces=pieces,
-        longest=None if journey.longest is None else journey.longest * width,
+        max_send_numel=None if journey.longest is None else journey.longest * width,
         label="tokens to experts",
     )
     return out

@@ -27,7 +27,7 @@ def explaining_buffer_types(model: nn.Module) -> Iterator[None]:
         raise PolyaccelError(
             f"the buffers {', '.join(names)} are not {dtype}, as the parameters are, and torch refuses to compute with "
             f"both types: {said}",
-            cure=f'set "data_types": {{"buffer_dtype": "{_SHORT[dtype]}"}}, or convert in forward: x.to(buffer.dtype)',
+            hint=f'set "data_types": {{"buffer_dtype": "{_SHORT[dtype]}"}}, or convert in forward: x.to(buffer.dtype)',
             value=names[0],
         ) from error
 

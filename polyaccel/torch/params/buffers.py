@@ -41,7 +41,7 @@ def strided_tensors(buffers: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
             kind = "nested" if buffer.is_nested else "quantized" if buffer.is_quantized else str(buffer.layout)
             raise ShardingError(
                 f"the buffer {name!r} is a {kind} tensor, which ranks cannot exchange and checkpoints cannot hold",
-                cure="keep it as a plain attribute of the module, or register its parts as buffers",
+                hint="keep it as a plain attribute of the module, or register its parts as buffers",
                 value=name,
             )
         else:
@@ -87,7 +87,7 @@ def broadcast_buffers(module: nn.Module, accelerator: Accelerator, communicator:
                 raise ShardingError(
                     f"the buffer {name!r} is {_described(theirs, name)} on rank {rank} and "
                     f"{_described(of_ranks[0], name)} on rank 0",
-                    cure="build the same model on every rank",
+                    hint="build the same model on every rank",
                     value=name,
                 )
     for name, value in values.items():

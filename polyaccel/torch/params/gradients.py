@@ -173,7 +173,7 @@ class GradientAccess:
             given = f"{value.layout} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ShardingError(
                 f"the gradient of {fqn!r} was set to a {given}, expected a dense tensor of {tuple(parameter.shape)}",
-                cure="assign a tensor of the parameter's shape",
+                hint="assign a tensor of the parameter's shape",
                 value=given,
             )
         self._norms.clear()
@@ -232,7 +232,7 @@ class GradientAccess:
         if (scale := self._passes.loss_scale) != 1.0 and (verb == "set" or self._step.holds_gradients):
             raise ShardingError(
                 f"the gradient of {fqn!r} was {verb} while gradients are multiplied with the loss scale {scale:g}",
-                cure='clip with "gradient_clipping" in the config; polyaccel.utils.safe_get_full_grad and '
+                hint='clip with "gradient_clipping" in the config; polyaccel.utils.safe_get_full_grad and '
                 "safe_set_full_grad read and write it without the scale; bf16 needs none",
                 value=fqn,
             )

@@ -43,7 +43,7 @@ def set_leaf_modules(
     if not found and raise_if_not_found:
         raise ShardingError(
             f"no module of the model matches {[str(choice) for choice in chosen]}",
-            cure="give a class, its name, a module's full name, or the end of one",
+            hint="give a class, its name, a module's full name, or the end of one",
             value=chosen,
         )
     return found
@@ -131,7 +131,7 @@ def require_unsharded(model: nn.Module) -> None:
         home = record_of(parameter)
         if home is not None and home.owner is not None and home.owner.is_sharded(home.fqn):
             raise ShardingError(
-                f"parameter {name!r} is sharded already", cure="choose units before polyaccel.initialize", value=name
+                f"parameter {name!r} is sharded already", hint="choose units before polyaccel.initialize", value=name
             )
 
 
@@ -154,8 +154,8 @@ def mark_configured_leaves(model: nn.Module, rules: LeafRules) -> None:
             leaves += found
             if not found and key in rules.stated:
                 expected = "no module of the model matches"
-                cure = "give a class's name, a module's full name, or the end of one"
-                raise ConfigError([Problem(f"zero_optimization.leaf_module.{key}", choice, expected, cure)])
+                hint = "give a class's name, a module's full name, or the end of one"
+                raise ConfigError([Problem(f"zero_optimization.leaf_module.{key}", choice, expected, hint)])
     if rules.granularity:
         leaves += _fine_grained(model, rules.granularity)
     set_configured_leaves(model, leaves)

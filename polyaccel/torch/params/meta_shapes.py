@@ -54,12 +54,12 @@ def model_of_function(path: str, where: str) -> nn.Module:
     except Exception as error:
         raise PolyaccelError(
             f"{path}() failed {where}: {type(error).__name__}: {error}",
-            cure="it is called without arguments and must not compute with values",
+            hint="it is called without arguments and must not compute with values",
             value=path,
         ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise PolyaccelError(f"{path}() returned a {kind}", cure="return a torch.nn.Module", value=kind)
+        raise PolyaccelError(f"{path}() returned a {kind}", hint="return a torch.nn.Module", value=kind)
     return model
 
 
@@ -80,7 +80,7 @@ def model_of_directory(directory: Path) -> nn.Module:
     except ImportError as error:
         raise PolyaccelError(
             f"{directory} is a directory, and reading a Hugging Face config needs transformers: {error}",
-            cure="pip install transformers, or pass module:function or a number of parameters",
+            hint="pip install transformers, or pass module:function or a number of parameters",
             value=str(directory),
         ) from error
     try:
@@ -92,7 +92,7 @@ def model_of_directory(directory: Path) -> nn.Module:
     except Exception as error:
         raise PolyaccelError(
             f"transformers makes no model of {directory}: {type(error).__name__}: {error}",
-            cure="pass a directory with the config.json of a model",
+            hint="pass a directory with the config.json of a model",
             value=str(directory),
         ) from error
 
@@ -124,10 +124,10 @@ def _function(path: str) -> Callable[[], Any]:
             function = getattr(import_module(name), attribute)
         except (ImportError, AttributeError) as error:
             raise PolyaccelError(
-                f"{path} cannot be imported: {error}", cure="write module:function, as seen from here", value=path
+                f"{path} cannot be imported: {error}", hint="write module:function, as seen from here", value=path
             ) from error
     if not callable(function):
-        raise PolyaccelError(f"{path} is a {type(function).__name__}", cure="name a function", value=path)
+        raise PolyaccelError(f"{path} is a {type(function).__name__}", hint="name a function", value=path)
     return function  # type: ignore[no-any-return]
 
 

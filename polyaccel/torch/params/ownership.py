@@ -164,7 +164,7 @@ def _require_own_memory(parameter: nn.Parameter, home: ParamRecord) -> None:
         raise ShardingError(
             f"parameter {home.fqn!r} was given other memory than its engine's (parameter.set_, or a library that "
             "lays weights out anew)",
-            cure="write the values into the memory that is there: parameter.copy_(values) under torch.no_grad()",
+            hint="write the values into the memory that is there: parameter.copy_(values) under torch.no_grad()",
             value=home.fqn,
         )
 
@@ -248,7 +248,7 @@ class OwnedParameters:
         if lost:
             raise ShardingError(
                 f"parameter {lost[0]!r} was changed while it was gathered for a forward or backward pass",
-                cure="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
+                hint="change it between passes, inside polyaccel.zero.GatheredParameters([...], modifier_rank=0)",
                 value=lost,
             )
         self._require_not_replaced()
@@ -282,7 +282,7 @@ class OwnedParameters:
                 raise ShardingError(
                     f"the module has another nn.Parameter as {fqn!r} than the one that its engine trains "
                     "(load_state_dict(assign=True), or module.weight = nn.Parameter(...))",
-                    cure="write the values into the parameter that is there: load_state_dict(assign=False), or "
+                    hint="write the values into the parameter that is there: load_state_dict(assign=False), or "
                     "parameter.copy_(values) under torch.no_grad()",
                     value=fqn,
                 )
@@ -294,7 +294,7 @@ class OwnedParameters:
             if parameter.requires_grad:
                 raise ShardingError(
                     f"parameter {fqn!r} was frozen when it was laid out and requires a gradient now",
-                    cure="put frozen parameters into a group of the optimizer too, change requires_grad between "
+                    hint="put frozen parameters into a group of the optimizer too, change requires_grad between "
                     "optimizer steps, and run the model as engine(...)",
                     value=fqn,
                 )
@@ -302,7 +302,7 @@ class OwnedParameters:
             if parameter.grad is not None:
                 raise ShardingError(
                     f"parameter {fqn!r} has a gradient, but the engine was built without it and does not update it",
-                    cure="add modules before polyaccel.initialize, or engine.destroy(), add them and initialize again",
+                    hint="add modules before polyaccel.initialize, or engine.destroy(), add them and initialize again",
                     value=fqn,
                 )
 

@@ -94,7 +94,7 @@ def _require_alike(parameter: nn.Parameter, values: Tensor, home: ParamRecord) -
     raise ShardingError(
         f"parameter {home.fqn!r} belongs to an engine, which holds it as {before}; it cannot become {after} "
         "(parameter.data = ..., module.to, .double, .half, .bfloat16)",
-        cure="convert or move the module before polyaccel.initialize; in training the config chooses precision "
+        hint="convert or move the module before polyaccel.initialize; in training the config chooses precision "
         '("bf16", "fp16") and device; engine.destroy() gives the module back',
         value=home.fqn,
     )

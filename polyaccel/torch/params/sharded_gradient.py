@@ -48,7 +48,7 @@ class LocalPart:
         if fqn != self.fqn:
             raise ShardingError(
                 f"sharded gradients of {self.fqn!r} and {fqn!r} were combined, which are cut differently",
-                cure="read whole ones with polyaccel.utils.safe_get_full_grad",
+                hint="read whole ones with polyaccel.utils.safe_get_full_grad",
                 value=(self.fqn, fqn),
             )
 
@@ -176,7 +176,7 @@ def _refusal(func: Any, args: Sequence[Any]) -> ShardingError:
 def _refused(what: str, fqn: str) -> ShardingError:
     return ShardingError(
         f"{what} needs the whole gradient of {fqn!r}, of which each rank has a slice at this stage",
-        cure="read it with polyaccel.utils.safe_get_full_grad and write it with safe_set_full_grad, on all ranks; "
+        hint="read it with polyaccel.utils.safe_get_full_grad and write it with safe_set_full_grad, on all ranks; "
         'norms and elementwise changes in place work, and "gradient_clipping" in the config clips',
         value=fqn,
     )

@@ -75,13 +75,13 @@ def _dtype_of(fqn: str, parameter: nn.Parameter) -> DType:
     if parameter.is_complex():
         raise ShardingError(
             f"parameter {fqn!r} is of {parameter.dtype}, and the engine trains real ones",
-            cure="make torch.view_as_real(value) the parameter, and use torch.view_as_complex of it in forward",
+            hint="make torch.view_as_real(value) the parameter, and use torch.view_as_complex of it in forward",
             value=fqn,
         )
     try:
         return dtype_of(parameter.dtype)
     except ShardingError as error:
-        raise ShardingError(f"parameter {fqn!r}: {error.message}", cure=error.cure, value=fqn) from None
+        raise ShardingError(f"parameter {fqn!r}: {error.message}", hint=error.hint, value=fqn) from None
 
 
 def require_own_memory(params: Mapping[str, nn.Parameter]) -> None:
@@ -95,7 +95,7 @@ def require_own_memory(params: Mapping[str, nn.Parameter]) -> None:
         if start < end:
             raise ShardingError(
                 f"parameters {first!r} and {second!r} are two, in one memory (tied by `.data`, or views of one tensor)",
-                cure=f"tie them before polyaccel.initialize by giving both modules one nn.Parameter, or let each have "
+                hint=f"tie them before polyaccel.initialize by giving both modules one nn.Parameter, or let each have "
                 f"its own memory: {second}.data = {second}.data.clone()",
                 value=(first, second),
             )
@@ -126,13 +126,13 @@ def _group_indices(groups: Sequence[Sequence[nn.Parameter]], names: dict[nn.Para
                 shape = tuple(parameter.shape)
                 raise ShardingError(
                     f"optimizer group {index} has a parameter of shape {shape} that is not the model's",
-                    cure="pass parameters of the model that is given to initialize",
+                    hint="pass parameters of the model that is given to initialize",
                     value=shape,
                 )
             if fqn in found:
                 raise ShardingError(
                     f"parameter {fqn!r} is in optimizer groups {found[fqn]} and {index}",
-                    cure="put every parameter into one group",
+                    hint="put every parameter into one group",
                     value=fqn,
                 )
             found[fqn] = index

@@ -40,7 +40,7 @@ def set_units(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if id(module) not in parts:
             kind = type(module).__name__
-            raise ShardingError(f"a {kind} is not part of the model", cure="pass modules of this model", value=kind)
+            raise ShardingError(f"a {kind} is not part of the model", hint="pass modules of this model", value=kind)
         module.__dict__[_UNIT] = True
 
 

@@ -58,7 +58,7 @@ def pair_of(batch: Any) -> Pair:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
         raise PolyaccelError(
             f"a micro-batch of a pipeline is a {kind}",
-            cure="give pairs (inputs, labels), or let engine.set_batch_fn(fn) make them",
+            hint="give pairs (inputs, labels), or let engine.set_batch_fn(fn) make them",
             value=kind,
         )
     return batch[0], batch[1]

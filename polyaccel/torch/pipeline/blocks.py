@@ -44,7 +44,7 @@ def find_block_list(model: nn.Module) -> BlockList:
         raise PipelineError(
             f"{kind} cannot be cut into stages: it is an encoder and a decoder ({told}), and every block of the "
             "decoder takes what the encoder gives",
-            cure="write it as a polyaccel.torch.pipeline.PipelineModule, or shard it by ZeRO",
+            hint="write it as a polyaccel.torch.pipeline.PipelineModule, or shard it by ZeRO",
             value=kind,
         )
     found = _planned(model)
@@ -54,7 +54,7 @@ def find_block_list(model: nn.Module) -> BlockList:
         raise PipelineError(
             f"{kind} cannot be cut into stages: it has no list of blocks (a torch.nn.ModuleList or Sequential with at "
             "least two modules that have parameters)",
-            cure="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
+            hint="give a torch.nn.Sequential, or a polyaccel.torch.pipeline.PipelineModule of layers",
             value=kind,
         )
     if len(found) > 1 and _numel(found[1][1]) > _SMALL_SHARE * _numel(found[0][1]):
@@ -62,14 +62,14 @@ def find_block_list(model: nn.Module) -> BlockList:
         raise PipelineError(
             f"{kind} cannot be cut into stages: it has {len(found)} lists of blocks, {told}, and does not say which "
             "comes after which",
-            cure="write it as a polyaccel.torch.pipeline.PipelineModule",
+            hint="write it as a polyaccel.torch.pipeline.PipelineModule",
             value=kind,
         )
     name, modules = found[0]
     if len({id(block) for block in modules}) < len(modules):
         raise PipelineError(
             f"{kind} cannot be cut into stages: the same block stands several times in {name}",
-            cure="write it as a polyaccel.torch.pipeline.PipelineModule, with a TiedLayerSpec for that block",
+            hint="write it as a polyaccel.torch.pipeline.PipelineModule, with a TiedLayerSpec for that block",
             value=name,
         )
     return BlockList(name, modules)
@@ -93,7 +93,7 @@ def small_inputs(model: nn.Module) -> Any:
         kind = type(model).__name__
         raise PipelineError(
             f"{kind} cannot be cut into stages before it is known what it takes: it has no dummy_inputs",
-            cure='set them: model.dummy_inputs = {"tokens": torch.zeros(1, 8, dtype=torch.long)}, or the like, is a '
+            hint='set them: model.dummy_inputs = {"tokens": torch.zeros(1, 8, dtype=torch.long)}, or the like, is a '
             "small micro-batch",
             value=kind,
         )

@@ -96,7 +96,7 @@ class Chunk:
             raise PipelineError(
                 f"layer {place.at + begin} ({class_name(self.layers[begin])}) of stage {place.stage} changes its input "
                 "in place in some forward passes alone, and it is run again in backward",
-                cure="give it inplace=False, or set activation_checkpoint_interval to 0",
+                hint="give it inplace=False, or set activation_checkpoint_interval to 0",
                 value=place.at + begin,
             )
         return outputs
@@ -118,7 +118,7 @@ class Chunk:
         given_as = "a tuple is given as several arguments" if self._spreads else "a tuple is given as one argument"
         return PipelineError(
             f"{first} fails on what {before} gives it, {_described(given)}: {type(error).__name__}: {said}",
-            cure=f"let the second take what the first gives; {given_as}",
+            hint=f"let the second take what the first gives; {given_as}",
             value=first.at,
         )
 

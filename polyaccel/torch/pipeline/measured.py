@@ -38,7 +38,7 @@ def measured_weights(
         told = _measured(makers, inputs, ranks.accelerator, names, spreads=spreads)
     seconds, problem = ranks.all_gather_object(told)[0]
     if problem:
-        raise PipelineError(problem, cure="let trial_inputs be what the first layer gets from a micro-batch")
+        raise PipelineError(problem, hint="let trial_inputs be what the first layer gets from a micro-batch")
     return list(seconds)
 
 

@@ -38,7 +38,7 @@ def measured_blocks(model: nn.Module, blocks: BlockList, ranks: Communicator) ->
     if inputs is None:
         raise PipelineError(
             f"partition 'measured' needs a trial step of {kind}, and it has no trial_inputs",
-            cure='set them: model.trial_inputs = {"input_ids": ..., "labels": ...}, or the like, is a micro-batch as '
+            hint='set them: model.trial_inputs = {"input_ids": ..., "labels": ...}, or the like, is a micro-batch as '
             "those of the training",
             value="measured",
         )
@@ -52,7 +52,7 @@ def measured_blocks(model: nn.Module, blocks: BlockList, ranks: Communicator) ->
         if problem:
             raise PipelineError(
                 f"the trial step of {kind} fails on rank {rank}: {problem}",
-                cure="let model.trial_inputs be a micro-batch that the model takes",
+                hint="let model.trial_inputs be a micro-batch that the model takes",
                 value=rank,
             )
     return list(told[0][0])

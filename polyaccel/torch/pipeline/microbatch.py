@@ -48,7 +48,7 @@ class Results:
         if found.numel() != 1:
             raise PolyaccelError(
                 f"the loss of a micro-batch has the shape {list(found.shape)}",
-                cure="let loss_fn(output, labels), or without one the last layer, give one number, such as its mean; "
+                hint="let loss_fn(output, labels), or without one the last layer, give one number, such as its mean; "
                 "engine.eval_batch(..., compute_loss=False) gives outputs",
                 value=tuple(found.shape),
             )
@@ -73,13 +73,13 @@ def mean_of(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         if any(one.shape != first.shape for one in outputs):
-            raise PolyaccelError("the outputs of micro-batches have other shapes", cure=_NO_MEAN)
+            raise PolyaccelError("the outputs of micro-batches have other shapes", hint=_NO_MEAN)
         return torch.stack(list(outputs)).mean(0, dtype=first.dtype if first.is_floating_point() else torch.float32)
     if isinstance(first, (tuple, list)):
         return type(first)(mean_of(each) for each in zip(*outputs, strict=True))
     if first is None:
         return None
-    raise PolyaccelError(f"there is no mean of a {type(first).__name__}", cure=_NO_MEAN, value=first)
+    raise PolyaccelError(f"there is no mean of a {type(first).__name__}", hint=_NO_MEAN, value=first)
 
 
 _NO_MEAN = "use reduce_output=None, which gives them one by one"

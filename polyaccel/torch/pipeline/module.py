@@ -35,7 +35,7 @@ class LayerSpec:
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
             raise PipelineError(
-                f"LayerSpec of {typename!r}", cure="give the class of a layer, then its arguments", value=typename
+                f"LayerSpec of {typename!r}", hint="give the class of a layer, then its arguments", value=typename
             )
         self.typename = typename
         self.module_args = module_args
@@ -142,7 +142,7 @@ class PipelineModule(nn.Module):
         self.mesh_sizes = _mesh_sizes(self.num_stages, topology)
         """Ranks along each axis of the mesh that the stages and the topology ask for."""
         if not specs:
-            raise PipelineError("a model without layers", cure="give a list of layers", value=0)
+            raise PipelineError("a model without layers", hint="give a list of layers", value=0)
         names, numels = zip(*_weighed(specs), strict=True)
         self._layer_names = names
         weights = (
@@ -200,7 +200,7 @@ class PipelineModule(nn.Module):
         if number not in self._chunks:
             raise PipelineError(
                 f"stage {self.stage} has the chunks {list(self._chunks)} of the model, not {number}",
-                cure="ask the stage that `placement` names",
+                hint="ask the stage that `placement` names",
                 value=number,
             )
         return self._chunks[number]
@@ -247,7 +247,7 @@ class PipelineModule(nn.Module):
         if self.num_stages > 1 and len(self._chunks) > 1:
             raise PipelineError(
                 f"stage {self.stage} has the chunks {list(self._chunks)} of the model, and none between them",
-                cure="say which: forward(inputs, chunk=N)",
+                hint="say which: forward(inputs, chunk=N)",
                 value=list(self._chunks),
             )
         for each in self._chunks.values():
@@ -261,19 +261,19 @@ def _place(num_stages: int | None, topology: StageTopology | None) -> tuple[int,
     if stages is None or stages == 1:
         return 1, 0
     if num_stages not in (None, stages):
-        raise PipelineError(f"num_stages is {num_stages}, and the topology has {stages}", cure="give one of the two")
+        raise PipelineError(f"num_stages is {num_stages}, and the topology has {stages}", hint="give one of the two")
     if stages < 1:
-        raise PipelineError(f"{stages} stages", cure="at least 1", value=stages)
+        raise PipelineError(f"{stages} stages", hint="at least 1", value=stages)
     if not is_initialized():
         raise PipelineError(
-            f"a model of {stages} stages before ranks know each other", cure="call polyaccel.init_distributed() first"
+            f"a model of {stages} stages before ranks know each other", hint="call polyaccel.init_distributed() first"
         )
     ranks = default_communicator()
     if topology is not None:
         return stages, int(topology.get_coord(ranks.rank).pipe)
     if ranks.world_size % stages:
         raise PipelineError(
-            f"{stages} stages for {ranks.world_size} ranks", cure="use a divisor of the ranks", value=stages
+            f"{stages} stages for {ranks.world_size} ranks", hint="use a divisor of the ranks", value=stages
         )
     return stages, ranks.rank // (ranks.world_size // stages)
 
@@ -306,7 +306,7 @@ def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int
     if inputs is None:
         raise PipelineError(
             "partition_method 'measured' needs a trial step",
-            cure="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
+            hint="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
             value="measured",
         )
     makers = [partial(_trial_layer, layer) for layer in layers]

@@ -97,7 +97,7 @@ class StagePrograms:
             raise PipelineError(
                 f"the chunks of {schedule} are on the stages {list(table.placement)}, those of the PipelineModule on "
                 f"{list(module.placement)}",
-                cure=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
+                hint=f"make it for that schedule: PipelineModule(..., schedule={schedule!r}{also})",
                 value=module.placement,
             )
         return table

@@ -124,7 +124,7 @@ class StageModule:
         if current is None:
             raise PolyaccelError(
                 f"{type(self.model).__name__}(...): this rank has stage {self.stage} of {self.num_stages} alone",
-                cure="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
+                hint="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
                 value=self.stage,
             )
         part, outputs, has_ended = current.part, None, False
@@ -137,7 +137,7 @@ class StageModule:
             raise PipelineError(
                 f"{type(self.model).__name__} did not call {self.names[min(current.reached, part.stop)]} on stage "
                 f"{self.stage}",
-                cure="let the model call all blocks in every forward pass (no layer drop, no early exit)",
+                hint="let the model call all blocks in every forward pass (no layer drop, no early exit)",
                 value=current.reached,
             )
         if is_last:
@@ -150,7 +150,7 @@ class StageModule:
         if current is None:
             raise PolyaccelError(
                 f"{self.names[index]} is on stage {self.stages[index]}, and this rank has stage {self.stage}",
-                cure="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
+                hint="call engine.train_batch(data_iter) or engine.eval_batch(data_iter) on every rank",
                 value=index,
             )
         self._require_next(current, index)
@@ -172,7 +172,7 @@ class StageModule:
             expected = self.names[current.reached] if current.reached < len(self.names) else "no more"
             raise PipelineError(
                 f"{type(self.model).__name__} called {self.names[index]} where {expected} comes in order",
-                cure="let the model call all blocks once in every forward pass, in order",
+                hint="let the model call all blocks once in every forward pass, in order",
                 value=index,
             )
 

@@ -51,7 +51,7 @@ class BlockOutput:
         ):
             raise PipelineError(
                 f"{name} gave {_shown(leaves)} and not what it gave when the model was tried: {_shown(self.plain)}",
-                cure="let the blocks of a model that is cut into stages give the same kinds of values every time",
+                hint="let the blocks of a model that is cut into stages give the same kinds of values every time",
                 value=name,
             )
         return [leaf for leaf, plain in zip(leaves, self.plain, strict=True) if plain is None]
@@ -87,7 +87,7 @@ def trace_model(model: nn.Module, blocks: BlockList) -> ModelTrace:
             raise PipelineError(
                 f"{kind} cannot be cut into stages: it was tried on {_shown(tree_leaves(inputs))} and said "
                 f"{type(error).__name__}: {error}",
-                cure="give the model dummy_inputs, a small micro-batch that it takes",
+                hint="give the model dummy_inputs, a small micro-batch that it takes",
                 value=kind,
             ) from error
         recorder.end(outputs)
@@ -137,7 +137,7 @@ class _Recorder:
         if len(self.parts) < len(self._blocks.names):
             raise PipelineError(
                 f"{self._kind} cannot be cut into stages: it did not call {self._blocks.names[len(self.parts)]}",
-                cure="write it as a polyaccel.torch.pipeline.PipelineModule",
+                hint="write it as a polyaccel.torch.pipeline.PipelineModule",
                 value=self._kind,
             )
         self.parts.append(tensors_in(outputs))
@@ -150,7 +150,7 @@ class _Recorder:
                 expected = names[reached] if reached < len(names) else "no more"
                 raise PipelineError(
                     f"{self._kind} cannot be cut into stages: it called {name} where {expected} comes in order",
-                    cure="write it as a polyaccel.torch.pipeline.PipelineModule",
+                    hint="write it as a polyaccel.torch.pipeline.PipelineModule",
                     value=name,
                 )
             leaves, spec = tree_flatten(output)
@@ -159,7 +159,7 @@ class _Recorder:
                     raise PipelineError(
                         f"{self._kind} cannot be cut into stages: {name} gives a {type(leaf).__name__}, and stages "
                         "send each other tensors and None",
-                        cure="let it give tensors, or write the model as a polyaccel.torch.pipeline.PipelineModule",
+                        hint="let it give tensors, or write the model as a polyaccel.torch.pipeline.PipelineModule",
                         value=name,
                     )
             self.parts.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -286,7 +286,7 @@ def _side_path(kind: str, blocks: BlockList, before: int, part: int) -> Pipeline
     return PipelineError(
         f"{kind} cannot be cut into stages: a value of {blocks.names[before]} reaches {reached} by another way than "
         f"through {through}",
-        cure="switch off in its config what collects values of all blocks (output_hidden_states, output_attentions, "
+        hint="switch off in its config what collects values of all blocks (output_hidden_states, output_attentions, "
         "output_router_logits), or write the model as a polyaccel.torch.pipeline.PipelineModule",
         value=blocks.names[before],
     )

@@ -249,7 +249,7 @@ def _required(module: str, name: str) -> type:
     if found is None:
         raise UnsendableValue(
             f"a {module}.{name}, which this stage has not imported",
-            cure="import its module on every stage, before the first batch",
+            hint="import its module on every stage, before the first batch",
             value=f"{module}.{name}",
         )
     return found

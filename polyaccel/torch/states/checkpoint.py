@@ -236,7 +236,7 @@ def _same_base(reader: RenamedReader, values: SavedValues, base: Mapping[str, st
         raise CheckpointError(
             f"checkpoint {reader.tag!r} left out {len(others)} frozen parameters that this model has with other values "
             f"(type and checksum): {told}",
-            cure="begin with the weights that the saved run began with; load_module_strict=False goes on with these",
+            hint="begin with the weights that the saved run began with; load_module_strict=False goes on with these",
             value=sorted(others),
         )
     return frozenset(left_out)
@@ -279,7 +279,7 @@ def _saved_schedule(schedule: Any, values: SavedValues, blobs: Mapping[str, byte
     state = unpacked(blobs[CLIENT_SCHEDULE], "the state of the learning-rate schedule")
     if not isinstance(state, Mapping):
         kind = type(state).__name__
-        raise CheckpointError(f"the saved state of the learning-rate schedule is a {kind}", cure="load another tag")
+        raise CheckpointError(f"the saved state of the learning-rate schedule is a {kind}", hint="load another tag")
     return state
 
 

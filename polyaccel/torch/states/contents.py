@@ -77,7 +77,7 @@ def contents_of(
                 raise CheckpointError(
                     f"the optimizer keeps a state {name!r} of parameter {fqn!r} that is neither a number nor has a "
                     "value for each element, and checkpoints of an optimizer that runs on slices have no place for it",
-                    cure='keep it outside of optimizer.state and save it by client_state, or use "stage": 0',
+                    hint='keep it outside of optimizer.state and save it by client_state, or use "stage": 0',
                     value=name,
                 )
             scalars["client_optimizer"].update(numbers)

@@ -93,7 +93,7 @@ class CustomLoading:
         except Exception as error:
             raise CheckpointError(
                 f"custom_load_fn gets a copy of the module, and copy.deepcopy raised {type(error).__name__}: {error}",
-                cure="give the class of the part that cannot be copied a __deepcopy__, or use name_map",
+                hint="give the class of the part that cannot be copied a __deepcopy__, or use name_map",
                 value=type(error).__name__,
             ) from error
 

@@ -31,7 +31,7 @@ def extra_state_blobs(module: nn.Module) -> dict[str, bytes]:
         except CheckpointError as error:
             raise CheckpointError(
                 f"get_extra_state of {name or 'the model'!r} returned what a checkpoint cannot hold: {error.message}",
-                cure="return tensors, numbers, strings, and lists and dicts of them",
+                hint="return tensors, numbers, strings, and lists and dicts of them",
                 value=name,
             ) from error
     return {_BLOB: packed(states, "the extra states of modules")} if states else {}

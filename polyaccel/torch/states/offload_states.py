@@ -63,7 +63,7 @@ class OffloadedStates:
         PolyaccelError for another `device` than "cpu" and for unknown kinds, ShardingError while something is away."""
         self._adapter.require_nothing_away()
         if device != "cpu":
-            raise PolyaccelError(f"states cannot be offloaded to {device!r}", cure='use device="cpu"', value=device)
+            raise PolyaccelError(f"states cannot be offloaded to {device!r}", hint='use device="cpu"', value=device)
         zero = self._zero
         zero.adopt_changes()
         zero.finish_reductions()
@@ -96,7 +96,7 @@ class OffloadedStates:
             return list(StateKind) if include is None else list(dict.fromkeys(map(StateKind, include)))
         except ValueError as error:
             known = ", ".join(kind.value for kind in StateKind)
-            raise PolyaccelError(f"no state can be offloaded under that name: {error}", cure=f"use {known}") from None
+            raise PolyaccelError(f"no state can be offloaded under that name: {error}", hint=f"use {known}") from None
 
     @property
     def _is_foreign_device(self) -> bool:

@@ -62,7 +62,7 @@ class RandomStates:
         except (KeyError, ValueError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"the saved states of the random generators cannot be taken over: {type(error).__name__}: {error}",
-                cure="load another tag, or the weights alone with load_module_only=True",
+                hint="load another tag, or the weights alone with load_module_only=True",
             ) from error
         return states
 

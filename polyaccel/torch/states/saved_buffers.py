@@ -31,8 +31,8 @@ def module_buffers(adapter: TorchAdapter) -> dict[str, Tensor]:
             continue
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            cure = "keep it in client_state, in get_extra_state, or in tensors registered as buffers"
-            raise CheckpointError(f"the module's state {name!r} is a {kind}", cure=cure, value=kind)
+            hint = "keep it in client_state, in get_extra_state, or in tensors registered as buffers"
+            raise CheckpointError(f"the module's state {name!r} is a {kind}", hint=hint, value=kind)
         buffers.append((name, value))
     return dict(strided_tensors(buffers))
 
@@ -49,7 +49,7 @@ def saved_buffers(adapter: TorchAdapter, reader: Reader) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"the buffer {name!r} has the shape {shape} in checkpoint {reader.tag!r}, and "
                 f"{tuple(values.shape)} in the model",
-                cure="build the model that was saved",
+                hint="build the model that was saved",
                 value=shape,
             )
         reader.verify(name, BUFFER, 0, values.numel(), dtype_of(values.dtype))

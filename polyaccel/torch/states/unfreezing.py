@@ -30,7 +30,7 @@ def is_due(adapter: TorchAdapter, step: ZeroEngine, resumed: Collection[str] = (
         fqn = min(resumed)
         raise ShardingError(
             f"a checkpoint with optimizer states of {fqn!r}, which is frozen here, was loaded while gradients are held",
-            cure="load between optimizer steps, or call engine.zero_grad() first",
+            hint="load between optimizer steps, or call engine.zero_grad() first",
             value=fqn,
         )
     return bool(resumed) or (adapter.has_unfrozen() and not step.holds_gradients)
@@ -80,7 +80,7 @@ class _States:
                 raise ShardingError(
                     f"layers were unfrozen, and the optimizer keeps a state {name!r} of parameter {fqn!r} that is "
                     "neither a number nor has a value for each element, so it cannot be laid out anew",
-                    cure="let all layers that will be trained require a gradient at polyaccel.initialize, and freeze "
+                    hint="let all layers that will be trained require a gradient at polyaccel.initialize, and freeze "
                     "them with requires_grad_(False) after it",
                     value=name,
                 )

@@ -162,7 +162,7 @@ def write_whole_model(
         path = str(Path(folder) / filename)
         raise CheckpointError(
             f"the weights cannot be written to {path}: {problem}",
-            cure="look at the folder's room and rights",
+            hint="look at the folder's room and rights",
             value=path,
         )
 

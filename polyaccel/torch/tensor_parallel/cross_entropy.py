@@ -38,7 +38,7 @@ def vocabulary_cross_entropy(
         raise ShardingError(
             f"logits of shape {tuple(logits.shape)} on rank {ranks.rank} do not fit to targets of shape "
             f"{tuple(targets.shape)} and parts {list(sizes)} of the vocabulary",
-            cure="logits are (..., this rank's words), targets (...)",
+            hint="logits are (..., this rank's words), targets (...)",
             value=tuple(logits.shape),
         )
     rows = logits.reshape(-1, logits.shape[-1])

@@ -55,13 +55,13 @@ def cut_heads(queries: int, keys: int, ranks: int, name: str) -> HeadParts:
     if keys < 1 or queries % keys:
         raise ShardingError(
             f"{name}: {queries} query heads cannot be shared by {keys} key heads",
-            cure="leave the module out: tensor_parallel.partition_config.layer_specs with partition_type 'skip'",
+            hint="leave the module out: tensor_parallel.partition_config.layer_specs with partition_type 'skip'",
             value=(queries, keys),
         )
     if queries < ranks:
         raise ShardingError(
             f"{name} has {queries} heads, which {ranks} tensor ranks cannot share",
-            cure=f"set tensor_parallel.autotp_size to {queries} or less",
+            hint=f"set tensor_parallel.autotp_size to {queries} or less",
             value=queries,
         )
     group = queries // keys

@@ -80,7 +80,7 @@ def make_plan(
         raise ShardingError(
             f"nothing of {type(model).__name__} can be cut: neither has it a tp_plan, nor layers that are known as "
             "attention or feed-forward",
-            cure="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
+            hint="name its layers in tensor_parallel.partition_config.layer_specs: patterns, and column or row",
             value=type(model).__name__,
         )
     plan = chosen.plan(source)
@@ -97,7 +97,7 @@ def _loss_sizes(model: nn.Module, structure: Structure, plan: CutPlan) -> tuple[
     if output is None or getattr(model, "loss_type", None) != "ForCausalLM":
         raise ShardingError(
             f"{key}: {type(model).__name__} has no causal loss over an output layer that is cut",
-            cure=f"leave {key} out",
+            hint=f"leave {key} out",
             value=type(model).__name__,
         )
     return lengths(output.cuts["weight"][1])
@@ -172,7 +172,7 @@ class _Chosen:
             if wish.style == "experts" and name not in self.modules and name in self._structure.modules:
                 raise ShardingError(
                     f"the experts {name} are no plain stacks of gate_up_proj and down_proj",
-                    cure="leave them whole: tensor_parallel.partition_config with use_default_specs false",
+                    hint="leave them whole: tensor_parallel.partition_config with use_default_specs false",
                     value=name,
                 )
 
@@ -294,6 +294,6 @@ def _length(parameter: nn.Parameter | None) -> int:
 def _unknown(name: str, why: str) -> ShardingError:
     return ShardingError(
         f"{name} cannot be cut: {why}",
-        cure="leave it out, or say how: tensor_parallel.partition_config.layer_specs",
+        hint="leave it out, or say how: tensor_parallel.partition_config.layer_specs",
         value=name,
     )

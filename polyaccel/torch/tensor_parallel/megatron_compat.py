@@ -34,8 +34,8 @@ def mesh_sizes(mesh_param: Any, mpu: Any) -> dict[str, int]:
         mpu, "get_pipe_parallel_world_size", None
     )
     if pipe is not None and pipe() > 1:
-        cure = 'leave mpu out, and give a polyaccel.torch.pipeline.PipelineModule, or "pipeline": {"stages": N}'
-        raise ConfigError([Problem("mpu", pipe(), "has pipeline stages, which this engine would not run", cure)])
+        hint = 'leave mpu out, and give a polyaccel.torch.pipeline.PipelineModule, or "pipeline": {"stages": N}'
+        raise ConfigError([Problem("mpu", pipe(), "has pipeline stages, which this engine would not run", hint)])
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
@@ -50,7 +50,7 @@ def require_groups(mpu: Any, mesh: Mesh, rank: int) -> None:
         if theirs != ours:
             raise ShardingError(
                 f"the {axis} group of mpu has the ranks {list(theirs)}, and the mesh {list(ours)}",
-                cure="number ranks as Megatron does: neighbours share tensors, then sequences, and data comes last",
+                hint="number ranks as Megatron does: neighbours share tensors, then sequences, and data comes last",
                 value=theirs,
             )
 
@@ -70,7 +70,7 @@ def cut_as_megatron_says(model: nn.Module, mesh: Mesh, rank: int) -> None:
             if getattr(parameter, "partition_stride", 1) != 1:
                 raise ShardingError(
                     f"{path}.{name} is cut with partition_stride {parameter.partition_stride}",
-                    cure="say its block in the module's parallel_cuts (polyaccel.torch.params.tensor_shard)",
+                    hint="say its block in the module's parallel_cuts (polyaccel.torch.params.tensor_shard)",
                     value=path,
                 )
             dim, shape = parameter.partition_dim, list(parameter.shape)

@@ -177,7 +177,7 @@ def _cut_parameter(
         if known != block:
             raise ShardingError(
                 f"{path}.{name} is shared with a module that cuts it otherwise",
-                cure="tie no weights between layers that are cut in different ways",
+                hint="tie no weights between layers that are cut in different ways",
                 value=path,
             )
         return
@@ -212,14 +212,14 @@ def _check(model: nn.Module, ranks: TensorRanks, plan: CutPlan) -> None:
     if shapes != dict(plan.shapes):
         raise ShardingError(
             "the plan is one of another model, or the model has been cut already",
-            cure="make the plan of the model as it is, and cut once",
+            hint="make the plan of the model as it is, and cut once",
             value=plan.model,
         )
     tables = ranks.communicator.all_gather_object(plan.table())
     if len(set(tables)) > 1:
         raise ShardingError(
             "the tensor ranks have plans that differ",
-            cure="build the same model on every rank, with the same config",
+            hint="build the same model on every rank, with the same config",
             value=tables,
         )
 

@@ -133,7 +133,7 @@ class TensorRanks:
             raise ShardingError(
                 f"a tensor of shape {tuple(tensor.shape)} has not the {expected} elements along dim {dim} of parts "
                 f"{list(sizes)} over {self.size} ranks",
-                cure="the parts are those of the whole tensor, one a rank",
+                hint="the parts are those of the whole tensor, one a rank",
                 value=tuple(tensor.shape),
             )
         return dim

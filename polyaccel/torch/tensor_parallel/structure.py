@@ -165,7 +165,7 @@ class Structure:
                 raise ShardingError(
                     f"{interleaved} keeps queries, keys and values of {keys} key heads together, which "
                     f"{self.ranks} tensor ranks cannot share",
-                    cure=f"set tensor_parallel.autotp_size to {keys} or less",
+                    hint=f"set tensor_parallel.autotp_size to {keys} or less",
                     value=keys,
                 )
             yield column(interleaved, self.modules[interleaved], parts.key_runs(unit))

@@ -58,7 +58,7 @@ def wishes_of_specs(modules: Mapping[str, nn.Module], specs: Sequence[LayerRule]
         if spec not in used:
             raise ShardingError(
                 f"no layer of the model matches {list(spec.patterns)}",
-                cure="tensor_parallel.partition_config.layer_specs: patterns match names such as "
+                hint="tensor_parallel.partition_config.layer_specs: patterns match names such as "
                 f"{next(iter(_weights(modules)), 'layer.weight')!r} from their beginning",
                 value=spec.patterns,
             )
@@ -80,7 +80,7 @@ def wishes_of_hugging_face(model: nn.Module, modules: Mapping[str, nn.Module]) -
         if style not in _STYLES:
             raise ShardingError(
                 f"the plan of {type(model).__name__} wants {name} cut as {style!r}, which polyaccel does not do",
-                cure="say how by tensor_parallel.partition_config with use_default_specs false",
+                hint="say how by tensor_parallel.partition_config with use_default_specs false",
                 value=style,
             )
         found[name] = _STYLES[style]
@@ -122,7 +122,7 @@ def _wish_of_spec(spec: LayerRule, shape: Sequence[int]) -> ParallelStyle:
     if lengths is None or sum(lengths) != shape[dim]:
         raise ShardingError(
             f"a weight of shape {tuple(shape)} that {list(spec.patterns)} match is no {spec.shape}",
-            cure="tensor_parallel.partition_config.layer_specs.shape: the parts of the dimension add up to its length",
+            hint="tensor_parallel.partition_config.layer_specs.shape: the parts of the dimension add up to its length",
             value=spec.shape,
         )
     return ParallelStyle(spec.partition_type, sections=tuple(lengths))

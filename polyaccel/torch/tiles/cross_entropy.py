@@ -66,7 +66,7 @@ def tiled_cross_entropy(
         shapes = tuple(hidden.shape), tuple(weight.shape), tuple(targets.shape)
         raise PolyaccelError(
             "hidden states of shape {}, a weight of {} and targets of {} do not fit".format(*shapes),
-            cure="pass hidden (..., features), weight (classes, features) and targets (...)",
+            hint="pass hidden (..., features), weight (classes, features) and targets (...)",
             value=shapes,
         )
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(hidden.device)

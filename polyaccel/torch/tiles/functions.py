@@ -63,7 +63,7 @@ class _Tiles:
             if other.shape[: len(shape)] != shape:
                 raise PolyaccelError(
                     f"a tensor of shape {tuple(other.shape)} beside tokens of shape {tuple(x.shape)}",
-                    cure="pass tensors with a number or a vector for each token",
+                    hint="pass tensors with a number or a vector for each token",
                     value=tuple(other.shape),
                 )
         self.function = function

@@ -212,6 +212,6 @@ def _refusal(name: str) -> PolyaccelError:
     return PolyaccelError(
         f"tiled_compute.loss: the model, or a hook, asks for whole logits before the loss ({name}), which are never "
         "there",
-        cure='set "tiled_compute": {"loss": false}, or compute the loss by polyaccel.torch.tiles.tiled_cross_entropy',
+        hint='set "tiled_compute": {"loss": false}, or compute the loss by polyaccel.torch.tiles.tiled_cross_entropy',
         value=name,
     )

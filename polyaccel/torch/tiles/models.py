@@ -193,8 +193,8 @@ def _head_of(model: Any) -> nn.Linear:
 
 def _no_loss(model: nn.Module, reason: str) -> Problem:
     expected = f"the loss of a {type(model).__name__} cannot be computed in tiles: {reason}"
-    cure = f'set "{_KEY}": {{"loss": false}}, and call polyaccel.torch.tiles.tiled_cross_entropy for a loss of your own'
-    return Problem(f"{_KEY}.loss", True, expected, cure)
+    hint = f'set "{_KEY}": {{"loss": false}}, and call polyaccel.torch.tiles.tiled_cross_entropy for a loss of your own'
+    return Problem(f"{_KEY}.loss", True, expected, hint)
 
 
 def _no_mlps(settings: TileSettings) -> Problem:
@@ -202,5 +202,5 @@ def _no_mlps(settings: TileSettings) -> Problem:
         expected = "no module of the model has such a class or name"
         return Problem(f"{_KEY}.mlps", list(settings.mlps), expected, "look at print(model)")
     expected = "no feed-forward layer of one argument is found in the model's blocks"
-    cure = f"name modules by class or full name in {_KEY}.mlps, or set {_KEY}.mlp to false"
-    return Problem(f"{_KEY}.mlp", True, expected, cure)
+    hint = f"name modules by class or full name in {_KEY}.mlps, or set {_KEY}.mlp to false"
+    return Problem(f"{_KEY}.mlp", True, expected, hint)

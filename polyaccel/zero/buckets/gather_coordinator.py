@@ -329,7 +329,7 @@ class GatherCoordinator:
         ends = "; ".join(f"ranks {them} have come to the end of {SyncPoint(-1 - vote)}" for vote, them in ranks.items())
         raise CommError(
             f"the ranks run different passes: {ends}",
-            cure="let every rank call the engine, and backward, equally often and in the same order; a rank whose data "
+            hint="let every rank call the engine, and backward, equally often and in the same order; a rank whose data "
             "has ended can run its last batch once more, with its loss multiplied by 0",
             value=votes,
         )

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from polyaccel.accelerators.base import Accelerator
-from polyaccel.buffer import Buffer, Cuts
-from polyaccel.ops.base import COMBINE, SCALE
+from polyaccel.buffer import Buffer, BufferViews
+from polyaccel.ops.base import REDUCE, SCALE
 from polyaccel.types import ReduceOp
 from polyaccel.zero.plan.bucket_plan import TrainedBucketPlan
 from polyaccel.zero.plan.layout import Bucket
@@ -60,8 +60,8 @@ class GradientBucket:
         self._keeps_full = plan.zero.grads is Placement.REPLICATED
         self._tier = parts.tiers.states[Place.DEVICE] if self._keeps_full else parts.tiers.of_update(plan)
         self._is_off_device = self._tier.compute is not parts.accelerator
-        self._slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
-        self._gaps = Cuts(_gaps(bucket))
+        self._slots = BufferViews((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self._gaps = BufferViews(_gaps(bucket))
 
         self._full: Buffer | None = None
         """Where gradients of this rank accumulate until they are reduced."""
@@ -165,7 +165,7 @@ class GradientBucket:
         if not isinstance(gradient, Buffer):
             gradient(place, slot_index in filled)
         elif slot_index in filled:
-            self._kernels[COMBINE](place, gradient, ReduceOp.SUM)
+            self._kernels[REDUCE](place, gradient, ReduceOp.SUM)
         else:
             place.copy_from(gradient)
         filled.add(slot_index)
@@ -349,9 +349,9 @@ class GradientBucket:
         if self._settled and self._is_off_device and staging is not None:
             near = self._staging.borrow(self._tier, "grad", staging, reduced.numel)
             near.copy_from(reduced)
-            self._tier.compute.kernels()[COMBINE](target, near, ReduceOp.SUM)
+            self._tier.compute.kernels()[REDUCE](target, near, ReduceOp.SUM)
         elif self._settled:  # an earlier micro-batch, or what was not late
-            self._kernels[COMBINE](target, reduced, ReduceOp.SUM)
+            self._kernels[REDUCE](target, reduced, ReduceOp.SUM)
         elif target.data_ptr() != reduced.data_ptr():  # else it was reduced in place
             target.copy_from(reduced)
         self._settled = True

@@ -145,7 +145,7 @@ class ParamBuckets:
             kept.copy_from(self._extent(staging, place))
         if not place.master_is_view:
             place.master.copy_from(staging.view(place.origin, place.master.numel))
-        place.own.mark_written()
+        place.own.bump_version()
         self._meet(place)  # what the first rank wrote is there
         del originals, staging  # before views are handed out, which free the frontend's own copies
         if place.private_view is not None:
@@ -189,7 +189,7 @@ class ParamBuckets:
             self._publishing[index] = self._exact(place.bucket).all_gather(
                 place.full, place.own, async_op=True, label="updated parameters", bucket=index
             )
-        self._mark_written(place)
+        self._bump_version(place)
 
     def all_gather_masters(self) -> None:
         """Write master weights to the parameters and make them whole on every rank, as after loading a checkpoint."""
@@ -263,7 +263,7 @@ class ParamBuckets:
                 self.rounding.write(part, own, slot.param, start)
             if master is not None:
                 master.copy_from(part)
-        self._mark_written(place)
+        self._bump_version(place)
         self.refresh_private_view(fqn)
 
     def refresh_private_view(self, fqn: str) -> None:
@@ -315,7 +315,7 @@ class ParamBuckets:
                 own.copy_from(part)
             if master is not None and not self.rounding.leads_to(part, master, slot.param, start):
                 master.copy_from(part)
-        self._mark_written(place)
+        self._bump_version(place)
 
     def show_adopted(self, names: Iterable[str]) -> None:
         """All ranks have adopted the values of these parameters: let users see them in shared memory. Collective."""
@@ -348,8 +348,8 @@ class ParamBuckets:
         """The bits of one of `replicas`."""
         return self.full(piece.bucket).view(piece.offset, piece.numel).to_bytes()
 
-    def _mark_written(self, place: BucketParams) -> None:
-        place.own.mark_written()
+    def _bump_version(self, place: BucketParams) -> None:
+        place.own.bump_version()
         if place.is_sharded:
             self.gathering.note_change(place.bucket.index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyaccel.buffer import Buffer, Cuts
+from polyaccel.buffer import Buffer, BufferViews
 from polyaccel.comm.work import Work
 from polyaccel.offload.tier import Fetch, Tier
 from polyaccel.zero.plan.bucket_plan import BucketPlan
@@ -32,7 +32,7 @@ class ShardedBucket:
         self.own = own
         self.source = source
         self.full: Buffer | None = None
-        self.slots = Cuts((slot.offset, slot.param.numel) for slot in bucket.slots)
+        self.slots = BufferViews((slot.offset, slot.param.numel) for slot in bucket.slots)
         """The parameters in `full`."""
         self.fetch: Fetch | None = None
         """This rank's part of `full` is under way from `source`, and the gather not launched yet."""

@@ -95,7 +95,7 @@ class ParamUnsharder:
         place = self._buckets[index]
         whole = place.full if place.kept is None else place.kept.full
         if whole is None or not self.is_whole(index):
-            raise ShardingError(f"bucket {index} is sharded at present", cure="hold it first", value=index)
+            raise ShardingError(f"bucket {index} is sharded at present", hint="hold it first", value=index)
         return whole
 
     def is_whole(self, index: int) -> bool:
@@ -256,7 +256,7 @@ class ParamUnsharder:
         if held:
             raise ShardingError(
                 f"buckets {held} are gathered and in use",
-                cure="leave GatheredParameters (and forward or backward passes) first",
+                hint="leave GatheredParameters (and forward or backward passes) first",
                 value=held,
             )
 
@@ -301,7 +301,7 @@ class ParamUnsharder:
 
     def _require_active(self, index: int) -> None:
         if self.is_suspended:
-            raise ShardingError("parameters are offloaded", cure="call engine.reload_states() first", value=index)
+            raise ShardingError("parameters are offloaded", hint="call engine.reload_states() first", value=index)
 
     def _count_live(self, numel: int) -> None:
         self.live_numel += numel
@@ -315,7 +315,7 @@ class ParamUnsharder:
         else:
             place.full = self.pool.acquire(place.bucket.numel, place.own.dtype)
             place.slots.of(place.full)  # made here if at all: they are references too
-            place.references = place.full.references()
+            place.references = place.full.use_count()
             place.fetch = self._start_fetch(place, place.full)
         place.began_in = self._period
         self._count_live(place.bucket.numel)
@@ -376,7 +376,7 @@ class ParamUnsharder:
         if place.work is not None:
             self._settle(place)
         if place.fetch is not None:
-            place.fetch.drop()
+            place.fetch.cancel()
             place.fetch = None
             self._give_back(place, place.full, place.references)
         elif place.uses:
@@ -398,5 +398,5 @@ class ParamUnsharder:
     def _give_back(self, place: ShardedBucket, full: Buffer, references: int) -> None:
         """See [Note: Views that outlive their bucket]."""
         if not place.is_own:
-            is_viewed = full.references() > references
+            is_viewed = full.use_count() > references
             (self.pool.forget if is_viewed else self.pool.release)(full)

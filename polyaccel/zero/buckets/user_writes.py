@@ -70,6 +70,6 @@ def _difference(fqn: str, values: Mapping[int, str], writers: list[int], owner: 
     groups = " and ".join(f"ranks {ranks}" for ranks in ranks_of.values())
     return ShardingError(
         f"parameter {fqn!r} was changed by hand (on ranks {writers}) and has different values now on {groups}",
-        cure=owner.divergence_hint(fqn),
+        hint=owner.divergence_hint(fqn),
         value=fqn,
     )

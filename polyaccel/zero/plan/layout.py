@@ -176,7 +176,7 @@ def plan_layout(
         if param.fqn in seen:
             raise ShardingError(
                 f"parameter {param.fqn!r} appears twice",
-                cure="tied parameters are laid out once, under their first name",
+                hint="tied parameters are laid out once, under their first name",
                 value=param.fqn,
             )
         seen.add(param.fqn)

@@ -73,7 +73,7 @@ def offloaded_buckets(layout: ShardLayout, ratio: float) -> frozenset[int]:
     0..1.
     """
     if not 0.0 <= ratio <= 1.0:
-        raise ShardingError(f"a share of {ratio} of the states cannot be offloaded", cure="use 0 to 1", value=ratio)
+        raise ShardingError(f"a share of {ratio} of the states cannot be offloaded", hint="use 0 to 1", value=ratio)
     trainable = [bucket for bucket in layout.buckets if bucket.kind.trainable]
     room = (1.0 - ratio) * sum(bucket.numel for bucket in trainable)
     offloaded = set()

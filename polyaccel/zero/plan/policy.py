@@ -39,7 +39,7 @@ class ZeroPolicy:
         if self.optim is Placement.REPLICATED and Placement.SHARDED in (self.grads, self.params):
             raise ShardingError(
                 f"no rank can update everything when {self.grads=!s} and {self.params=!s}",
-                cure="shard the optimizer states too",
+                hint="shard the optimizer states too",
                 value=(self.optim, self.grads, self.params),
             )
 
@@ -49,7 +49,7 @@ class ZeroPolicy:
         try:
             return _STAGES[stage]
         except KeyError:
-            raise ShardingError(f"ZeRO stage {stage!r} does not exist", cure="use 0, 1, 2 or 3", value=stage) from None
+            raise ShardingError(f"ZeRO stage {stage!r} does not exist", hint="use 0, 1, 2 or 3", value=stage) from None
 
     def reduces_pass(self, *, is_last: bool) -> bool:
         """Whether a backward pass reduces its gradients, unless it is told not to: each one does where gradients are
@@ -129,12 +129,12 @@ class ReductionPolicy:
         if self.predivide_factor <= 0.0:
             raise ShardingError(
                 f"predivide_factor is {self.predivide_factor}",
-                cure="use a positive number",
+                hint="use a positive number",
                 value=self.predivide_factor,
             )
         if self.max_in_flight < 1:
             raise ShardingError(
-                f"max_in_flight is {self.max_in_flight}", cure="use 1 or more", value=self.max_in_flight
+                f"max_in_flight is {self.max_in_flight}", hint="use 1 or more", value=self.max_in_flight
             )
 
     @property

@@ -98,13 +98,13 @@ class OptimizerState:
 
         `prepare` gives a shard its gradient and runs before it is made ready. Call `write_back` for an updated shard
         before the walk moves on. See [Note: Updates off the device]. Raises OffloadError where a tier cannot read, or
-        at the end cannot write (`Tier.lend`).
+        at the end cannot write (`Tier.stream_groups`).
         """
         with ExitStack() as stack:
             walks: dict[Tier, Generator[list[Buffer], None, None]] = {}
             for tier in dict.fromkeys(shard.tier for shard in self.shards):
                 groups = [[shard.master, *shard.states.values()] for shard in self.shards if shard.tier is tier]
-                walks[tier] = stack.enter_context(closing(tier.lend(groups)))
+                walks[tier] = stack.enter_context(closing(tier.stream_groups(groups)))
             for shard in self.shards:
                 prepare(shard)
                 yield self._ready(shard, next(walks[shard.tier]))
@@ -230,7 +230,7 @@ class OptimizerStep:
             raise PolyaccelError(
                 f"an update failed when {self._updated} of {len(self._states.shards)} buckets were updated: "
                 "parameters and optimizer states belong to two steps",
-                cure="load the last checkpoint, with its optimizer states",
+                hint="load the last checkpoint, with its optimizer states",
                 value=self._updated,
             )
 

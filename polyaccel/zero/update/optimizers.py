@@ -50,7 +50,7 @@ class PeerState:
             theirs = self.family or f"an optimizer with the states {', '.join(sorted(self.states)) or 'none'}"
             raise CheckpointError(
                 f"the imported checkpoint has the optimizer state of {theirs}, this run has {ours}",
-                cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                hint="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
                 value=theirs,
             )
 
@@ -61,7 +61,7 @@ class PeerState:
             if value is not None and key not in known:
                 raise CheckpointError(
                     f"the imported checkpoint has {key}={value!r}, which {ours} of this run does not have",
-                    cure="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
+                    hint="build the optimizer that was saved; load_optimizer_states=False begins with a new one",
                     value=key,
                 )
 

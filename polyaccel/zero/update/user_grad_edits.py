@@ -54,7 +54,7 @@ def require_same_edits(counts: Sequence[float], names: Sequence[str], ranks: int
             if count not in (0, ranks):
                 raise ShardingError(
                     f"the gradient of {name!r} was {verb} by user code on {int(count)} of {ranks} ranks",
-                    cure="make the same change on every rank, or call engine.zero_grad() and start over",
+                    hint="make the same change on every rank, or call engine.zero_grad() and start over",
                     value=name,
                 )
 
@@ -66,7 +66,7 @@ def require_equal(squares: Sequence[Sequence[float]], names: Sequence[str]) -> N
         if most - least > DIFFERENCE * most:
             raise ShardingError(
                 f"the gradient of {name!r} was changed by user code, differently on different ranks",
-                cure="make the same change on every rank, random numbers from equal seeds included, or call "
+                hint="make the same change on every rank, random numbers from equal seeds included, or call "
                 "engine.zero_grad() and start over",
                 value=name,
             )
@@ -80,7 +80,7 @@ def require_shown_whole(late: Sequence[int], counts: Sequence[float], names: Seq
             raise ShardingError(
                 f"user code looked at gradients of the bucket of {names[position]!r} before a part of them was reduced "
                 "that came late on some rank, as in a second backward pass",
-                cure="call polyaccel.utils.safe_get_full_grad for the parameter first, on all ranks: it reduces the "
+                hint="call polyaccel.utils.safe_get_full_grad for the parameter first, on all ranks: it reduces the "
                 "rest; then call engine.zero_grad() and start over",
                 value=names[position],
             )

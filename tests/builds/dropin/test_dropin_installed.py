@@ -84,7 +84,7 @@ def test_another_one_elsewhere_is_named_when_an_engine_is_made(environment: Bare
     done = environment.run("-c", code, folder=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert "two packages named deepspeed are installed: polyaccel's 0.19.8+polyaccel." in done.stderr
     assert "and 0.18.1 in " in done.stderr
-    assert "cure: pip uninstall --yes deepspeed" in done.stderr
+    assert "hint: pip uninstall --yes deepspeed" in done.stderr
 
 
 def test_files_of_another_one_beside_ours_are_an_error_at_import(wheel: Path, tmp_path: Path) -> None:

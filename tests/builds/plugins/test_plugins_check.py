@@ -122,7 +122,7 @@ def test_two_plugins_of_one_name_are_both_named(site: Path, tmp_path: Path) -> N
     done = check(site, tmp_path, "twin")
     assert done.returncode == 1
     assert "acme_twin_a:Device of acme_twin_a 1.5 and acme_twin_b:Device of acme_twin_b 1.5" in done.stderr
-    assert "cure: keep one: pip uninstall" in done.stderr
+    assert "hint: keep one: pip uninstall" in done.stderr
 
 
 def test_lies_in_capabilities_turn_the_rows_about_them_red(site: Path, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ for row in probe_all(PluginGroup.ACCELERATORS, Accelerator, Accelerator.API_VERS
 def test_a_name_of_several_kinds_asks_for_the_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "check", "local"]) == 1
     assert (
-        "'local' is the name of plugins of several kinds: comm and launcher\n  cure: say --kind"
+        "'local' is the name of plugins of several kinds: comm and launcher\n  hint: say --kind"
         in capsys.readouterr().err
     )
     assert main(["plugins", "check", "pigeon"]) == 1

@@ -44,7 +44,7 @@ start()
 REFUSED = {
     "broken": (
         tier("acme_broken", "0.3", BROKEN),
-        r"tier 'broken' \(package acme_broken 0\.3\) cannot .* OSError: no such bus\n  cure: repair",
+        r"tier 'broken' \(package acme_broken 0\.3\) cannot .* OSError: no such bus\n  hint: repair",
     ),
     "exits": (
         tier("acme_exits", source="import sys\nsys.exit('no licence')\n"),
@@ -68,7 +68,7 @@ REFUSED = {
     ),
     "stranger": (
         tier("acme_stranger", source="class AcmeTier:\n    API_VERSION = (1, 0)\n"),
-        r"acme_stranger 1\.0\): .* is not a subclass of polyaccel\.offload\.tier\.Tier\n  cure: derive it",
+        r"acme_stranger 1\.0\): .* is not a subclass of polyaccel\.offload\.tier\.Tier\n  hint: derive it",
     ),
     "partial": (
         tier("acme_partial", source=TIER.replace("def lend", "def bring").replace("def close", "def shut")),
@@ -76,19 +76,19 @@ REFUSED = {
     ),
     "old": (
         tier("acme_old", "0.0.9", TIER.replace("(1, 0)", "(0, 7)")),
-        r"acme_old 0\.0\.9\) .* version 0\.7 of the tier API; this polyaccel has 1\.1\n  cure: upgrade acme_old$",
+        r"acme_old 0\.0\.9\) .* version 0\.7 of the tier API; this polyaccel has 1\.1\n  hint: upgrade acme_old$",
     ),
     "future": (
         tier("acme_future", source=TIER.replace("(1, 0)", "(2, 0)")),
-        r"acme_future 1\.0\) .* version 2\.0 .*\n  cure: upgrade polyaccel, or install an older acme_future$",
+        r"acme_future 1\.0\) .* version 2\.0 .*\n  hint: upgrade polyaccel, or install an older acme_future$",
     ),
     "minor": (
         tier("acme_minor", source=TIER.replace("(1, 0)", "(1, 99)")),
-        r"acme_minor 1\.0\) was written for version 1\.99 .*\n  cure: upgrade polyaccel",
+        r"acme_minor 1\.0\) was written for version 1\.99 .*\n  hint: upgrade polyaccel",
     ),
     "silent": (
         tier("acme_silent", source=TIER.replace("    API_VERSION = (1, 0)\n", "")),
-        r"acme_silent 1\.0\): .* does not state the API version .*\n  cure: write `API_VERSION = \(1, 1\)`",
+        r"acme_silent 1\.0\): .* does not state the API version .*\n  hint: write `API_VERSION = \(1, 1\)`",
     ),
 }
 PROBE_RAISES = TIER + "    @classmethod\n    def probe(cls):\n        raise RuntimeError('driver mismatch')\n"
@@ -188,7 +188,7 @@ def test_a_name_offered_twice_fails_closed_and_names_both(tmp_path: Path) -> Non
     loaded, rows = json.loads(python(OUTCOMES, site, cache=tmp_path / "cache").stderr)
     assert loaded["good"].startswith("PluginConflict: tier 'good' is offered more than once: ")
     assert "acme_good:AcmeTier of acme_good 2.5 and acme_twin:AcmeTier of acme_twin 4.2" in loaded["good"]
-    assert "cure: keep one: pip uninstall acme_good or acme_twin" in loaded["good"]
+    assert "hint: keep one: pip uninstall acme_good or acme_twin" in loaded["good"]
     assert (rows["good"][0], rows["other"][0], rows["device"][0]) == (False, True, True)
 
 

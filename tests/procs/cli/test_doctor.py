@@ -192,7 +192,7 @@ def test_it_runs_with_the_standard_library_alone(site: Path, tmp_path: Path) -> 
     device = rows(report, "tiers")["device"]
     assert device["state"] == "broken"
     assert device["reason"].startswith("no plugin can be loaded without stevedore: ")
-    assert device["cure"] == "pip install 'stevedore>=5.10'"
+    assert device["hint"] == "pip install 'stevedore>=5.10'"
     assert not report["can_train"]
     assert report["packages"]["polyaccel"]
 

@@ -103,7 +103,7 @@ def fail():
 """
 PLUGIN = """
 from polyaccel.comm.base import CommBackend
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.types import Probe
 
 class Backend(CommBackend):

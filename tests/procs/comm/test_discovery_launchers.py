@@ -166,7 +166,7 @@ def test_under_mpirun_without_mpi4py_and_a_meeting_place_the_cure_is_named(tmp_p
     done = start(mpirun(SPY, "without-mpi4py"), tmp_path)
     assert done.returncode != 0
     assert "mpi4py is not installed; MASTER_ADDR unset" in done.stderr
-    assert "cure: pip install 'polyaccel[mpi]'" in done.stderr
+    assert "hint: pip install 'polyaccel[mpi]'" in done.stderr
 
 
 @needs_mpi

@@ -48,7 +48,7 @@ def refused(function, *arguments):
     """What a PolyaccelError of the call is about."""
     with pytest.raises(PolyaccelError) as caught:
         function(*arguments)
-    assert caught.value.cure
+    assert caught.value.hint
     return caught.value.value
 
 

@@ -209,7 +209,7 @@ def test_another_process_loads_what_this_one_saved(url: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("location", "changed", "message", "cure"),
+    ("location", "changed", "message", "hint"),
     [
         ("s3://no-such-bucket/runs", {}, "cannot write s3://no-such-bucket/runs/latest: ", "make the bucket first"),
         (
@@ -223,8 +223,8 @@ def test_another_process_loads_what_this_one_saved(url: str, options: dict[str, 
     ids=["bucket", "server", "option"],
 )
 def test_what_is_wrong_is_named_with_its_cure(
-    options: dict[str, Any], location: str, changed: dict[str, Any], message: str, cure: str
+    options: dict[str, Any], location: str, changed: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
         FsspecStorage(location, {**options, **changed}).write("latest", [b"x"])
-    assert cure in caught.value.cure
+    assert hint in caught.value.hint

@@ -10,7 +10,7 @@ import pytest
 
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
-from polyaccel.comm.parts.reduction import reduce_parts
+from polyaccel.comm.collectives.reduction import reduce_parts
 from polyaccel.comm.work import Work
 from polyaccel.testkit.ranks.procs import RankPool
 from polyaccel.types import DType, ReduceOp

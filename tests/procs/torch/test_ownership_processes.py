@@ -79,7 +79,7 @@ def look(communicator: Communicator, config: dict[str, Any]) -> dict[str, Any]:
             engine.step()
         except ShardingError as error:
             found[attempt] = str(error)
-    model.wide.weight.data.copy_(before)  # a cure: what stood there stands there again
+    model.wide.weight.data.copy_(before)  # a hint: what stood there stands there again
     engine.step()
     found["steps"] = engine.global_steps
     found["own pages"] = [len(place.shared.written()) for place in engine.zero.params if place.shared is not None]

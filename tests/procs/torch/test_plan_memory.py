@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import polyaccel
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.config import load_resolved
 from polyaccel.mesh import Mesh
 from polyaccel.offload.device import DeviceTier

@@ -26,11 +26,11 @@ class FarBuffer(Buffer):
         raise AssertionError("no array of the host stands on this memory")
 
     @property
-    def generation(self) -> int:
-        return self._hidden.generation
+    def version(self) -> int:
+        return self._hidden.version
 
-    def mark_written(self) -> None:
-        self._hidden.mark_written()
+    def bump_version(self) -> None:
+        self._hidden.bump_version()
 
     def view(self, offset: int, numel: int) -> FarBuffer:
         return FarBuffer(self._hidden.view(offset, numel))

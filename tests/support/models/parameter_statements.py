@@ -179,10 +179,10 @@ def load_by_assignment(model: ParityModel) -> None:
 
 
 REFUSED: dict[Statement, str] = {
-    another_type: r"'embed\.weight' belongs to an engine, .*cannot become float64 .*\n *cure: convert",
+    another_type: r"'embed\.weight' belongs to an engine, .*cannot become float64 .*\n *hint: convert",
     another_shape: r"'scale' belongs to an engine, .*cannot become float32 of shape \(2,\)",
     other_memory: r"'wide\.weight' was given other memory",
-    another_parameter: r"another nn\.Parameter as 'wide\.weight'.*\n *cure: write the values",
+    another_parameter: r"another nn\.Parameter as 'wide\.weight'.*\n *hint: write the values",
     load_by_assignment: r"another nn\.Parameter as .*load_state_dict\(assign=True\)",
 }
 

@@ -56,7 +56,7 @@ def refused(place: Path, cures: tuple[str, ...], **arguments: Any) -> bool:
         caught = error
     else:
         return False
-    assert any(cure in caught.cure for cure in cures), f"the cure is {caught.cure!r}: {caught.message}"
+    assert any(hint in caught.hint for hint in cures), f"the hint is {caught.hint!r}: {caught.message}"
     return True
 
 

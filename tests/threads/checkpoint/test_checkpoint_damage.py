@@ -154,7 +154,7 @@ def test_a_torn_latest_is_refused_and_the_complete_tags_are_named(
     expected = rf"(?s){message}.*complete checkpoints there, newest first: step2, step1; not complete: step3"
     with pytest.raises(CheckpointError, match=expected) as caught:
         open_checkpoint(place)
-    assert "tag='step2'" in caught.value.cure
+    assert "tag='step2'" in caught.value.hint
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(place, "step3", fallback=True)  # who names a tag gets that tag or an error
 
@@ -259,8 +259,8 @@ def test_loading_on_one_rank_only_is_detected(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a.wieght", "param", 0, 4), "holds no 'param' of 'a.wieght'\n  cure: it holds 2 tensors, such as a.weight"),
-        (("a.weight", "exp_avg", 0, 4), "holds no 'exp_avg' of 'a.weight'\n  cure: of this tensor it holds param"),
+        (("a.wieght", "param", 0, 4), "holds no 'param' of 'a.wieght'\n  hint: it holds 2 tensors, such as a.weight"),
+        (("a.weight", "exp_avg", 0, 4), "holds no 'exp_avg' of 'a.weight'\n  hint: of this tensor it holds param"),
         (("a.weight", "param", 18, 4), r"elements \[18, 22\) are not inside 'a.weight' \(param\)"),
         (("a.weight", "param", -1, 4), r"elements \[-1, 3\) are not inside"),
         (("a.weight", "param", 0, 5), "5 elements of 'a.weight' .* do not fit a buffer of 4"),

@@ -55,12 +55,12 @@ class FaultyStorage(Storage):
         if hit and self.fault == "crash before":
             raise Crash
         if hit and self.fault == "error before":
-            raise CheckpointError("the disk is on fire", cure="pour water on it")
+            raise CheckpointError("the disk is on fire", hint="pour water on it")
         result = method(*args)
         if hit and self.fault == "crash after":
             raise Crash
         if hit and self.fault == "error after":
-            raise CheckpointError("the disk is on fire", cure="pour water on it")
+            raise CheckpointError("the disk is on fire", hint="pour water on it")
         return result
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
@@ -170,7 +170,7 @@ def test_a_failure_on_any_rank_is_an_error_on_all_and_loses_nothing(tmp_path: Pa
         told = run_threads(world_size, save_and_tell, storages, accelerator=NUMPY)
         assert len(set(told)) == 1, (name, told)
         failures += bool(told[0])
-        assert not told[0] or ("the disk is on fire" in told[0] and "cure: pour water on it" in told[0]), name
+        assert not told[0] or ("the disk is on fire" in told[0] and "hint: pour water on it" in told[0]), name
         value = value_of(plain)
         assert value == 2.0 if not told[0] else value in (1.0, 2.0), name
         assert value_of(plain, "old") == 1.0, name
@@ -195,7 +195,7 @@ def test_a_marker_that_took_effect_keeps_its_files(tmp_path: Path) -> None:
         def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
             super().write(path, chunks)
             if path.endswith("commit.json"):
-                raise CheckpointError("fsync of the directory failed", cure="look at the disk")
+                raise CheckpointError("fsync of the directory failed", hint="look at the disk")
 
     run_threads(1, save, [FileStorage(tmp_path)], "t", 1.0, accelerator=NUMPY)
     with pytest.raises(CheckpointError, match="committing 't' failed on rank 0"):
@@ -207,7 +207,7 @@ def test_saving_on_rank_0_only_is_detected(tmp_path: Path) -> None:
     world = LocalWorld(2, NUMPY, timeout_s=0.2)
     with pytest.raises(CommTimeout, match="save_checkpoint: not every rank arrived") as caught:
         save(world.communicators[0], [FileStorage(tmp_path)] * 2, "t", 1.0)
-    assert "save_checkpoint must be called on every rank" in caught.value.cure
+    assert "save_checkpoint must be called on every rank" in caught.value.hint
     assert caught.value.missing_ranks == (1,)
     assert FileStorage(tmp_path).names() == ()
 
@@ -227,7 +227,7 @@ def test_saving_while_another_rank_goes_on_training_is_detected(tmp_path: Path) 
     with pytest.raises(CommError, match="save_checkpoint: another rank did something else") as caught:
         save(world.communicators[0], [FileStorage(tmp_path)] * 2, "t", 1.0)
     trainer.join(20)
-    assert "must be called on every rank" in caught.value.cure
+    assert "must be called on every rank" in caught.value.hint
     assert len(failures) == 1
 
 
@@ -258,14 +258,14 @@ def test_ranks_that_do_not_share_the_directory_are_told(tmp_path: Path) -> None:
         CheckpointError, match=r"rank 0 sees no file at t/save-0001-\w+/rank00001\.safetensors"
     ) as caught:
         run_threads(2, save, storages, "t", 1.0, accelerator=NUMPY)
-    assert caught.value.cure.startswith("save to a directory that all hosts share, or to each host's own")
+    assert caught.value.hint.startswith("save to a directory that all hosts share, or to each host's own")
 
 
 def test_too_little_space_for_all_ranks_together_is_said_before_writing(tmp_path: Path) -> None:
     class SmallStorage(FileStorage):
         def check_space(self, nbytes: int) -> None:
             if nbytes > 150:  # enough for one rank's 40 bytes with padding, not for both
-                raise CheckpointError(f"{nbytes} bytes do not fit", cure="free some space")
+                raise CheckpointError(f"{nbytes} bytes do not fit", hint="free some space")
 
     with pytest.raises(CheckpointError, match=r"preparing to save 't' failed on rank 0: .* bytes do not fit"):
         run_threads(2, save, [SmallStorage(tmp_path)] * 2, "t", 1.0, accelerator=NUMPY)

@@ -59,7 +59,7 @@ class Bytes(Buffer):
         return self.data
 
     raw = generation = property(lambda self: None)  # type: ignore[assignment]
-    mark_written = copy_from = fill = data_ptr = from_bytes = lambda self, *_: None  # type: ignore[assignment]
+    bump_version = copy_from = fill = data_ptr = from_bytes = lambda self, *_: None  # type: ignore[assignment]
 
 
 def save_golden(communicator: Communicator, place: Path) -> None:

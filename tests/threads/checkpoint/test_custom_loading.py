@@ -207,7 +207,7 @@ def test_renames_that_cannot_be_meant_are_listed_in_one_error(patterns: Any, sai
     engine = engine_of(seeded(Wrapped)(), 1)
     with pytest.raises(CheckpointError, match=said) as caught:
         engine.load_checkpoint(str(saved[0]), name_map=patterns)
-    assert caught.value.cure
+    assert caught.value.hint
     if "^body" in patterns and "a" in patterns.values():
         assert str(caught.value).count("(by 'weight$')") == 4  # embed, frozen, norm and up, all at once
     steps(engine, 1)
@@ -219,7 +219,7 @@ def test_bytes_in_a_client_state_are_asked_for(tmp_path: Path) -> None:
     for given in (state, {**state, "best": torch.ones(2)}):
         with pytest.raises(CheckpointError, match=r"client_state\.sampler\.states\[1\] is bytes") as caught:
             engine.save_checkpoint(str(tmp_path), client_state=given)
-        assert '"allow_bytes": true' in caught.value.cure
+        assert '"allow_bytes": true' in caught.value.hint
     assert not list(tmp_path.iterdir())
     open_to_bytes = engine_of(seeded(Net)(), 0, checkpoint={"allow_bytes": True})
     open_to_bytes.save_checkpoint(str(tmp_path), client_state=state)

@@ -335,7 +335,7 @@ def test_a_broken_file_is_named(name: str, tmp_path: Path, capsys: pytest.Captur
     assert main(["ckpt", "import", str(path), str(tmp_path / "c"), "--from", "safetensors"]) == 1
     error = capsys.readouterr().err
     assert str(path) in error
-    assert "cure:" in error
+    assert "hint:" in error
     assert not (tmp_path / "c").exists()
 
 

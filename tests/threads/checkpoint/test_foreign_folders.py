@@ -95,7 +95,7 @@ def test_a_folder_of_another_tool_is_named(name: str, tmp_path: Path, capsys: py
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(str(place))
     assert tool in str(caught.value)
-    assert format_name in (caught.value.cure or "")
+    assert format_name in (caught.value.hint or "")
     engine.destroy()
 
 
@@ -106,5 +106,5 @@ def test_a_save_of_our_own_that_was_cut_off_is_no_other_tools(tmp_path: Path) ->
     (tmp_path / "one" / "commit.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(str(tmp_path))
-    assert "--from" not in (caught.value.cure or "")
+    assert "--from" not in (caught.value.hint or "")
     engine.destroy()

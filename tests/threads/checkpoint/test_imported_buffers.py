@@ -138,7 +138,7 @@ def test_another_shape_is_refused_without_the_advice_to_be_lenient(tmp_path: Pat
     for strict in (True, False):
         with pytest.raises(CheckpointError) as caught:
             engine.load_checkpoint(str(tmp_path / "c"), load_module_only=True, load_module_strict=strict)
-        assert "load_module_strict" not in (caught.value.cure or "")
+        assert "load_module_strict" not in (caught.value.hint or "")
         assert "weight" in str(caught.value)
 
 

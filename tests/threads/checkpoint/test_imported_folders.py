@@ -174,7 +174,7 @@ def test_a_folder_whose_model_is_unclear_is_refused(
 ) -> None:
     beside(tmp_path, *names)
     assert importing(tmp_path, tmp_path / "c", "safetensors") == 1
-    assert "cure:" in capsys.readouterr().err
+    assert "hint:" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 

@@ -136,7 +136,7 @@ def test_another_optimizer_of_the_config_is_refused_by_name(saved_by: str, loade
     section = {"type": loaded_by, "params": {"lr": 0.01}}
     with pytest.raises(CheckpointError) as caught:
         next_losses(tmp_path / "c", section=section)
-    assert caught.value.cure is not None
+    assert caught.value.hint is not None
     assert len(next_losses(tmp_path / "c", section=section, load_optimizer_states=False)) == AFTER
 
 

@@ -54,7 +54,7 @@ class FaultyDisk(NodeLocalStorage):
         if hit and self.fault == "crash before":
             raise Crash
         if hit and self.fault == "error before":
-            raise CheckpointError("the disk is on fire", cure="pour water on it")
+            raise CheckpointError("the disk is on fire", hint="pour water on it")
         method(*args)
         if hit and self.fault == "crash after":
             raise Crash
@@ -145,7 +145,7 @@ def test_two_neighbours_that_are_missing_are_named_with_their_files(tmp_path: Pa
     assert "rank00000" not in caught.value.message
     assert f"{tmp_path}/host1 and " in caught.value.message
     assert f"{tmp_path}/host9" in caught.value.message
-    assert "start the job on the hosts that have the files" in caught.value.cure
+    assert "start the job on the hosts that have the files" in caught.value.hint
     assert loaded(tmp_path, (1, 3)) == 1.0  # they are no neighbours
 
 
@@ -286,7 +286,7 @@ def test_a_cloned_disk_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "host1" / "place.json").write_bytes((tmp_path / "host0" / "place.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"host1 on .* has the identity of .*host0, and other files") as caught:
         saved(tmp_path, (0, 1), "u", 1.0)
-    assert "delete place.json" in caught.value.cure
+    assert "delete place.json" in caught.value.hint
     assert loaded(tmp_path, (0,)) == 1.0
 
 
@@ -311,7 +311,7 @@ def test_one_hosts_folder_alone_says_what_is_elsewhere(tmp_path: Path) -> None:
     reader = open_checkpoint(tmp_path / "host0")
     with pytest.raises(CheckpointError, match=r"rank00001\.safetensors is not in .*host0") as caught:
         reader.read_into("w", "param", 0, NUMEL, allocate_numpy(NUMEL, DType.FLOAT32))
-    assert f"{tmp_path}/host1" in caught.value.cure
+    assert f"{tmp_path}/host1" in caught.value.hint
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9))

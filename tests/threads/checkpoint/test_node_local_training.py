@@ -88,7 +88,7 @@ class Held:
         def held(*args: Any) -> None:
             assert self.may_go.wait(100)
             if self.fails:  # on every rank, as `write_copies` says
-                raise CheckpointError("the network is on fire", cure="pour water on it")
+                raise CheckpointError("the network is on fire", hint="pour water on it")
             write_copies(*args)
 
         monkeypatch.setattr(saving, "write_copies", held)

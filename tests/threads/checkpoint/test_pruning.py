@@ -201,7 +201,7 @@ def test_what_cannot_be_deleted_is_said_and_the_save_holds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(storage: FileStorage, path: str) -> None:
-        raise CheckpointError(f"cannot delete {path}", cure="")
+        raise CheckpointError(f"cannot delete {path}", hint="")
 
     save(FileStorage(tmp_path), 1)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):

@@ -117,7 +117,7 @@ def test_training_goes_on_from_what_the_library_wrote(
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(str(source))
     engine.destroy()
-    assert "--from safetensors" in (caught.value.cure or "")
+    assert "--from safetensors" in (caught.value.hint or "")
     assert importing(source, tmp_path / "c", "safetensors") == 0
     counters = open_checkpoint(tmp_path / "c").scalars["counters"]
     assert counters["global_steps"] == (BEFORE if write is by_the_trainer else 0)

@@ -39,7 +39,7 @@ BODIES = (
 class Plain(LocalCommunicator):
     """A backend of the days before uneven parts."""
 
-    natively: ClassVar[frozenset[Operation]] = EQUAL_PARTS
+    native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
     natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
 
     def start(self, collective: Collective) -> Work:
@@ -51,13 +51,13 @@ class Plain(LocalCommunicator):
 class Messages(Plain):
     """Not even an all-to-all."""
 
-    natively: ClassVar[frozenset[Operation]] = EQUAL_PARTS - {Operation.ALL_TO_ALL}
+    native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS - {Operation.ALL_TO_ALL}
 
 
 class Deaf(Plain):
     """No messages either."""
 
-    natively: ClassVar[frozenset[Operation]] = frozenset({Operation.ALL_REDUCE, Operation.BARRIER})
+    native_ops: ClassVar[frozenset[Operation]] = frozenset({Operation.ALL_REDUCE, Operation.BARRIER})
 
 
 def of(kind: type[Plain], comm: Any) -> Plain:

@@ -67,7 +67,7 @@ def test_uneven_parts_arrive_bit_for_bit_as_they_do_directly(layout: str) -> Non
             for longest, async_op in product((max(map(max, table)), SHORT, None), (False, True)):
                 out = comm.allocate(sum(received), DType.FLOAT32)
                 work = both.all_to_all(
-                    out, source, counts=received, source_counts=sent, longest=longest, async_op=async_op
+                    out, source, counts=received, source_counts=sent, max_send_numel=longest, async_op=async_op
                 )
                 work.wait()
                 assert out.to_bytes() == wanted.to_bytes(), (kind, longest, async_op)
@@ -136,7 +136,7 @@ def test_one_message_to_each_other_host_has_all_short_parts_for_it(
             hosts,
         )
         source, out = comm.allocate(6 * numel, DType.FLOAT32), comm.allocate(6 * numel, DType.FLOAT32)
-        both.all_to_all(out, source, counts=counts, source_counts=counts, longest=longest)
+        both.all_to_all(out, source, counts=counts, source_counts=counts, max_send_numel=longest)
         return directly.calls["all_to_all"], across.sent_numel["all_to_all"]
 
     ranks_of_other_hosts = 4
@@ -160,7 +160,7 @@ def test_calls_under_way_at_once_and_messages_between_them() -> None:
         sources = [noise(comm, sum(sent)) for _ in range(3)]
         outs = [comm.allocate(sum(received), DType.FLOAT32) for _ in sources]
         works = [
-            both.all_to_all(out, source, counts=received, source_counts=sent, longest=longest, async_op=True)
+            both.all_to_all(out, source, counts=received, source_counts=sent, max_send_numel=longest, async_op=True)
             for longest, out, source in zip((300, None, SHORT), outs, sources, strict=True)
         ]
         there, here = put(comm, [comm.rank], DType.FLOAT32), put(comm, [-1], DType.FLOAT32)
@@ -184,7 +184,7 @@ def test_ranks_that_disagree_about_a_part_are_told(longest: int | None) -> None:
         both = on_hosts(comm, LAYOUTS["2 x 2"])
         sent = [4, 4, 4, 5] if comm.rank == 0 else [4] * 4
         source, out = comm.allocate(sum(sent), DType.FLOAT32), comm.allocate(16, DType.FLOAT32)
-        both.all_to_all(out, source, counts=[4] * 4, source_counts=sent, longest=longest)
+        both.all_to_all(out, source, counts=[4] * 4, source_counts=sent, max_send_numel=longest)
 
     numbers = (5, 4) if longest is None else (9, 8)
     with pytest.raises(CommError, match="rank 0 sent {} elements, and {} were expected".format(*numbers)):
@@ -198,7 +198,7 @@ def test_ranks_that_know_different_bounds_are_told_in_debug_mode() -> None:
         both = RecordingCommunicator(on_hosts(comm, LAYOUTS["2 x 2"]), debug=True, watch_s=None)
         source, out = comm.allocate(16, DType.FLOAT32), comm.allocate(16, DType.FLOAT32)
         longest = SHORT + 1 if comm.rank == 3 else SHORT
-        both.all_to_all(out, source, counts=[4] * 4, source_counts=[4] * 4, longest=longest)
+        both.all_to_all(out, source, counts=[4] * 4, source_counts=[4] * 4, max_send_numel=longest)
 
     with pytest.raises(CommError, match=f"rank 3 called #0 all_to_all of uneven parts of at most {SHORT + 1} x"):
         run_threads(4, body)

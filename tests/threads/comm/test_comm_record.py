@@ -164,10 +164,10 @@ def test_the_board_tells_where_a_rank_is(text: str | None, expected: str | None)
 def told(text: str | None, missing: tuple[int, ...], *, started_s: float, is_late: bool = True) -> dict[int, str]:
     """What rank 0 is told of the others in call #42, where rank 1 is too and rank 2 has posted `text`."""
     board = DictBoard()
-    board.post(0, note(42, "all_reduce"))
-    board.post(1, note(42, "all_reduce"))
+    board.set(0, note(42, "all_reduce"))
+    board.set(1, note(42, "all_reduce"))
     if text is not None:
-        board.post(2, text)
+        board.set(2, text)
     notes = read_notes(board, 3)
     return describe_missing_ranks(
         (0, 1, 2), 0, 42, "all_reduce", notes, missing, now_s=NOW_S, started_s=started_s, is_late=is_late
@@ -197,7 +197,7 @@ def test_a_rank_is_given_a_moment_to_be_seen_ended_after_its_connections_closed(
     monkeypatch.setattr(watchdog, "is_running", lambda pid, start: pid != 7 or next(looks, False))
     board = DictBoard()
     for rank, pid in ((1, 6), (2, 7)):
-        board.post(rank, note(41, "barrier", process=process(pid, 1)))
+        board.set(rank, note(41, "barrier", process=process(pid, 1)))
     notes = read_notes(board, 3)
     watchdog.wait_for_ends(notes, (0, 1, 2), named)
     assert watchdog.have_ended(notes, (0, 1, 2)) == (2,)
@@ -207,8 +207,8 @@ def test_a_note_fits_on_a_board_of_shared_memory_however_many_groups_there_are()
     posted: list[str] = []
 
     class Narrow(DictBoard):
-        def post(self, rank: int, text: str) -> None:
-            super().post(rank, text)
+        def set(self, rank: int, text: str) -> None:
+            super().set(rank, text)
             posted.append(text)
 
     last = {}
@@ -223,7 +223,7 @@ def test_a_note_fits_on_a_board_of_shared_memory_however_many_groups_there_are()
 
 def test_a_known_missing_rank_is_told_even_if_it_seems_to_be_there() -> None:
     board = DictBoard()
-    board.post(1, note(42, "all_reduce", group="0,1"))
+    board.set(1, note(42, "all_reduce", group="0,1"))
     notes = read_notes(board, 2)
     places = describe_missing_ranks((0, 1), 0, 42, "all_reduce", notes, (1,), now_s=NOW_S, started_s=NOW_S)
     assert places == {1: "rank 1 entered this call too, but did not carry it through"}

@@ -95,7 +95,7 @@ def test_what_is_not_declared_is_refused_and_not_cut(name):
     batch = {"x": X, **entries}
     with pytest.raises(PolyaccelError) as caught:
         train(fn, batch, 1, accumulation=4)
-    assert "replicated" in caught.value.cure
+    assert "replicated" in caught.value.hint
     losses, _ = train(fn, batch, 1, accumulation=1)  # nothing is cut
     assert losses == pytest.approx(plain(fn, batch, 1)[0], rel=1e-5)
 
@@ -120,7 +120,7 @@ def test_an_array_that_is_as_long_as_the_batch_by_chance_is_named_where_a_part_d
 
     with pytest.raises(PolyaccelError) as caught:
         train(fn, batch, 1, accumulation=2)
-    assert "replicated" in caught.value.cure
+    assert "replicated" in caught.value.hint
     marked = {**batch, "target": replicated(batch["target"])}
     assert train(fn, marked, 1, accumulation=2)[0] == pytest.approx(plain(fn, batch, 1)[0], rel=1e-5)
 

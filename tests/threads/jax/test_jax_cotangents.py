@@ -167,7 +167,7 @@ def test_a_loss_scale_is_refused_by_name_where_it_would_change_gradients(changes
     with pytest.raises(PolyaccelError) as caught:
         trained(loss_with(NONLINEAR["clip"]), config_of(**FP16, **changes))
     assert str(caught.value.value).startswith("same")
-    assert "bf16" in caught.value.cure
+    assert "bf16" in caught.value.hint
 
 
 def test_a_loss_scale_is_refused_by_every_stage():

@@ -44,10 +44,10 @@ def alone(function):
 
 
 def refused(function):
-    """The PolyaccelError of `function()`, which has a cure."""
+    """The PolyaccelError of `function()`, which has a hint."""
     with pytest.raises(PolyaccelError) as caught:
         alone(function)
-    assert caught.value.cure
+    assert caught.value.hint
     return caught.value
 
 
@@ -336,7 +336,7 @@ def test_a_train_state_is_refused_with_a_module_too():
 def test_an_optimizer_of_nnx_is_neither_model_nor_transformation():
     optimizer = states()["nnx.Optimizer"]
     assert refused(lambda: start(optimizer)).value == "Optimizer"
-    assert "tx" in refused(lambda: start(error, weights(), optimizer=optimizer)).cure
+    assert "tx" in refused(lambda: start(error, weights(), optimizer=optimizer)).hint
     layers = [{"w": jnp.ones((5, 4))}, {"m": optax.adam(0.1).init(jnp.ones(3))}]
     assert refused(lambda: start([lambda p, v, rng: v, lambda p, v, rng: v], layers)).value == "ScaleByAdamState"
 
@@ -359,7 +359,7 @@ def test_reference_weights_are_copies_of_the_parameters(stage):
     def preferred(reference):
         return lambda p, batch, rng: jnp.mean((batch @ p["w"] - 1.0 - batch @ reference["w"]) ** 2)
 
-    assert "jnp.copy" in refused(lambda: start(preferred(own), own, stage).train_batch(X)).cure
+    assert "jnp.copy" in refused(lambda: start(preferred(own), own, stage).train_batch(X)).hint
     reference = jax.tree.map(jnp.copy, own)
 
     def go():

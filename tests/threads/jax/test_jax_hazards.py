@@ -19,8 +19,8 @@ from jax_models import make_config
 
 import polyaccel
 from polyaccel.accelerators.cpu import CpuAccelerator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.default import set_thread_communicator
-from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.engine.resume import WantedState
 from polyaccel.errors import ConfigError, PolyaccelError, ShardingError
 from polyaccel.jax.views import fence

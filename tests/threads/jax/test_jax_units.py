@@ -210,7 +210,7 @@ def test_what_a_call_raises_is_raised_and_the_engine_goes_on():
         hold = engine.zero.params.gathering.unshard
 
         def fail(*arguments, **named):
-            raise CommError("the cable was pulled", cure="plug it in")
+            raise CommError("the cable was pulled", hint="plug it in")
 
         engine.zero.params.gathering.unshard = fail
         with pytest.raises(CommError, match="the cable was pulled"):

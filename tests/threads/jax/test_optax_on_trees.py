@@ -207,7 +207,7 @@ def test_where_parameters_are_cut_it_is_refused_by_name(name):
         with pytest.raises(ShardingError) as caught:
             polyaccel.initialize(model=loss, params=start(), optimizer=WHOLE[name](), config=config)
         assert caught.value.value == CULPRITS.get(name, name)
-        assert '"stage": 0' in caught.value.cure
+        assert '"stage": 0' in caught.value.hint
 
     run_threads(2, go)
 

@@ -187,7 +187,7 @@ def test_a_torch_optimizer_works_with_the_host(tmp_path, precision):
 
 def test_a_torch_optimizer_is_refused_with_files(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"offload_optimizer\.device = 'nvme': .* all states at once\n.*cure: .*AdamW"
+        ConfigError, match=r"offload_optimizer\.device = 'nvme': .* all states at once\n.*hint: .*AdamW"
     ):
         on_threads(2, _client, parity_model, config(2, offloaded("nvme", tmp_path)))
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
 """What a script may do to gradients between the backward pass and the update: each row is a statement, and either plain
-torch's training follows or an error that names the parameter and the cure.
+torch's training follows or an error that names the parameter and the hint.
 
 The model has tied, frozen, unused and odd-sized parameters, in buckets so small that few share one.
 """
@@ -125,7 +125,7 @@ def test_what_a_slice_cannot_answer_is_refused_by_name(stage, ask):
         run(engine)
         with pytest.raises(ShardingError, match=r"needs the whole gradient of 'wide\.weight'") as caught:
             ask(model.wide.weight.grad)
-        assert "safe_get_full_grad" in caught.value.cure
+        assert "safe_get_full_grad" in caught.value.hint
         with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' were combined"):
             model.twice.bias.grad.add_(model.narrow.bias.grad)
 
@@ -146,7 +146,7 @@ def test_before_the_last_micro_batch(stage, alone):
         else:
             with pytest.raises(ShardingError, match="gradient of 'scale' is this rank's own sum") as caught:
                 halve(model)
-            assert "after the last backward pass" in caught.value.cure
+            assert "after the last backward pass" in caught.value.hint
             with pytest.raises(ShardingError, match="own sum"):
                 model.wide.weight.grad = torch.zeros(33, 6)
         model.narrow.bias.grad = None  # forgets what has accumulated, at every stage
@@ -253,7 +253,7 @@ def test_a_second_backward_pass_is_reduced_before_gradients_are_looked_at(stage)
         if stage == "stage 0":
             with pytest.raises(ShardingError, match="came after its bucket's reduction") as caught:
                 clip_grad_norm_(model.parameters(), 0.1)
-            assert "safe_get_full_grad" in caught.value.cure
+            assert "safe_get_full_grad" in caught.value.hint
             for parameter in model.parameters():
                 safe_get_full_grad(parameter)
         clip_grad_norm_(model.parameters(), 0.1)
@@ -288,7 +288,7 @@ def test_gradients_with_a_loss_scale_are_refused():
         run(engine)
         with pytest.raises(ShardingError, match="multiplied with the loss scale 16") as caught:
             clip_grad_norm_(model.parameters(), 0.1)
-        assert '"gradient_clipping"' in caught.value.cure
+        assert '"gradient_clipping"' in caught.value.hint
         assert safe_get_full_grad(model.wide.weight) is not None
         engine.zero_grad()
         assert model.wide.weight.grad is None
@@ -326,7 +326,7 @@ def test_hooks_change_gradients_and_see_them_in_torch_s_order():
         model.twice.bias.register_post_accumulate_grad_hook(halve_one)
         with pytest.raises(PolyaccelError, match=r"'twice\.bias' was looked for inside a backward pass") as caught:
             run(engine)
-        assert "register_hook" in caught.value.cure
+        assert "register_hook" in caught.value.hint
         return snapshot(model)
 
     def change(model):

@@ -129,7 +129,7 @@ def test_lbfgs_without_its_closure_says_what_to_call():
         engine.backward(engine(*batch(0, 0, 0)))
         with pytest.raises(PolyaccelError, match="was given no closure") as caught:
             engine.step()
-        assert "engine.optimizer.step(closure)" in caught.value.cure
+        assert "engine.optimizer.step(closure)" in caught.value.hint
 
     on_threads(1, train, parity_model)
 
@@ -206,7 +206,7 @@ def test_a_grad_scaler_is_refused_by_name_and_a_disabled_one_is_fine():
         engine.backward(scaler.scale(engine(*batch(1, 0, communicator.rank))))
         with pytest.raises(PolyaccelError, match="GradScaler was asked to step an engine's optimizer") as caught:
             scaler.step(engine.optimizer)
-        assert '"fp16"' in caught.value.cure
+        assert '"fp16"' in caught.value.hint
         return trained
 
     for params in on_threads(2, train, parity_model):

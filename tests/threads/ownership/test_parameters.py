@@ -75,7 +75,7 @@ def test_two_parameters_in_one_memory_are_refused_at_the_start():
         model.twice.bias.data = model.narrow.bias.data
         polyaccel.initialize(model=model, config=config_for(0, "fp32"))
 
-    with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' are two, in one memory.*\n *cure: tie"):
+    with pytest.raises(ShardingError, match=r"'narrow\.bias' and 'twice\.bias' are two, in one memory.*\n *hint: tie"):
         on_threads(1, work, parity_model)
 
 

@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
     def body(communicator: Communicator) -> str:
         with pytest.raises(ShardingError, match="nothing of Linear can be cut") as caught:
             polyaccel.initialize(model=nn.Linear(4, 4), config=config_of(0, 2))
-        return caught.value.cure
+        return caught.value.hint
 
-    for cure in run_threads(2, body):
-        assert "tensor_parallel.partition_config.layer_specs" in cure
+    for hint in run_threads(2, body):
+        assert "tensor_parallel.partition_config.layer_specs" in hint

@@ -248,6 +248,6 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             gathered(torch.zeros(3, 2), ranks, 0, (2, 2))
         with pytest.raises(ShardingError, match="do not fit to targets"):
             vocabulary_cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), ranks, (3, 3))
-        return caught.value.cure
+        return caught.value.hint
 
     assert on_ranks(2, body) == ["the parts are those of the whole tensor, one a rank"] * 2

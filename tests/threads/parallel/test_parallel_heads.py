@@ -46,4 +46,4 @@ def test_heads_that_cannot_be_shared_name_the_module_and_the_cure(queries: int, 
     with pytest.raises(ShardingError, match=message) as caught:
         cut_heads(queries, keys, 3, "layers.0.attention")
     assert "layers.0.attention" in str(caught.value)
-    assert "tensor_parallel." in caught.value.cure
+    assert "tensor_parallel." in caught.value.hint

@@ -172,7 +172,7 @@ def test_logits_may_stay_cut_for_a_loss_that_takes_them_so() -> None:
     on_ranks(model, body, 3, gather_logits=False)
     with pytest.raises(ShardingError, match="BertForMaskedLM has no causal loss") as caught:
         make_plan(transformer_model("bert"), 2, gather_logits=False)
-    assert caught.value.cure == "leave tensor_parallel.vocab_parallel_lm_head out"
+    assert caught.value.hint == "leave tensor_parallel.vocab_parallel_lm_head out"
 
 
 def test_outputs_that_all_heads_share_have_the_sum_of_their_gradients() -> None:

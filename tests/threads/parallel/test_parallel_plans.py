@@ -131,13 +131,13 @@ def test_a_model_that_cannot_be_cut_says_which_module_and_why(change, message) -
         return
     with pytest.raises(ShardingError, match=message) as caught:
         make_plan(model, 4)
-    assert "tensor_parallel.partition_config" in caught.value.cure
+    assert "tensor_parallel.partition_config" in caught.value.hint
 
 
 def test_patterns_that_match_nothing_and_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShardingError, match="no layer of the model matches") as caught:
         make_plan(Block(), 2, specs=[LayerRule((r"tree\.weight",))])
-    assert "'broad.weight'" in caught.value.cure
+    assert "'broad.weight'" in caught.value.hint
     with pytest.raises(ShardingError, match=r"a weight of shape \(18, 8\)"):
         make_plan(Block(), 2, specs=[LayerRule(("three",), "column", ((12, 3), -1), 0)])
 

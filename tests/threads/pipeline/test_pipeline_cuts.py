@@ -101,7 +101,7 @@ def test_what_cannot_be_cut_is_named(make, said):
 def test_a_cut_model_alone_is_not_run():
     def run(communicator: Any) -> bool:
         engine, *_ = polyaccel.initialize(model=deepcopy(gates()), config=CONFIG)
-        with pytest.raises(PolyaccelError, match=r"Gates\(\.\.\.\): this rank has stage \d of 2 alone\n  cure: c"):
+        with pytest.raises(PolyaccelError, match=r"Gates\(\.\.\.\): this rank has stage \d of 2 alone\n  hint: c"):
             engine.module(torch.ones(2, 6))
         with pytest.raises(PolyaccelError, match=r"gates\.\d is on stage \d, and this rank has stage \d"):
             engine.module.gates[0 if communicator.rank else 3](torch.ones(2, 6))
@@ -117,7 +117,7 @@ def test_a_cut_model_alone_is_not_run():
 def test_a_block_that_is_left_out_is_named():
     cut = StageModule(Drops(4), (0, 1), 1, "uniform")
     received = [torch.ones(2, 6), torch.arange(2), None]
-    with pytest.raises(PipelineError, match=r"Drops did not call gates\.3 on stage 1\n  cure: let the model call all"):
+    with pytest.raises(PipelineError, match=r"Drops did not call gates\.3 on stage 1\n  hint: let the model call all"):
         cut.run(lambda: cut.model(torch.ones(2, 6)), 1, received)
 
 

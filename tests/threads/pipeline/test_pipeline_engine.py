@@ -48,7 +48,7 @@ def test_stages_know_their_place_and_data_may_be_set():
 def test_a_stage_alone_is_not_run():
     def run(engine, communicator):
         with pytest.raises(
-            PolyaccelError, match=r"engine\(\.\.\.\): this rank has stage \d of 2 alone\n  cure: call eng"
+            PolyaccelError, match=r"engine\(\.\.\.\): this rank has stage \d of 2 alone\n  hint: call eng"
         ):
             engine(torch.ones(1, 6))
         with pytest.raises(PolyaccelError, match=r"engine\.backward\(\.\.\.\): this rank has stage"):

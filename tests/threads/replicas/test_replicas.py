@@ -283,7 +283,7 @@ def test_states_that_are_written_by_hand_meanwhile_make_no_replica(
 
         def write(image: Any, offset: int, nbytes: int, spec: Any, piece: Any) -> tuple[int, ...]:
             if copy.key.step == 3 and piece is not None:
-                piece.buffer.mark_written()
+                piece.buffer.bump_version()
             return summed(image, offset, nbytes, spec, piece)
 
         with pytest.MonkeyPatch.context() as patch:

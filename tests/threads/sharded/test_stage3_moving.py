@@ -69,7 +69,7 @@ def test_what_is_away_is_told_and_never_read(stage):
         engine = engine_of(model, stage)
         train(engine, range(1), communicator.rank)
         engine.offload_states()
-        told = r"offloaded\n  cure: call engine.reload_states"
+        told = r"offloaded\n  hint: call engine.reload_states"
         for use in (
             lambda: token_loss(engine, 0, 0, 0),
             lambda: token_loss(model, 0, 0, 0),

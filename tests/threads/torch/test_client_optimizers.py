@@ -148,8 +148,8 @@ def test_an_optimizer_of_whole_parameters_works_where_they_are_whole(world):
 def test_an_optimizer_of_whole_parameters_is_refused_where_they_are_cut(stage):
     with pytest.raises(ShardingError, match="Adafactor is not known to update elements independently") as caught:
         on_threads(1, train, parity_model, client_config(stage), adafactor)
-    assert '"stage": 0' in caught.value.cure
-    assert '"zero_allow_untested_optimizer": true' in caught.value.cure
+    assert '"stage": 0' in caught.value.hint
+    assert '"zero_allow_untested_optimizer": true' in caught.value.hint
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -200,9 +200,9 @@ def test_a_state_that_a_checkpoint_has_no_place_for_is_refused_by_name(tmp_path)
         with pytest.raises(CheckpointError, match="keeps a state 'norms' of parameter '") as caught:
             engine.save_checkpoint(str(tmp_path))
         engine.destroy()
-        return caught.value.cure
+        return caught.value.hint
 
-    assert all('"stage": 0' in cure for cure in on_threads(3, save, parity_model))
+    assert all('"stage": 0' in hint for hint in on_threads(3, save, parity_model))
     assert list(tmp_path.iterdir()) == []
 
 

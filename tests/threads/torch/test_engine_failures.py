@@ -1,4 +1,4 @@
-"""What must be an error is one, says the cure, hangs nobody, and leaves an engine that goes on."""
+"""What must be an error is one, says the hint, hangs nobody, and leaves an engine that goes on."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_incomplete_gradients_are_not_used(armed, stage, own_backward, then):
         if then != "step":
             loss = engine(inputs(1, communicator.rank))
             engine.backward(loss) if then == "engine.backward" else loss.backward()
-        with pytest.raises(PolyaccelError, match=r"a backward pass failed\n  cure: call engine.zero_grad\(\)"):
+        with pytest.raises(PolyaccelError, match=r"a backward pass failed\n  hint: call engine.zero_grad\(\)"):
             engine.step()
         assert engine.global_steps == 0
 
@@ -190,7 +190,7 @@ def test_what_is_added_to_an_engines_module_is_an_error_at_the_step_and_trained_
         engine = engine_for(module, make_config(stage, zero=SMALL))
         module.wide = Adapted(module.wide)
         engine.backward(parity_loss(engine, 0, 0, communicator.rank))
-        with pytest.raises(ShardingError, match=r"'wide.extra' has a gradient, but .*\n.*cure: .*engine.destroy\(\)"):
+        with pytest.raises(ShardingError, match=r"'wide.extra' has a gradient, but .*\n.*hint: .*engine.destroy\(\)"):
             engine.step()
         engine.destroy()
         engine = engine_for(module, make_config(stage, zero=SMALL))
@@ -221,7 +221,7 @@ def test_a_step_inside_no_sync_is_an_error():
         with engine.no_sync():
             engine.step()
 
-    with pytest.raises(PolyaccelError, match=r"step was called inside no_sync\n  cure: leave the no_sync block"):
+    with pytest.raises(PolyaccelError, match=r"step was called inside no_sync\n  hint: leave the no_sync block"):
         alone(step, make_config(2))
 
 
@@ -249,7 +249,7 @@ def test_an_engine_without_an_optimizer_says_so(call):
         loss = engine(*batch(0, 0, 0))
         engine.backward(loss) if call == "backward" else engine.step()
 
-    with pytest.raises(PolyaccelError, match='no optimizer\n  cure: pass one to initialize, or add "optimizer"'):
+    with pytest.raises(PolyaccelError, match='no optimizer\n  hint: pass one to initialize, or add "optimizer"'):
         alone(use, config)
 
 

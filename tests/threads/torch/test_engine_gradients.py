@@ -301,4 +301,4 @@ def test_a_sparse_gradient_is_an_error_that_names_the_parameter():
 
     with pytest.raises(ShardingError, match="gradient of 'weight' is sparse") as caught:
         on_threads(1, sparse, lambda: nn.Embedding(9, 3, sparse=True))
-    assert "sparse=False" in caught.value.cure
+    assert "sparse=False" in caught.value.hint

@@ -252,7 +252,7 @@ def test_an_optimizer_that_needs_more_than_slices_is_refused_whatever_the_config
         with pytest.raises(ShardingError) as caught:
             polyaccel.initialize(model=model, optimizer=optimizer, config=config)
         assert caught.value.value == kinds[0]
-        assert '"stage": 0' in caught.value.cure
+        assert '"stage": 0' in caught.value.hint
 
     run_threads(world, go)
 

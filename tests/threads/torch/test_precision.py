@@ -178,7 +178,7 @@ def test_the_error_at_the_minimum_scale_names_the_parameter(stage):
             LossScaleError, match=r"loss scale 2 is at its minimum, the first in parameter 'middle\."
         ) as e:
             engine.step()
-        assert "bf16" in e.value.cure
+        assert "bf16" in e.value.hint
         return True
 
     assert on_threads(2, overflow, spoiled) == [True, True]
@@ -245,7 +245,7 @@ def test_a_loss_scaled_by_hand_equals_the_engine_s(stage, accumulation):
 def test_backward_on_an_unscaled_fp16_loss_is_an_error():
     def unscaled(communicator, module):
         engine = engine_for(module, make_config(2, **fp16(loss_scale=64.0)))
-        with pytest.raises(PolyaccelError, match=r"not scaled.*\n  cure: call engine.backward\(loss\)"):
+        with pytest.raises(PolyaccelError, match=r"not scaled.*\n  hint: call engine.backward\(loss\)"):
             parity_loss(engine, 0, 0, 0).backward()
         engine.zero_grad()
         engine.backward(parity_loss(engine, 0, 0, 0))

@@ -62,7 +62,7 @@ def test_of_two_equally_good_devices_somebody_must_choose(monkeypatch: pytest.Mo
         choose_accelerator()
     assert "accelerator 'cuda' (package polyaccel 0." in str(caught.value)
     assert "accelerator 'mps' (package polyaccel 0." in str(caught.value)
-    assert "cure: choose one: DS_ACCELERATOR=cuda or DS_ACCELERATOR=mps" in str(caught.value)
+    assert "hint: choose one: DS_ACCELERATOR=cuda or DS_ACCELERATOR=mps" in str(caught.value)
     assert isinstance(choose_accelerator("cuda"), CudaAccelerator)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Accelerator, Capabilities, Probe
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.cuda import CudaAccelerator
@@ -242,10 +242,10 @@ def _machine(
 ) -> None:
     """A machine with these device files and this build of torch, in a process that has not loaded torch."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(presence, "loaded_torch", lambda: None)
-    monkeypatch.setattr(presence, "torch_build", lambda: build)
-    monkeypatch.setattr(presence, "intel_render_node", lambda: node or None)
-    monkeypatch.setattr(presence, "glob", lambda pattern: [file for file in files if Path(file).match(pattern)])
+    monkeypatch.setattr(device_probe, "loaded_torch", lambda: None)
+    monkeypatch.setattr(device_probe, "torch_build", lambda: build)
+    monkeypatch.setattr(device_probe, "intel_render_node", lambda: node or None)
+    monkeypatch.setattr(device_probe, "glob", lambda pattern: [file for file in files if Path(file).match(pattern)])
 
 
 def test_cuda_needs_a_gpu_and_a_torch_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,17 +310,17 @@ def test_a_loaded_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(__version__="9.9", cuda=module, backends=SimpleNamespace(mps=module))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(presence, "loaded_torch", lambda: fake(2))
+    monkeypatch.setattr(device_probe, "loaded_torch", lambda: fake(2))
     assert CudaAccelerator.probe() == Probe(True, "torch 9.9 sees 2 cuda devices", 100)
     assert XpuAccelerator.probe() == Probe(False, "torch 9.9 has no torch.xpu", 100)
-    monkeypatch.setattr(presence, "loaded_torch", lambda: fake(0))
+    monkeypatch.setattr(device_probe, "loaded_torch", lambda: fake(0))
     assert CudaAccelerator.probe() == Probe(False, "torch 9.9 sees no cuda device", 100)
 
 
 def test_the_build_of_the_installed_torch_is_read_from_its_version_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ours = presence.torch_build()
+    ours = device_probe.torch_build()
     assert ours is not None
     assert ours["version"] == torch.__version__
     assert ours.get("cuda") == torch.version.cuda
@@ -328,12 +328,12 @@ def test_the_build_of_the_installed_torch_is_read_from_its_version_file(
         "__version__ = '3.0'\ncuda: Optional[str] = '13.1'\nhip: Optional[str] = None\n"
     )
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(presence, "find_spec", lambda name: spec)
-    assert presence.torch_build() == {"version": "3.0", "cuda": "13.1"}
+    monkeypatch.setattr(device_probe, "find_spec", lambda name: spec)
+    assert device_probe.torch_build() == {"version": "3.0", "cuda": "13.1"}
     (tmp_path / "version.py").unlink()
-    assert presence.torch_build() == {}
-    monkeypatch.setattr(presence, "find_spec", lambda name: None)
-    assert presence.torch_build() is None
+    assert device_probe.torch_build() == {}
+    monkeypatch.setattr(device_probe, "find_spec", lambda name: None)
+    assert device_probe.torch_build() is None
 
 
 def test_an_array_whose_memory_torch_cannot_see_is_refused() -> None:

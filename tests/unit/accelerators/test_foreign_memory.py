@@ -30,13 +30,13 @@ def test_a_device_of_torch_has_buffers_over_tensors() -> None:
     require_torch_memory(CpuAccelerator("torch"))
     with pytest.raises(PluginContractError, match=r"`raw` of its buffers is a numpy\.ndarray") as raised:
         require_torch_memory(CpuAccelerator("numpy"))
-    assert "`torch_device_type = None`" in raised.value.cure
+    assert "`torch_device_type = None`" in raised.value.hint
 
 
 def test_a_device_of_torch_that_wraps_nothing_fails_its_check_and_says_what_is_missing() -> None:
     with pytest.raises(PluginContractError, match=r"cannot wrap a torch\.Tensor") as raised:
         OfWithoutWrap().test_arrays_are_wrapped_or_refused()
-    assert "give it a `wrap`" in raised.value.cure
+    assert "give it a `wrap`" in raised.value.hint
 
 
 @pytest.mark.parametrize("numel", [0, 5])

@@ -93,7 +93,7 @@ def test_a_full_or_broken_disk_is_explained_and_loses_nothing(
         patch.setattr(os, fails, broken)
         with pytest.raises(CheckpointError, match=r"cannot write .*a/file") as caught:
             storage.write("a/file", [b"new"])
-    assert ("is full" in caught.value.cure) == (code != errno.EIO)
+    assert ("is full" in caught.value.hint) == (code != errno.EIO)
     assert contents(storage, "a/file") == b"old"
     assert os.listdir(Path(storage.location, "a")) == ["file"]
 

@@ -105,14 +105,14 @@ def test_an_engine_saves_through_it_by_name(place: str) -> None:
 def test_a_place_whose_files_do_not_appear_whole_is_refused(location: str) -> None:
     with pytest.raises(CheckpointError, match="it takes URLs of s3://") as caught:
         FsspecStorage(location).write("latest", [b"x"])
-    assert "'s3://bucket/runs'" in caught.value.cure
+    assert "'s3://bucket/runs'" in caught.value.hint
 
 
 def test_a_folder_is_not_made_of_a_url(tmp_path: Path) -> None:
     """A run whose checkpoints went to the local disk of a host that is gone has none."""
     with pytest.raises(CheckpointError, match=r"'s3://bucket/runs' is a URL") as caught:
         FileStorage("s3://bucket/runs")
-    assert '"checkpoint": {"storage": "fsspec"}' in caught.value.cure
+    assert '"checkpoint": {"storage": "fsspec"}' in caught.value.hint
     FileStorage(tmp_path / "a:" / "b").write("latest", [b"x"])
 
 
@@ -128,7 +128,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CheckpointError, match=r"cannot open s3://bucket/runs") as caught:
         FsspecStorage("s3://bucket/runs").names()
-    assert caught.value.cure == "pip install 'polyaccel[fsspec]'"
+    assert caught.value.hint == "pip install 'polyaccel[fsspec]'"
 
 
 def test_ten_thousand_parts_reach_far() -> None:
@@ -184,7 +184,7 @@ def test_an_upload_that_fails_is_explained_and_its_parts_are_taken_back(
         pytest.raises(CheckpointError, match=r"cannot write s3://bucket/runs/t/file: the network is gone") as caught,
     ):
         FsspecStorage("s3://bucket/runs").write("t/file", [bytes(1 << 20)] * 9)
-    assert "can be reached" in caught.value.cure
+    assert "can be reached" in caught.value.hint
     assert store.file.closed
     assert "they take room until they are a day old" in caplog.text
     assert not module._uploading

@@ -106,7 +106,7 @@ def test_a_wrong_directory_is_named_with_a_cure(
     error = capsys.readouterr().err
     assert str(tmp_path / place) in error
     assert said in error or "holds no checkpoint" in error
-    assert "cure:" in error
+    assert "hint:" in error
 
 
 def test_inspect_shows_tensors_values_and_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

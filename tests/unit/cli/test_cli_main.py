@@ -35,7 +35,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def fail(args: argparse.Namespace) -> int:
-    raise LaunchError("rank 3 is not there", cure="look for it")
+    raise LaunchError("rank 3 is not there", hint="look for it")
 
 
 def test_help_lists_every_verb_and_imports_none() -> None:
@@ -76,7 +76,7 @@ def test_an_error_is_one_message_without_a_traceback(
     monkeypatch.delenv("POLYACCEL_DEBUG", raising=False)
     verb.func = fail
     assert main(["fake", "-v"]) == 1
-    assert capsys.readouterr().err == "polyaccel: error: rank 3 is not there\n  cure: look for it\n"
+    assert capsys.readouterr().err == "polyaccel: error: rank 3 is not there\n  hint: look for it\n"
 
 
 @pytest.mark.parametrize(("arguments", "debug"), [(["-v", "fake"], "0"), (["fake"], "1")])

@@ -14,7 +14,7 @@ from polyaccel.accelerators import detect
 from polyaccel.cli import run as verb
 from polyaccel.cli.main import main
 from polyaccel.launch.affinity import Core
-from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.local import LocalLauncher
 from polyaccel.registry import PluginInfo
 from polyaccel.types import Probe
@@ -28,9 +28,9 @@ class DryLauncher(LocalLauncher):
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="starts nothing")
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         DryLauncher.jobs.append(job)
-        return JobEnd(5)
+        return JobResult(5)
 
 
 class AbsentLauncher(DryLauncher):
@@ -211,7 +211,7 @@ def test_what_cannot_be_started_is_one_sentence_and_a_cure(
     assert main(["run", "--dry-run", "-H", hostfile, *options, "train.py"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"polyaccel: error: {said}")
-    assert "cure: " in error
+    assert "hint: " in error
     assert jobs == []
 
 

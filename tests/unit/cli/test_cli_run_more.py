@@ -99,7 +99,7 @@ def test_a_debugger_that_cannot_be_had_is_one_sentence_and_a_cure(
     monkeypatch.setattr(program, "_has_module", lambda name: is_installed)
     with pytest.raises(LaunchError, match=said) as caught:
         job_of(_args(*words), {}, lambda: 1)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_the_launchers_process_id_is_kept_in_a_file_that_goes(
@@ -135,7 +135,7 @@ def test_the_numbers_of_ranks_come_from_the_config(words: list[str], tmp_path: P
     check_size(4, sizes)
     with pytest.raises(LaunchError, match="5 ranks cannot train") as caught:
         check_size(5, sizes)
-    assert caught.value.cure == "start one of 1, 2, 3, 4, 6"
+    assert caught.value.hint == "start one of 1, 2, 3, 4, 6"
 
 
 def test_without_a_section_any_number_of_ranks_will_do(tmp_path: Path) -> None:

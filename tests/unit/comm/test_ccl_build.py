@@ -121,7 +121,7 @@ def test_what_was_compiled_for_another_oneccl_is_not_taken(nothing: Path, compil
     mine = ccl_build.OneCcl(nothing / "environment", "2021.15.7")
     assert ccl_build.compiled(mine) == built
     for other in (("environment", "2022.1.0"), ("elsewhere", "2021.15.7")):
-        with pytest.raises(CommError, match=f"csrc/ccl is not compiled for oneCCL {other[1]}\n  cure: run"):
+        with pytest.raises(CommError, match=f"csrc/ccl is not compiled for oneCCL {other[1]}\n  hint: run"):
             ccl_build.compiled(ccl_build.OneCcl(nothing / other[0], other[1]))
     installed = install_library(nothing, "2021.15.7")
     assert ccl_build.compiled(mine) == built, "the user's own build goes first"
@@ -154,13 +154,13 @@ def test_the_command_names_the_pip_package(nothing: Path, capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "the headers of oneCCL are not installed" in said
     assert str(nothing / "environment" / "include" / "oneapi" / "ccl.hpp") in said
-    assert "cure: pip install oneccl-devel, or set CCL_ROOT" in said
+    assert "hint: pip install oneccl-devel, or set CCL_ROOT" in said
 
 
 def test_a_missing_compiler_is_named(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(nothing / "environment")
     monkeypatch.setenv("PATH", str(nothing / "nowhere"))
-    with pytest.raises(CommError, match=r"there is no c\+\+, g\+\+ or clang\+\+\n  cure: install one"):
+    with pytest.raises(CommError, match=r"there is no c\+\+, g\+\+ or clang\+\+\n  hint: install one"):
         ccl_build.build()
     monkeypatch.setenv("CXX", "/nonexistent/c++ -march=native")
     with pytest.raises(CommError, match=r"CXX=/nonexistent/c\+\+ -march=native is not there"):
@@ -170,7 +170,7 @@ def test_a_missing_compiler_is_named(nothing: Path, monkeypatch: pytest.MonkeyPa
 def test_the_compilers_words_are_shown(nothing: Path, compiler: Path) -> None:
     install(nothing / "environment")
     compiler.write_text("#!/bin/sh\necho 'ccl.cpp: no such template' >&2\nexit 3\n")
-    with pytest.raises(CommError, match=r"exit code 3\):\nccl.cpp: no such template\n  cure: "):
+    with pytest.raises(CommError, match=r"exit code 3\):\nccl.cpp: no such template\n  hint: "):
         ccl_build.build()
     assert not CclBackend.probe().usable
 
@@ -202,13 +202,13 @@ def test_a_library_that_does_not_fit_is_refused(
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
     with pytest.raises(CommError, match=message) as caught:
         ccl_library.load(Path("lib.so"))
-    assert caught.value.cure == "run `polyaccel build ccl` again"
+    assert caught.value.hint == "run `polyaccel build ccl` again"
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("not a library")
-    with pytest.raises(CommError, match=r"broken.so cannot be loaded: .*\n  cure: run `polyaccel build ccl` again"):
+    with pytest.raises(CommError, match=r"broken.so cannot be loaded: .*\n  hint: run `polyaccel build ccl` again"):
         ccl_library.load(broken)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.parts.reduction import reduce_parts
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.reduction import reduce_parts
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.types import DType, ReduceOp
 
 CPU = CpuAccelerator("numpy")

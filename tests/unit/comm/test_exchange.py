@@ -16,8 +16,8 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import Collective, Operation
-from polyaccel.comm.parts.exchange import Exchange, ExchangeCollectives, Message, Steps
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import DoneWork, Work
 from polyaccel.types import DType, ReduceOp
 
@@ -31,7 +31,7 @@ class NotedExchange(Exchange):
         return Message(peer, ("to" if sends else "from", tag))
 
 
-class Noted(ExchangeCollectives[NotedExchange]):
+class Noted(P2PCollectives[NotedExchange]):
     """Rank 0 of two, whose last collective waits where the test leaves it."""
 
     rank, world_size, ranks, backend, accelerator, timeout_s = 0, 2, (0, 1), "noted", HOST, 1.0

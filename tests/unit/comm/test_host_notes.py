@@ -13,8 +13,8 @@ import pytest
 from backend_marks import needs
 
 from polyaccel import deadline
-from polyaccel.comm.members import host_notes
-from polyaccel.comm.members.host_notes import all_gather_on_host
+from polyaccel.comm.rendezvous import unix_rendezvous
+from polyaccel.comm.rendezvous.unix_rendezvous import all_gather_on_host
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -66,14 +66,14 @@ def test_every_rank_gets_every_note_again_and_again(threads: ThreadPoolExecutor,
 def test_who_does_not_come_is_named_by_everybody(
     threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_there, take = Event(), host_notes._take
+    is_there, take = Event(), unix_rendezvous._take
 
     def noted(*arguments: Any) -> str:
         problem = take(*arguments)
         is_there.set()
         return problem
 
-    monkeypatch.setattr(host_notes, "_take", noted)
+    monkeypatch.setattr(unix_rendezvous, "_take", noted)
     found = [enter(threads, place, rank, 4, limit_s=0.5) for rank in (0, 2)]
     assert is_there.wait(30)
     clock.now_s = 1.0
@@ -107,7 +107,7 @@ def test_two_jobs_at_one_place_are_told(threads: ThreadPoolExecutor, place: str)
 def test_processes_of_another_user_are_neither_heard_nor_told(
     threads: ThreadPoolExecutor, place: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_notes, "_user_of", lambda peer: os.geteuid() + 1)
+    monkeypatch.setattr(unix_rendezvous, "_user_of", lambda peer: os.geteuid() + 1)
     listening = enter(threads, place, 0, 2, limit_s=0.5)
     with pytest.raises(CommError, match=rf"a process of user {os.geteuid() + 1} waits at"):
         all_gather_on_host(place, 1, 2, "note", Deadline(30.0))

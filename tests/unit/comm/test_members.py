@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from polyaccel import job_auth
-from polyaccel.comm.members import sockets
-from polyaccel.comm.members.ranks import JobMembers
-from polyaccel.comm.members.sockets import connect_members
+from polyaccel.comm.rendezvous import sockets
+from polyaccel.comm.rendezvous.ranks import RendezvousGroup
+from polyaccel.comm.rendezvous.sockets import connect_mesh
 from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError, CommTimeout
 
@@ -30,7 +30,7 @@ class Table:
         self.taken = Barrier(world_size)
 
 
-class ThreadMembers(JobMembers):
+class ThreadMembers(RendezvousGroup):
     def __init__(self, rank: int, table: Table, limit_s: float = 60.0) -> None:
         self.rank, self.world_size, self.deadline = rank, table.world_size, Deadline(limit_s)
         self.meeting_host, self._table = "127.0.0.1", table
@@ -58,7 +58,7 @@ def run(table: Table, body: Callable[[ThreadMembers], Any], limit_s: float = 60.
 
 def exchange_ranks(members: ThreadMembers) -> dict[int, int]:
     """What every peer says of itself over its connection."""
-    connected = connect_members(members)
+    connected = connect_mesh(members)
     for connection in connected.values():
         connection.sendall(bytes([members.rank]))
     heard = {peer: connection.recv(1)[0] for peer, connection in connected.items()}
@@ -120,7 +120,7 @@ def test_a_stranger_is_let_go_and_keeps_nobody_waiting(says: str) -> None:
 def test_who_does_not_connect_is_named() -> None:
     def body(members: ThreadMembers) -> Any:
         if members.rank == 0:
-            return connect_members(members)
+            return connect_mesh(members)
         members.agree_on_token()
         members.exchange(sockets._network())
         return members.exchange(["127.0.0.1", 1, "mark"])
@@ -134,7 +134,7 @@ def test_who_does_not_connect_is_named() -> None:
 def test_a_member_that_has_ended_is_named() -> None:
     def body(members: ThreadMembers) -> Any:
         if members.rank == 1:
-            return connect_members(members)
+            return connect_mesh(members)
         members.agree_on_token()
         members.exchange(sockets._network())
         with socket.create_server(("127.0.0.1", 0)) as ended:

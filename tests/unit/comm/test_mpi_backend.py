@@ -23,7 +23,7 @@ def test_without_mpi4py_the_probe_says_so_and_connecting_is_an_error(monkeypatch
     assert not MpiBackend.probe().usable
     with pytest.raises(CommError, match=r"cannot join 2 ranks \(this test\): mpi4py is not installed") as caught:
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)
-    assert "pip install 'polyaccel[mpi]'" in caught.value.cure
+    assert "pip install 'polyaccel[mpi]'" in caught.value.hint
 
 
 def test_ranks_that_no_mpirun_started_are_refused_before_mpi_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_ranks_that_no_mpirun_started_are_refused_before_mpi_is(monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(CommError, match="no launcher of MPI started this process: nothing is set") as caught:
         MpiBackend().connect(PAIR, CpuAccelerator(), timeout_s=1.0)
-    assert "mpirun" in caught.value.cure
+    assert "mpirun" in caught.value.hint
     assert "mpi4py.MPI" not in sys.modules
 
 

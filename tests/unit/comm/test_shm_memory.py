@@ -19,11 +19,11 @@ from polyaccel.comm.backends.shm.board import NOTE_NBYTES, ShmBoard
 from polyaccel.comm.backends.shm.memory import AddressBook, Heap, HeapRange, Member, map_file, new_file
 from polyaccel.comm.backends.torch.backend import GlooBackend
 from polyaccel.comm.base import Rendezvous
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.host_address import start_of
 from polyaccel.comm.init import setup
 from polyaccel.comm.init.backends import default_backend
-from polyaccel.comm.parts.single import SingleCommunicator
-from polyaccel.errors import CommError, RanksApart
+from polyaccel.errors import CommError, HostsDifferError
 from polyaccel.ops.native.library import native
 from polyaccel.types import DType, Probe
 
@@ -127,11 +127,11 @@ def test_a_board_shows_whole_notes_only() -> None:
     notes = np.zeros(3 * NOTE_NBYTES, np.uint8)
     board = ShmBoard(notes)
     assert board.read(3) == {}
-    board.post(0, "first")
-    board.post(2, "ö" * NOTE_NBYTES)
+    board.set(0, "first")
+    board.set(2, "ö" * NOTE_NBYTES)
     assert board.read(3)[0] == "first"
     assert board.read(3)[2].startswith("ööö")
-    board.post(0, "2")
+    board.set(0, "2")
     assert board.read(3)[0] == "2"
     notes[8] ^= 1  # a text in the middle of being written
     assert 0 not in board.read(3)
@@ -172,7 +172,7 @@ def test_buffers_lie_over_the_memory_given(memory) -> None:
     cpu = CpuAccelerator(memory)
     heap = Heap()
     bytes_ = heap.allocate(400)
-    buffer = cpu.over_host_memory(bytes_, DType.FLOAT32)
+    buffer = cpu.from_host_memory(bytes_, DType.FLOAT32)
     buffer.fill(1.0)
     assert buffer.numel == 100
     assert buffer.data_ptr() == bytes_.ctypes.data
@@ -181,7 +181,7 @@ def test_buffers_lie_over_the_memory_given(memory) -> None:
 
 def test_ranks_that_turn_out_to_be_apart_talk_by_gloo_unless_shm_was_asked_for(monkeypatch, caplog) -> None:
     def apart(self, rendezvous, accelerator, *, timeout_s):
-        raise RanksApart("ranks [1] are not on the host of rank 0")
+        raise HostsDifferError("ranks [1] are not on the host of rank 0")
 
     joined = SingleCommunicator(CpuAccelerator("torch"), timeout_s=1.0, backend="gloo")
     monkeypatch.setattr(ShmBackend, "connect", apart)
@@ -189,11 +189,11 @@ def test_ranks_that_turn_out_to_be_apart_talk_by_gloo_unless_shm_was_asked_for(m
     with caplog.at_level(logging.INFO, "polyaccel"):
         assert setup.connect(meeting(2, 2), CpuAccelerator("torch")).inner is joined
     assert "ranks [1] are not on the host of rank 0; using gloo" in caplog.messages
-    with pytest.raises(RanksApart):
+    with pytest.raises(HostsDifferError):
         setup.connect(meeting(2, 2), CpuAccelerator("torch"), backend="shm")
 
 
 def test_ranks_on_two_hosts_are_told_apart() -> None:
     here = Member(1, 2, 3, "token", "host a")
-    with pytest.raises(RanksApart, match=r"ranks \[1\] are not on the host"):
+    with pytest.raises(HostsDifferError, match=r"ranks \[1\] are not on the host"):
         _check_one_host({0: here, 1: replace(here, host="host b"), 2: here})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyaccel.accelerators import presence
+from polyaccel.accelerators import device_probe
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.accelerators.cuda import CudaAccelerator
@@ -33,7 +33,7 @@ def test_a_library_without_its_device_is_not_usable(
 ) -> None:
     """As torch from PyPI is on a host without a GPU."""
     monkeypatch.setattr(backend, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "torch.py")))
-    monkeypatch.setattr(accelerator, "probe", lambda: presence.unusable("no device here"))
+    monkeypatch.setattr(accelerator, "probe", lambda: device_probe.unusable("no device here"))
     lacks_library = kind.probe()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / library).touch()
@@ -42,7 +42,7 @@ def test_a_library_without_its_device_is_not_usable(
     assert not lacks_device.usable
     assert "no device here" in lacks_device.reason
     assert "no device here" not in lacks_library.reason
-    monkeypatch.setattr(accelerator, "probe", lambda: presence.usable("a device"))
+    monkeypatch.setattr(accelerator, "probe", lambda: device_probe.usable("a device"))
     assert kind.probe().usable
 
 
@@ -51,4 +51,4 @@ def test_a_backend_of_devices_is_not_for_the_host(kind: type[TorchBackend]) -> N
     with pytest.raises(CommError) as caught:
         kind().register(CpuAccelerator())
     assert caught.value.value == "cpu"
-    assert caught.value.cure
+    assert caught.value.hint

@@ -72,7 +72,7 @@ def test_a_value_that_asks_for_an_absent_feature_is_refused(entry: Absent, key: 
         assert problem.expected == f"was removed from DeepSpeed: {entry.feature}"
     else:
         assert problem.expected == f"belongs to {entry.feature}, which does not exist yet"
-    assert problem.cure
+    assert problem.hint
 
 
 @pytest.mark.parametrize(("entry", "key", "harmless"), EXISTING)

@@ -146,7 +146,7 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do() -> 
     (problem,) = caught.value.problems
     assert problem.key == "world_size"
     assert "12 samples a step: 1, 2, 3, 4, 6" in problem.expected
-    assert problem.cure.startswith("start 4 ranks")
+    assert problem.hint.startswith("start 4 ranks")
 
 
 def test_batch_sizes_beside_it_say_the_same_or_are_ignored_on_request() -> None:
@@ -193,4 +193,4 @@ def test_a_section_that_no_number_of_ranks_suits_is_refused() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "elasticity"
     assert "from min_gpus = 3" in problem.expected
-    assert problem.cure
+    assert problem.hint

@@ -1,4 +1,4 @@
-"""No bad config is accepted, and every problem names its key, says what was expected, and how to cure it."""
+"""No bad config is accepted, and every problem names its key, says what was expected, and how to hint it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_bad_config_is_refused_with_its_key_and_cure(config: dict[str, Any], k
     error = _report(config if TRIAD & set(config) else OK | config)
     assert [problem.key for problem in error.problems] == [key]
     assert part in str(error)
-    assert error.problems[0].cure
+    assert error.problems[0].hint
 
 
 class Layer(Section):
@@ -206,7 +206,7 @@ class Layers(Section):
 def test_a_misspelt_key_in_a_list_is_named_with_its_index() -> None:
     _, problems = validate_tree(Layers, {"layers": [{"shape": 2}, {"shap": 1}]})
     assert problems[0].key == "layers[1].shap"
-    assert problems[0].cure == "did you mean 'layers[1].shape'?"
+    assert problems[0].hint == "did you mean 'layers[1].shape'?"
 
 
 def test_an_empty_config_lacks_only_the_batch_size() -> None:
@@ -279,7 +279,7 @@ def test_suggestions_are_made_for_the_first_fifty_unknown_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(tree)
     assert len(caught.value.problems) == 1000
-    suggested = [problem for problem in caught.value.problems if "did you mean" in problem.cure]
+    suggested = [problem for problem in caught.value.problems if "did you mean" in problem.hint]
     assert len(suggested) == 50
     assert "gradient_cliping99" in str(caught.value)
     assert str(caught.value).endswith("and 900 more")

@@ -24,7 +24,7 @@ def test_a_solution_keeps_what_is_given_and_is_consistent(
         numbers = [str(number) for number in (train, micro, gas, world) if number is not None]
         assert all(number in solved.expected for number in numbers)
         assert solved.key == "train_batch_size"
-        assert solved.cure
+        assert solved.hint
     else:
         assert solved.train == solved.micro * solved.gas * world
         assert train in (None, solved.train)
@@ -58,7 +58,7 @@ def test_without_a_batch_size_there_is_no_solution(gas: int | None) -> None:
 def test_the_suggested_batch_size_does_solve_it(train: int, world: int) -> None:
     solved = solve_triad(train, None, None, world_size=world)
     if isinstance(solved, Problem):
-        suggested = int(solved.cure.removeprefix("use ").removesuffix(", for example"))
+        suggested = int(solved.hint.removeprefix("use ").removesuffix(", for example"))
         assert isinstance(solve_triad(suggested, None, None, world_size=world), Triad)
     else:
         assert train % world == 0

@@ -56,7 +56,7 @@ def test_arguments_of_the_other_framework_are_refused() -> None:
 
 
 def test_a_model_in_the_place_of_args_is_noticed() -> None:
-    with pytest.raises(PolyaccelError, match=r"without a model\n  cure: pass it as model=; the first argument is args"):
+    with pytest.raises(PolyaccelError, match=r"without a model\n  hint: pass it as model=; the first argument is args"):
         polyaccel.initialize(print, config={})
 
 

@@ -60,13 +60,13 @@ def test_coordinates_outside_are_refused(index: int) -> None:
 
 @pytest.mark.parametrize("coordinates", [{}, {"data": 0, "tensor": 0}])
 def test_coordinates_name_every_axis_and_no_other(coordinates: dict[str, int]) -> None:
-    with pytest.raises(ShardingError, match=r"does not name every mesh axis once\n  cure: its axes are: data"):
+    with pytest.raises(ShardingError, match=r"does not name every mesh axis once\n  hint: its axes are: data"):
         Mesh.flat(3).rank_at(coordinates)
 
 
 def test_an_unknown_axis_is_refused_with_those_there_are() -> None:
     mesh = Mesh((MeshAxis("data", 2), MeshAxis("sequence", 3)))
-    with pytest.raises(ShardingError, match=r"no axis 'tensor'\n  cure: its axes are: data, sequence"):
+    with pytest.raises(ShardingError, match=r"no axis 'tensor'\n  hint: its axes are: data, sequence"):
         mesh.axis_size("tensor")
 
 

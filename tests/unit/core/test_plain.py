@@ -76,7 +76,7 @@ class Colour(IntEnum):
 def test_anything_else_is_refused_with_its_dotted_key(value: object, message: str) -> None:
     with pytest.raises(SerializationError, match=message) as caught:
         tagged_json.to_bytes({"best": (0, value)}, "client_state")
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:

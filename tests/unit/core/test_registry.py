@@ -80,7 +80,7 @@ def test_an_equal_major_and_no_newer_minor_is_compatible(
         assert load_plugin(GROUP, "pencil", Contract, ours) is plugin
     else:
         upgrade = "polyaccel, or install an older acme" if theirs > ours else "acme$"
-        with pytest.raises(PluginContractError, match=rf"\(package acme 1\.5\)[^$]*cure: upgrade {upgrade}"):
+        with pytest.raises(PluginContractError, match=rf"\(package acme 1\.5\)[^$]*hint: upgrade {upgrade}"):
             load_plugin(GROUP, "pencil", Contract, ours)
 
 
@@ -192,7 +192,7 @@ def test_not_found_lists_what_is_installed_and_suggests(offer: Offer) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load("brush")
     assert "did you mean" not in str(caught.value)
-    assert "entry-point group 'polyaccel.monitors'" in caught.value.cure
+    assert "entry-point group 'polyaccel.monitors'" in caught.value.hint
     assert caught.value.value == "brush"
 
 

@@ -47,8 +47,8 @@ def test_an_unknown_name_is_refused_with_those_known(name: str) -> None:
     with pytest.raises(ShardingError, match=f"no element type is called '{name}'") as caught:
         DType.parse(name)
     assert caught.value.value == name
-    assert "bfloat16" in caught.value.cure
-    assert "bf16" in caught.value.cure
+    assert "bfloat16" in caught.value.hint
+    assert "bf16" in caught.value.hint
 
 
 def test_a_device_is_written_as_users_write_it() -> None:

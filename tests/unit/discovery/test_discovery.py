@@ -89,7 +89,7 @@ def test_variables_that_cannot_be_used_are_all_shown(environ: Mapping[str, str],
     with pytest.raises(CommError) as caught:
         discover(environ=environ)
     assert message in str(caught.value)
-    assert "cure: " in str(caught.value)
+    assert "hint: " in str(caught.value)
     for name in VARIABLES:
         assert (
             f"{name}={environ[name]}" in str(caught.value) if name in environ else f"{name} unset" in str(caught.value)
@@ -130,7 +130,7 @@ def test_variables_left_over_from_elsewhere_contradict_the_launcher(outer: Mappi
         *(f"{name}={outer[name]}" for name in outer if "RANK" in name or "PROC" in name),
     ):
         assert shown in str(caught.value)
-    assert "cure: unset" in str(caught.value)
+    assert "hint: unset" in str(caught.value)
 
 
 @pytest.mark.parametrize("mark", ["TORCHELASTIC_RUN_ID", "POLYACCEL_JOB_ID", "CROSS_SIZE"])

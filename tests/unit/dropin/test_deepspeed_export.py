@@ -105,7 +105,7 @@ def test_what_deepspeed_could_not_count_is_refused(tmp_path: Path) -> None:
     tensors = chosen(reader, ["param"], None)
     with pytest.raises(CheckpointError, match=r"\[1, 4\] updates.*: up\.bias have had 1") as caught:
         write(tmp_path / "other", reader, tensors, lambda nbytes: None)
-    assert caught.value.cure
+    assert caught.value.hint
     assert not (tmp_path / "other").exists()
 
 

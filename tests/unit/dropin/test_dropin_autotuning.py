@@ -11,7 +11,7 @@ from polyaccel_deepspeed.commands import launch
 from polyaccel_deepspeed.launcher import config_of, without_autotuning
 
 from polyaccel.cli import tune as verb
-from polyaccel.launch.base import Job, JobEnd
+from polyaccel.launch.base import Job, JobResult
 from polyaccel.tuning.candidates import Candidate
 from polyaccel.tuning.records import TrialRecord
 from polyaccel.tuning.results import BEST_FILE
@@ -54,7 +54,7 @@ def test_run_trains_with_the_best_config_and_tune_does_not(
 
     monkeypatch.setattr(verb, "tune_job", tune_job)
     monkeypatch.setattr(
-        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobEnd(0)
+        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobResult(0)
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")

@@ -123,7 +123,7 @@ def test_clipping_that_is_left_out_is_deepspeeds_and_null_is_none() -> None:
 def test_what_would_change_results_is_refused_with_a_cure(foreign: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
         load_resolved(normalise({**BASE, **foreign})[0], world_size=2)
-    assert all(problem.cure for problem in caught.value.problems)
+    assert all(problem.hint for problem in caught.value.problems)
 
 
 def test_a_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:

@@ -55,4 +55,4 @@ def test_what_cannot_be_done_is_one_sentence_and_a_cure(tmp_path: Path, capsys: 
     said = capsys.readouterr().err
     assert "absent cannot be read" in said
     assert "ds_ssh: error: no command is given" in said
-    assert said.count("cure: ") == 2
+    assert said.count("hint: ") == 2

@@ -10,7 +10,7 @@ from polyaccel_deepspeed.commands import bench, launch
 from polyaccel_deepspeed.launcher import job, launch_arguments
 
 from polyaccel.errors import LaunchError
-from polyaccel.launch.base import JobEnd
+from polyaccel.launch.base import JobResult
 
 HOSTS = "a slots=2\nb slots=4  # faster\n\n# c slots=8\n"
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_started_is_one_sentence_and_a_cure(
     assert launch(["--hostfile", hostfile, *options, script]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"deepspeed: error: {said}")
-    assert "cure: " in error
+    assert "hint: " in error
 
 
 def test_ranks_get_their_local_rank_unless_told_otherwise(script: str) -> None:
@@ -75,7 +75,7 @@ def test_a_hostfile_may_name_this_machine_alone(script: str, tmp_path: Path, mon
     (tmp_path / "hosts").write_text(f"{socket.gethostname()} slots=3", encoding="utf-8")
     started = []
     monkeypatch.setattr(
-        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobEnd(0)
+        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobResult(0)
     )
     assert launch(["-H", str(tmp_path / "hosts"), script]) == 0
     assert [made.world_size for made in started] == [3]
@@ -156,7 +156,7 @@ def test_a_launcher_for_several_hosts_is_not_asked_for_on_one(
 ) -> None:
     started = []
     monkeypatch.setattr(
-        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobEnd(0)
+        "polyaccel.launch.local.LocalLauncher.run", lambda launcher, job: started.append(job) or JobResult(0)
     )
     assert launch(["--launcher", launcher, "--num_gpus", "2", script]) == 0
     assert [made.world_size for made in started] == [2]

@@ -99,4 +99,4 @@ def test_a_backend_of_gpus_is_refused_on_a_machine_without_any(monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(PolyaccelError, match="comm backend 'nccl' cannot be used: ") as caught:
         init_distributed("nccl")
-    assert "dist_backend" in str(caught.value.cure)
+    assert "dist_backend" in str(caught.value.hint)

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_names_its_line_and_shows_no_value(text: str | bytes
     with pytest.raises(LaunchError) as raised:
         _read(tmp_path, text)
     assert raised.value.value == line
-    assert raised.value.cure
+    assert raised.value.hint
     assert "hunter2" not in str(raised.value)
 
 

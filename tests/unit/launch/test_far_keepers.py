@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from served_keeper import SECRET
 
-from polyaccel.launch.base import Job, JobEnd, Launcher, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, noop
 from polyaccel.launch.memory_server.client import KeeperClient, KeeperGone
 from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
 from polyaccel.launch.memory_server.start import KeeperProcess, can_keep
@@ -79,13 +79,13 @@ class Reaching(Launcher):
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="starts nothing")
 
-    def way_to(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
+    def remote_command(self, job: Job, host: str, command: tuple[str, ...]) -> tuple[str, ...] | None:
         return None if self.way is None else (*self.way, *command)
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         self.starts += 1
         self.during(job.exports.get(KEEPER_VARIABLE, ""), job.secret)
-        return JobEnd(1 if self.starts < 3 else 0, "a rank has failed")
+        return JobResult(1 if self.starts < 3 else 0, "a rank has failed")
 
 
 def run(launcher: Reaching) -> int:

@@ -155,7 +155,7 @@ def test_a_filter_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
     for choose, option in ((included, "--include"), (excluded, "--exclude")):
         with pytest.raises(LaunchError, match=f"{option} {text}: {said}") as caught:
             choose({"a": (0, 1), "b": (0,)}, text)
-        assert caught.value.cure
+        assert caught.value.hint
 
 
 def test_counts_take_the_first() -> None:

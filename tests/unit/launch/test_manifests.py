@@ -160,7 +160,7 @@ def test_what_cannot_be_emitted_is_one_sentence_and_a_cure(
     assert main(["run", "--emit", "k8s", *options, script]) == 1
     shown = capsys.readouterr()
     assert said in shown.err
-    assert "cure: " in shown.err
+    assert "hint: " in shown.err
     assert shown.out == ""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from polyaccel.launch.base import Job, JobEnd, Launcher, LaunchPlan, look_at_nothing
+from polyaccel.launch.base import Job, JobResult, Launcher, LaunchPlan, noop
 from polyaccel.launch.memory_server.client import KeeperClient
 from polyaccel.launch.memory_server.protocol import KEEPER_VARIABLE
 from polyaccel.launch.memory_server.start import can_keep
@@ -17,14 +17,14 @@ from polyaccel.launch.plan import plan_host
 from polyaccel.launch.restarts import RESTART_VARIABLE, RestartPolicy, run_with_restarts
 from polyaccel.types import Probe
 
-KILLED = JobEnd(137, "rank 1 (pid 5) was killed by SIGKILL after 3 s", killed=1)
+KILLED = JobResult(137, "rank 1 (pid 5) was killed by SIGKILL after 3 s", killed=1)
 
 
 @dataclass
 class Ended(Launcher):
     """Starts that end as they are told."""
 
-    ends: Sequence[JobEnd]
+    ends: Sequence[JobResult]
     plans: list[LaunchPlan] = field(default_factory=list)
     during: Callable[[LaunchPlan, Callable[[], object]], None] = lambda plan, look: None
     name = "ended"
@@ -33,7 +33,7 @@ class Ended(Launcher):
     def probe(cls) -> Probe:
         return Probe(usable=True, reason="starts nothing")
 
-    def run(self, job: Job, look: Callable[[], object] = look_at_nothing) -> JobEnd:
+    def run(self, job: Job, look: Callable[[], object] = noop) -> JobResult:
         given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         self.plans.append(plan_host(job, 0, given))
         self.during(self.plans[-1], look)
@@ -50,14 +50,14 @@ def ranks_of(launcher: Ended) -> list[int]:
 
 
 def test_a_job_that_ends_well_is_not_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = Ended([JobEnd(0)])
+    launcher = Ended([JobResult(0)])
     assert run(launcher, RestartPolicy(3)) == 0
     assert ranks_of(launcher) == [3]
     assert capfd.readouterr().err == ""
 
 
 def test_the_last_start_decides_and_each_restart_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = Ended([KILLED, JobEnd(7, "rank 0 (pid 9) exited with code 7 after 1.0 s"), JobEnd(5, "rank 2")])
+    launcher = Ended([KILLED, JobResult(7, "rank 0 (pid 9) exited with code 7 after 1.0 s"), JobResult(5, "rank 2")])
     assert run(launcher, RestartPolicy(2)) == 5
     assert ranks_of(launcher) == [3, 3, 3]
     assert capfd.readouterr().err.splitlines() == [
@@ -67,33 +67,33 @@ def test_the_last_start_decides_and_each_restart_is_said(capfd: pytest.CaptureFi
 
 
 def test_a_job_that_was_asked_to_end_is_not_started_again() -> None:
-    launcher = Ended([JobEnd(143, "ended by SIGTERM, which was passed on to the ranks", was_asked=True)])
+    launcher = Ended([JobResult(143, "ended by SIGTERM, which was passed on to the ranks", was_asked=True)])
     assert run(launcher, RestartPolicy(3)) == 143
     assert ranks_of(launcher) == [3]
 
 
 def test_only_numbers_of_ranks_that_can_train_are_started() -> None:
-    launcher = Ended([KILLED, KILLED, JobEnd(137, "two", killed=2), KILLED, JobEnd(0)])
+    launcher = Ended([KILLED, KILLED, JobResult(137, "two", killed=2), KILLED, JobResult(0)])
     assert run(launcher, RestartPolicy(9, least=2, sizes=(1, 2, 3, 4, 6)), ranks=6) == 0
     assert ranks_of(launcher) == [6, 4, 3, 2, 2]
 
 
 def test_ranks_that_were_killed_are_left_out_down_to_the_least(capfd: pytest.CaptureFixture[str]) -> None:
     """One that ends with a code of its own has lost no place."""
-    launcher = Ended([KILLED, JobEnd(1, "rank 0 exited"), JobEnd(137, "two", killed=2), KILLED, JobEnd(0)])
+    launcher = Ended([KILLED, JobResult(1, "rank 0 exited"), JobResult(137, "two", killed=2), KILLED, JobResult(0)])
     assert run(launcher, RestartPolicy(9, least=2), ranks=4) == 0
     assert ranks_of(launcher) == [4, 3, 3, 2, 2]
     assert "restart 1 of 9 with 3 of 4 ranks: rank 1 (pid 5)" in capfd.readouterr().err
 
 
 def test_devices_are_counted_anew() -> None:
-    launcher, counts = Ended([KILLED, KILLED, JobEnd(0)]), iter([4, 1])
+    launcher, counts = Ended([KILLED, KILLED, JobResult(0)]), iter([4, 1])
     assert run(launcher, RestartPolicy(9, least=2, count_ranks=lambda: next(counts)), ranks=4) == 0
     assert ranks_of(launcher) == [4, 4, 2]
 
 
 def test_starts_have_a_secret_and_a_count_in_common_and_nothing_else() -> None:
-    launcher = Ended([KILLED, KILLED, JobEnd(0)])
+    launcher = Ended([KILLED, KILLED, JobResult(0)])
     run(launcher, RestartPolicy(2))
     environments = [plan.ranks[0].environment for plan in launcher.plans]
     assert len({each["POLYACCEL_JOB_SECRET"] for each in environments}) == 1
@@ -121,7 +121,7 @@ def test_the_keeper_stays_from_start_to_start_and_goes_with_the_last(capfd: pyte
             look()
             keep(plan, look)
 
-    launcher = Ended([KILLED, KILLED, JobEnd(0)], during=keep)
+    launcher = Ended([KILLED, KILLED, JobResult(0)], during=keep)
     assert run(launcher, RestartPolicy(2)) == 0
     assert found == [{}, {"1": 0}, {}, {"3": 0}]
     assert len(set(names)) == 1
@@ -143,7 +143,7 @@ def children_with(word: str) -> list[int]:
 
 
 def test_on_several_hosts_all_ranks_are_started_again() -> None:
-    launcher = Ended([KILLED, JobEnd(0)])
+    launcher = Ended([KILLED, JobResult(0)])
     job = Job(command=("true",), hosts={"a": (0, 1), "b": (0,)}, master_addr="a", master_port=29500)
     assert run_with_restarts(launcher, job, RestartPolicy(2, least=1)).code == 0
     assert [plan.ranks[0].environment["WORLD_SIZE"] for plan in launcher.plans] == ["3", "3"]

@@ -53,7 +53,7 @@ class Reading(Fetch):
         self._disk.log.append(f"have {self.index}")
         self._target.copy_from(self._source)
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         if self.index not in self._disk.broken:
             self._disk.under_way -= 1
             self._disk.log.append(f"drop {self.index}")
@@ -281,7 +281,7 @@ def test_what_is_dropped_or_cannot_be_read_gives_its_buffers_back(tmp_path):
     target = device.allocate(1500, F32)
     sources[1].file.path.write_bytes(b"short")  # type: ignore[attr-defined]
     for _ in range(3):
-        tier.fetch(sources[0], target).drop()
+        tier.fetch(sources[0], target).cancel()
         with pytest.raises(OffloadError, match=r"shard1 could not be read.*it ends after 5 bytes"):
             tier.fetch(sources[1], target).finish()
     tier.fetch(sources[2], target).finish()

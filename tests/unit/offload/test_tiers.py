@@ -146,13 +146,13 @@ def test_only_whole_buffers_of_the_tier_are_lent_one_walk_at_a_time(opened: Open
     buffer = tier.allocate("a", 4, F32)
     for stranger in (buffer.view(0, 2), other.allocate("a", 4, F32)):
         with pytest.raises(InvariantError, match="not a whole buffer"):
-            next(tier.lend([[stranger]]))
-    walk = tier.lend([[buffer]])
+            next(tier.stream_groups([[stranger]]))
+    walk = tier.stream_groups([[buffer]])
     next(walk)
     with pytest.raises(InvariantError, match="while it lends"):
-        next(tier.lend([[buffer]]))
+        next(tier.stream_groups([[buffer]]))
     walk.close()
-    assert len(list(tier.lend([[buffer]]))) == 1
+    assert len(list(tier.stream_groups([[buffer]]))) == 1
 
 
 @pytest.mark.parametrize("key", ["a", "a/b", "", "../a"])
@@ -190,7 +190,7 @@ def test_no_setting_changes_what_is_kept_nor_takes_more_host_buffers_than_allowe
     )
     groups = [[tier.allocate(f"{g}.{i}", n, F32) for i, n in enumerate(group)] for g, group in enumerate(sizes)]
     for walk in range(3):
-        for index, lent in enumerate(tier.lend(groups)):
+        for index, lent in enumerate(tier.stream_groups(groups)):
             for place, buffer in enumerate(lent):
                 assert (buffer.raw == walk * (10 * index + place)).all()
                 buffer.raw[:] = (walk + 1) * (10 * index + place)

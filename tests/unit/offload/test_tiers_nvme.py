@@ -132,7 +132,7 @@ class SlowDisk(Transfers):
 def test_the_next_group_is_read_while_one_is_in_use(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_read=True)
     groups, disk = three_groups(tier), SlowDisk(tier)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)
     assert disk.started == ["read a0", "read b0", "read a1", "read b1"]
     assert disk.waited == ["read a0", "read b0"]
@@ -144,7 +144,7 @@ def test_the_next_group_is_read_while_one_is_in_use(tmp_path: Path) -> None:
 def test_groups_are_read_further_ahead_with_more_buffers(tmp_path: Path, buffer_count: int, is_read: bool) -> None:
     tier = open_tier(tmp_path, pipeline_read=True, buffer_count=buffer_count)
     groups, disk = three_groups(tier), SlowDisk(tier)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)
     assert ("read b2" in disk.started) is is_read
     walk.close()
@@ -153,7 +153,7 @@ def test_groups_are_read_further_ahead_with_more_buffers(tmp_path: Path, buffer_
 
 def test_nothing_is_read_ahead_unless_asked(tier: NvmeTier) -> None:
     groups, disk = three_groups(tier), SlowDisk(tier)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)
     assert disk.started == ["read a0", "read b0"]
     next(walk)
@@ -164,7 +164,7 @@ def test_nothing_is_read_ahead_unless_asked(tier: NvmeTier) -> None:
 def test_a_group_is_written_while_the_next_is_in_use(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pipeline_write=True)
     groups, disk = three_groups(tier), SlowDisk(tier)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)[0].fill(5.0)
     next(walk)
     assert disk.started[2:4] == ["write a0", "write b0"]
@@ -177,7 +177,7 @@ def test_a_group_is_written_while_the_next_is_in_use(tmp_path: Path) -> None:
 
 def test_a_group_is_written_before_the_next_is_lent_unless_asked(tier: NvmeTier) -> None:
     groups = three_groups(tier)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)[0].fill(5.0)
     next(walk)
     assert values(groups[0][0]) == {5.0}
@@ -190,7 +190,7 @@ def test_many_walks_take_no_more_file_handles_threads_or_buffers(tmp_path: Path)
     gc.collect()
     handles, threads = [], len(os.listdir("/proc/self/task"))
     for _ in range(30):
-        assert len(list(tier.lend(groups))) == 3
+        assert len(list(tier.stream_groups(groups))) == 3
         handles.append(len(os.listdir("/proc/self/fd")))
         assert len(os.listdir("/proc/self/task")) <= threads + 4
         assert sum(map(len, tier._free.values())) <= 6
@@ -210,7 +210,7 @@ def test_files_are_whole_blocks_with_their_room_reserved(tier: NvmeTier) -> None
 def test_a_disk_without_room_is_refused_before_anything_is_made(tier: NvmeTier) -> None:
     with pytest.raises(OffloadError, match=r"disk is full: .*/rank0/a needs 4000000000000000 bytes, \d+ are free") as e:
         tier.allocate("a", 10**15, F32)
-    assert "nvme_path" in e.value.cure
+    assert "nvme_path" in e.value.hint
     assert list(tier._folder.path.iterdir()) == []
     tier.allocate("a", 4, F32)
 
@@ -251,25 +251,25 @@ def test_a_full_disk_in_the_middle_of_a_walk_loses_nothing(
             return write(file, *rest)
 
     monkeypatch.setattr(StateFile, "start_writing", write_elsewhere)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     for index in range(3):
         for buffer in next(walk):
             buffer.fill(index + 1.0)
     with pytest.raises(OffloadError, match=r"2 buffers could not be written .* disk is full") as caught:
         next(walk)
-    assert "checkpoint" in caught.value.cure
+    assert "checkpoint" in caught.value.hint
     assert [[values(buffer) for buffer in group] for group in groups] == [[{1.0}] * 2, [{2.0}] * 2, [{3.0}] * 2]
 
     groups[1][0].view(0, 1).fill(8.0)  # loading a checkpoint writes pieces
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     assert [values(next(walk)[0]) for _ in groups] == [{1.0}, {2.0, 8.0}, {3.0}]
     with pytest.raises(OffloadError):  # still full
         next(walk)
     broken.clear()
-    assert len(list(tier.lend(groups))) == 3
+    assert len(list(tier.stream_groups(groups))) == 3
     files = [file_of(buffer).read_bytes()[: buffer.nbytes] for buffer in (groups[1][0], groups[2][1])]
     assert [set(np.frombuffer(data, "<f4").tolist()) for data in files] == [{2.0, 8.0}, {3.0}]
-    for lent in tier.lend(groups):
+    for lent in tier.stream_groups(groups):
         lent[0].fill(5.0)
     assert [values(group[0]) for group in groups] == [{5.0}] * 3
     tier.close()
@@ -280,14 +280,14 @@ def test_a_short_file_stops_the_walk_and_spoils_no_other(tmp_path: Path, pipelin
     tier = open_tier(tmp_path, pipeline_read=pipelined, pipeline_write=pipelined)
     groups = three_groups(tier)
     os.truncate(file_of(groups[1][1]), 4096)
-    walk = tier.lend(groups)
+    walk = tier.stream_groups(groups)
     next(walk)[0].fill(6.0)
     with pytest.raises(OffloadError, match=r"/b1 could not be read: .*ends after 4096 bytes, 4096 more were expected"):
         next(walk)
     assert [values(buffer) for buffer in (*groups[0], groups[1][0], *groups[2])] == [{6.0}, *[{0.0}] * 4]
     assert file_of(groups[1][1]).stat().st_size == 4096  # not written back, for nobody has read it
     os.truncate(file_of(groups[1][1]), 2 * 4096)
-    assert len(list(tier.lend(groups))) == 3
+    assert len(list(tier.stream_groups(groups))) == 3
     tier.close()
 
 
@@ -321,7 +321,7 @@ def test_places_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError, match="no folder for offloaded states can be made") as caught:
         open_tier(tmp_path / "file")
-    assert "nvme_path" in caught.value.cure
+    assert "nvme_path" in caught.value.hint
     with pytest.raises(OffloadError, match="no directory"):
         NvmeTier().open(HOST, HOST, TierOptions())
     with pytest.raises(OffloadError, match="cannot be part of a folder's name"):

@@ -20,9 +20,9 @@ from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.ops.base import (
     ALL_OPS,
     CAST,
-    COMBINE,
     DEQUANTIZE,
     QUANTIZE,
+    REDUCE,
     SCALE,
     SQUARE_SUMS,
     UPDATE,
@@ -127,8 +127,8 @@ def test_threads_round_stochastically_without_changing_a_bit() -> None:
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_narrow_weights_and_states_are_the_wide_ones_rounded(dtype: DType) -> None:
-    cases = [c for c in CASES if {a.dtype for a in c.arguments} == {DType.FLOAT32} and c.op not in (CAST, COMBINE)]
-    assert {case.op for case in cases} == set(ALL_OPS) - {CAST, COMBINE, SQUARE_SUMS, QUANTIZE, DEQUANTIZE}
+    cases = [c for c in CASES if {a.dtype for a in c.arguments} == {DType.FLOAT32} and c.op not in (CAST, REDUCE)]
+    assert {case.op for case in cases} == set(ALL_OPS) - {CAST, REDUCE, SQUARE_SUMS, QUANTIZE, DEQUANTIZE}
     for case in cases:
         narrow = []
         for buffer in filled(TORCH, case, 777):
@@ -172,7 +172,7 @@ def test_nan_wins_whichever_side_it_is_on(dtype: DType, isa: str) -> None:
         target = TORCH.wrap(torch.tensor([nan, 1.0, nan, -inf, 2.0] * 9).to(getattr(torch, dtype.value)))
         source = TORCH.wrap(torch.tensor([1.0, nan, nan, inf, -3.0] * 9).to(target.raw.dtype))
         expected = (torch.maximum if op is ReduceOp.MAX else torch.minimum)(target.raw, source.raw)
-        TORCH.kernels()[COMBINE](target, source, op)
+        TORCH.kernels()[REDUCE](target, source, op)
         torch.testing.assert_close(target.raw, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -220,8 +220,8 @@ def test_other_types_are_combined_as_torch_does(dtype: DType, isa: str) -> None:
             target, source = accelerator.allocate(1003, dtype), accelerator.allocate(1003, dtype)
             target.from_bytes(data[0])
             source.from_bytes(data[1])
-            accelerator.kernels()[COMBINE](target, source, op)
-            assert target.generation > 1
+            accelerator.kernels()[REDUCE](target, source, op)
+            assert target.version > 1
             results.append(target.to_bytes())
         assert results[0] == results[1], op
 
@@ -232,7 +232,7 @@ def test_every_16_bit_number_is_read_and_written_as_torch_does(dtype: DType, isa
     every = TORCH.allocate(1 << 16, dtype)
     every.from_bytes(np.arange(1 << 16, dtype=np.uint16).tobytes())
     wide = TORCH.allocate(1 << 16, DType.FLOAT32)
-    table[COMBINE](wide, every, ReduceOp.SUM)
+    table[REDUCE](wide, every, ReduceOp.SUM)
     torch.testing.assert_close(wide.raw, every.raw.float(), rtol=0, atol=0, equal_nan=True)
 
     # Any bits of float32, and all middles between two neighbours.
@@ -277,7 +277,7 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ShardingError, match="7 x float32"):
         table[UPDATE](ADAMW, four[0], four[1], [four[2], short])
     with pytest.raises(ShardingError, match="7 x float32"):
-        table[COMBINE](four[0], short, ReduceOp.SUM)
+        table[REDUCE](four[0], short, ReduceOp.SUM)
     with pytest.raises(ShardingError, match="no place 3"):
         table[SQUARE_SUMS](TORCH.allocate(3, DType.FLOAT64), [(3, short)])
     with pytest.raises(ShardingError, match="cannot scale"):

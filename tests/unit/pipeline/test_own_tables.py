@@ -39,9 +39,9 @@ def test_slots_and_not_lines_say_the_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (HEAD, "stage,op,micro_batch,chunk", r":1: its columns are stage,op,micro_batch,chunk\n  cure: write slot,"),
+        (HEAD, "stage,op,micro_batch,chunk", r":1: its columns are stage,op,micro_batch,chunk\n  hint: write slot,"),
         ("0,0,FORWARD,0,0\n", "0,0,FORWARD,0\n", ":2: 4 values"),
-        ("1,0,BACKWARD,0,0", "1,0,BACK,0,0", r":3: no op is named 'BACK'\n  cure: one of: FORWARD, BACKWARD,"),
+        ("1,0,BACKWARD,0,0", "1,0,BACK,0,0", r":3: no op is named 'BACK'\n  hint: one of: FORWARD, BACKWARD,"),
         ("1,0,BACKWARD,0,0", "1,0,BACKWARD,first,0", ":3: micro_batch is 'first'"),
         ("1,0,BACKWARD,0,0", "1,0,BACKWARD,-1,0", ":3: micro_batch is '-1'"),
         ("1,0,BACKWARD,0,0", "0,0,BACKWARD,0,0", ":3: stage 0 does BACKWARD of micro-batch 0 .* slot 0, which line 2"),

@@ -73,7 +73,7 @@ def test_a_method_weighs_layers(method: str, expected: list[float]) -> None:
     [
         ("profile", "no partition_method is named 'profile'"),
         ("type:", "no partition_method is named 'type:'"),
-        ("type:Attention", "matches the class of no layer\n  cure: they are: Embedding, Block, LayerNorm"),
+        ("type:Attention", "matches the class of no layer\n  hint: they are: Embedding, Block, LayerNorm"),
         ("type:(", "partition_method 'type:\\('"),
     ],
 )

@@ -195,11 +195,11 @@ def test_uneven_chunks_are_bound_by_the_longest() -> None:
 @pytest.mark.parametrize(
     ("schedule", "numbers", "said"),
     [
-        ("2f2b", (2, 2), r"no schedule is named '2f2b'\n  cure: one of: gpipe, 1f1b"),
+        ("2f2b", (2, 2), r"no schedule is named '2f2b'\n  hint: one of: gpipe, 1f1b"),
         ("1f1b", (0, 2), "0 stages for 1f1b"),
         ("1f1b", (2, 0), "0 micro-batches for 1f1b"),
         ("interleaved", (2, 2, 0), "0 chunks for interleaved"),
-        ("1f1b", (2, 2, 2), r"1f1b has one chunk a stage, not 2\n  cure: .* or use interleaved, zb-v, dualpipe-v"),
+        ("1f1b", (2, 2, 2), r"1f1b has one chunk a stage, not 2\n  hint: .* or use interleaved, zb-v, dualpipe-v"),
         ("zb-v", (2, 2, 3), "zb-v has 2 chunks a stage, not 3"),
     ],
 )

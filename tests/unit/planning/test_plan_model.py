@@ -118,7 +118,7 @@ def test_a_function_is_called_on_the_meta_device(module_here: str) -> None:
 def test_a_function_that_gives_no_model_is_an_error(module_here: str, name: str, message: str) -> None:
     with pytest.raises(PolyaccelError, match=f"{module_here}:{name}.* {message}") as caught:
         shape_of_function(f"{module_here}:{name}", rules())
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_module_that_is_not_there_is_an_error(module_here: str) -> None:

@@ -19,7 +19,7 @@ TORCHRUN = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "train.py", line 3, in <module>
 [rank0]: polyaccel.errors.CommError: rank 1 is gone
-[rank0]:   cure: look for the error of that rank
+[rank0]:   hint: look for the error of that rank
 [rank0]:   File "train.py", line 3, in <module>
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
   error_file: <N/A>
@@ -29,7 +29,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 def test_an_error_of_ours_is_shown_with_its_cure_and_no_traceback() -> None:
     assert _last(TORCHRUN).splitlines() == [
         "[rank0]: polyaccel.errors.CommError: rank 1 is gone",
-        "[rank0]:   cure: look for the error of that rank",
+        "[rank0]:   hint: look for the error of that rank",
     ]
 
 
@@ -45,11 +45,11 @@ def test_without_any_error_the_last_lines_are_shown() -> None:
 
 def test_the_cure_of_a_broken_promise_is_apart_from_what_was_found() -> None:
     def broken() -> None:
-        raise BrokenPromise("the probe raised", cure="say why not")
+        raise BrokenPromise("the probe raised", hint="say why not")
 
     outcome = run_test("test_broken", broken)
-    assert (outcome.state, outcome.reason, outcome.cure) == ("failed", "the probe raised", "say why not")
-    with pytest.raises(AssertionError, match="the probe raised\n  cure: say why not"):
+    assert (outcome.state, outcome.reason, outcome.hint) == ("failed", "the probe raised", "say why not")
+    with pytest.raises(AssertionError, match="the probe raised\n  hint: say why not"):
         broken()
 
 
@@ -57,7 +57,7 @@ def test_the_cure_of_a_broken_promise_is_apart_from_what_was_found() -> None:
 def test_a_probe_that_fails_says_what_cures_it(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = json.dumps({"usable": False, "reason": "no such chip", "loaded": []})
     programs = {
-        "with an error of ours": "raise polyaccel.errors.PluginContractError('its probe lies', cure='let it tell')",
+        "with an error of ours": "raise polyaccel.errors.PluginContractError('its probe lies', hint='let it tell')",
         "with another": "raise ValueError('nothing there')",
         "as absent": f"print({absent!r})",
     }
@@ -66,11 +66,11 @@ def test_a_probe_that_fails_says_what_cures_it(ends: str, monkeypatch: pytest.Mo
     contract = LoadingContract(PluginGroup.MONITORS, "acme", 30)
     test = contract.test_it_can_be_used_here if ends == "as absent" else contract.test_the_probe_answers
     outcome = run_test("test", test)
-    reason, cure = {
+    reason, hint = {
         "with an error of ours": ("probing it: its probe lies", "let it tell"),
         "with another": ("probing it: ValueError: nothing there", "mend what probing it runs"),
         "as absent": ("cannot be used here: no such chip", "mend what is missing here"),
     }[ends]
     assert outcome.state == "failed"
     assert outcome.reason == reason
-    assert outcome.cure.startswith(cure)
+    assert outcome.hint.startswith(hint)

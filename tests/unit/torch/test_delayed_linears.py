@@ -212,11 +212,11 @@ def test_products_are_written_to_their_place_and_added_up_there(in_place: bool, 
         with delayed.defer_weight_grads(left):
             layer(torch.randn(5, 6, requires_grad=True)).square().sum().backward()
     weight, bias = (wrap_torch(torch.full((numel,), 7.0, dtype=held_as)) for numel in (24, 4))
-    before = weight.generation
+    before = weight.version
     for adds, product in zip((False, True, True), left, strict=True):
         product.write(weight, adds)
         product.write_bias(bias, adds)
-    assert weight.generation > before
+    assert weight.version > before
     run_later(left)
     assert layer.weight.grad is not None
     assert layer.bias.grad is not None

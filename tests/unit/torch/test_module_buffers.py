@@ -110,7 +110,7 @@ def test_types_that_do_not_fit_name_the_buffers_and_the_key_that_helps(kind: str
     with pytest.raises(PolyaccelError) as caught:
         trained(kind, precision, x)
     assert caught.value.value == name
-    assert "buffer_dtype" in caught.value.cure
+    assert "buffer_dtype" in caught.value.hint
     assert trained(kind, precision, x, data_types={"buffer_dtype": precision}).isfinite()
 
 

@@ -89,7 +89,7 @@ def test_the_bytes_are_a_safetensors_file(tmp_path: Any) -> None:
 def test_what_cannot_be_read_back_safely_is_refused_by_its_place(value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         packed(value, "it")
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_what_torch_wrote_is_read_without_running_code() -> None:

@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.buffer import Cuts
+from polyaccel.buffer import BufferViews
 from polyaccel.comm.backends.local.backend import LocalWorld
 from polyaccel.types import DType
 from polyaccel.zero.plan.pool import BufferPool
@@ -18,7 +18,7 @@ memories = pytest.mark.parametrize("accelerator", [CpuAccelerator("numpy"), CpuA
 
 @memories
 def test_a_buffer_is_cut_once_and_each_buffer_for_itself(accelerator):
-    cuts = Cuts([(0, 4), (16, 2)])
+    cuts = BufferViews([(0, 4), (16, 2)])
     one, other = (accelerator.allocate(32, DType.FLOAT32) for _ in range(2))
     views = cuts.of(one)
     assert [(view.data_ptr() - one.data_ptr(), view.numel) for view in views] == [(0, 4), (64, 2)]
@@ -28,7 +28,7 @@ def test_a_buffer_is_cut_once_and_each_buffer_for_itself(accelerator):
 
 @memories
 def test_views_keep_no_memory_that_its_owner_let_go(accelerator):
-    cuts = Cuts([(0, 4)])
+    cuts = BufferViews([(0, 4)])
     pool = BufferPool(LocalWorld(1, accelerator).communicators[0].allocate)
     lent = pool.acquire(32, DType.FLOAT32)
     view = ref(cuts.of(lent)[0])

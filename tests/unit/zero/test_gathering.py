@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.errors import InvariantError, ShardingError
 from polyaccel.mesh import Mesh
 from polyaccel.testkit.ranks.threads import run_threads

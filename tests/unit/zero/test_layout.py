@@ -173,7 +173,7 @@ def test_the_cap_is_the_last_size_that_fits(cap: int, buckets: int) -> None:
 
 def test_a_repeated_name_is_refused_with_the_cure() -> None:
     twice = [ParamSpec("head.weight", (2, 3), DType.FLOAT32)] * 2
-    with pytest.raises(ShardingError, match=r"'head\.weight' appears twice\n  cure: tied parameters"):
+    with pytest.raises(ShardingError, match=r"'head\.weight' appears twice\n  hint: tied parameters"):
         plan_layout(twice, mesh=Mesh.flat(2), max_bucket_numel=100)
 
 

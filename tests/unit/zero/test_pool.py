@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.types import DType
 from polyaccel.zero.plan.pool import BufferPool
 

@@ -54,7 +54,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
         if ours != theirs:
             raise ElasticityConfigError(
                 f"elasticity.{name} = {ours}, and the scheduler has planned with {theirs}",
-                cure=f"write the same in the config and in {DEEPSPEED_ELASTICITY_CONFIG}",
+                hint=f"write the same in the config and in {DEEPSPEED_ELASTICITY_CONFIG}",
                 value=ours,
             )
 
@@ -73,9 +73,9 @@ def compute_elastic_config(
     """
     tree = json.loads(ds_config) if isinstance(ds_config, str) else ds_config
     if ELASTICITY not in tree:
-        raise ElasticityConfigError("the config has no section elasticity", cure='add "elasticity": {...}')
+        raise ElasticityConfigError("the config has no section elasticity", hint='add "elasticity": {...}')
     if not elasticity_enabled(tree):
-        raise ElasticityConfigError("elasticity.enabled is not true", cure='write "enabled": true')
+        raise ElasticityConfigError("elasticity.enabled is not true", hint='write "enabled": true')
     section = _section(tree[ELASTICITY])
     try:
         batch = solve(section)
@@ -85,8 +85,8 @@ def compute_elastic_config(
         return _of_ranks(batch, world_size, return_microbatch)
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size:
-        cure = "pass world_size, or set WORLD_SIZE"
-        raise ElasticityConfigError("version 0.2 of elasticity needs the number of GPUs", cure=cure)
+        hint = "pass world_size, or set WORLD_SIZE"
+        raise ElasticityConfigError("version 0.2 of elasticity needs the number of GPUs", hint=hint)
     if world_size // section.model_parallel_size in batch.world_sizes:
         micro = batch.micro_batch_size(world_size // section.model_parallel_size)
     else:
@@ -101,7 +101,7 @@ def _of_ranks(batch: ElasticBatch, world_size: int, return_microbatch: bool) -> 
         if world_size not in batch.world_sizes:
             raise ElasticityIncompatibleWorldSize(
                 f"{world_size} GPUs do not divide the batch of {batch.train_batch_size}",
-                cure=f"use one of {', '.join(map(str, batch.world_sizes))}",
+                hint=f"use one of {', '.join(map(str, batch.world_sizes))}",
                 value=world_size,
             )
         return (*found, batch.micro_batch_size(world_size))
@@ -118,7 +118,7 @@ def _of_any(section: ElasticityConfig, world_size: int) -> tuple[ElasticBatch, i
     if not batches:
         raise ElasticityIncompatibleWorldSize(
             f"{world_size} GPUs train more than max_train_batch_size = {most} samples with any micro-batch",
-            cure="raise elasticity.max_train_batch_size, or allow a smaller micro-batch",
+            hint="raise elasticity.max_train_batch_size, or allow a smaller micro-batch",
             value=world_size,
         )
     chosen = max(batches) if section.prefer_larger_batch else min(batches)

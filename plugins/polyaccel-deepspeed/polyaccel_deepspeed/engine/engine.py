@@ -38,7 +38,7 @@ def _settable_counter(name: str) -> Any:
 
     def write(self: DeepSpeedEngine, value: float) -> None:
         if int(value) != value or value < 0:
-            raise PolyaccelError(f"engine.{name} = {value!r}", cure="set a whole number, 0 or more", value=value)
+            raise PolyaccelError(f"engine.{name} = {value!r}", hint="set a whole number, 0 or more", value=value)
         setattr(self.counters, name, int(value))
 
     return property(read, write, doc=f"`{name}`, as `TorchEngine` counts it.")

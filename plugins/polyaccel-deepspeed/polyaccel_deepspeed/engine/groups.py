@@ -50,7 +50,7 @@ def _group(*axes: str) -> Any:
         return dist.group.WORLD
     raise PolyaccelError(
         f"no ranks stand along the axis {axes[-1]!r}",
-        cure="name its size in the config, such as tensor_parallel.autotp_size, and ask after deepspeed.initialize",
+        hint="name its size in the config, such as tensor_parallel.autotp_size, and ask after deepspeed.initialize",
         value=axes[-1],
     )
 
@@ -165,5 +165,5 @@ def _known(axis: str, group_name: str) -> str:
     """`axis`, where groups of experts have the name."""
     if _size("expert") == 1 or group_name != _get_max_expert_size_name():
         there = f"use {_get_max_expert_size_name()}" if _size("expert") > 1 else "give MoE an ep_size above 1"
-        raise PolyaccelError(f"no ranks share experts by the name {group_name!r}", cure=there, value=group_name)
+        raise PolyaccelError(f"no ranks share experts by the name {group_name!r}", hint=there, value=group_name)
     return axis

@@ -95,8 +95,8 @@ class DeepSpeedDataLoader:
         deepspeed_dataloader_config: Mapping[str, Any] = {},
     ) -> None:
         if deepspeed_dataloader_config.get("curriculum_learning"):
-            cure = 'give a data_sampler of torch\'s, and leave "curriculum_learning" out'
-            problem = Problem("curriculum_learning", True, "belongs to the data efficiency library", cure)
+            hint = 'give a data_sampler of torch\'s, and leave "curriculum_learning" out'
+            problem = Problem("curriculum_learning", True, "belongs to the data efficiency library", hint)
             raise ConfigError([problem], source="DeepSpeedDataLoader")
         self.dataset, self.batch_size = dataset, batch_size
         self.collate_fn, self.tput_timer = collate_fn, tput_timer

@@ -37,7 +37,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         raise PolyaccelError(
             f"{name}.step was called, but its numbers are in an engine",
-            cure=f"pass {name} to deepspeed.initialize, and call engine.step()",
+            hint=f"pass {name} to deepspeed.initialize, and call engine.step()",
         )
 
 
@@ -182,4 +182,4 @@ def _adam(
 def _refuse(**asked: bool) -> None:
     for name, is_asked in asked.items():
         if is_asked:
-            raise PolyaccelError(f"{name} is not available", cure=f"leave {name} out", value=name)
+            raise PolyaccelError(f"{name} is not available", hint=f"leave {name} out", value=name)

@@ -89,7 +89,7 @@ class FlopsProfiler:
     @property
     def _seen(self) -> ProfileNode:
         if self._profiler is None:
-            raise PolyaccelError("nothing was profiled", cure="call start_profile before the forward pass")
+            raise PolyaccelError("nothing was profiled", hint="call start_profile before the forward pass")
         return self._profiler.profile()
 
 
@@ -113,7 +113,7 @@ def get_model_profile(
     times."""
     given = [inputs_of_shape(model, input_shape)] if input_shape is not None else list(args)
     if mode not in ("forward", "generate"):
-        raise PolyaccelError(f"mode {mode!r}", cure='use "forward" or "generate"', value=mode)
+        raise PolyaccelError(f"mode {mode!r}", hint='use "forward" or "generate"', value=mode)
     call: Any = model if mode == "forward" else model.generate
     root = profile_module(
         model, lambda: call(*given, **(kwargs or {})), warm_up=warm_up, ignored=tuple(ignore_modules or ())

@@ -29,7 +29,7 @@ def tp_model_init(
     stated = dict((config or {}).get("tensor_parallel", {})).get("autotp_size", 0)
     for other in (stated, _asked.get(model, 0)):
         if other not in (0, tp_size):
-            raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which says {tp_size}", _CURE)])
+            raise ConfigError([Problem(_KEY, other, f"contradicts tp_model_init, which says {tp_size}", _HINT)])
     _asked[model] = tp_size
     return model
 
@@ -42,8 +42,8 @@ def with_tensor_ranks(tree: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     section = dict(tree.get("tensor_parallel", {}))
     if section.get("autotp_size", 0) not in (0, asked):
         said = f"contradicts tp_model_init, which said {asked}"
-        raise ConfigError([Problem(_KEY, section["autotp_size"], said, _CURE)])
+        raise ConfigError([Problem(_KEY, section["autotp_size"], said, _HINT)])
     return {**tree, "tensor_parallel": {**section, "autotp_size": asked}}
 
 
-_CURE = "say it once, or the same"
+_HINT = "say it once, or the same"

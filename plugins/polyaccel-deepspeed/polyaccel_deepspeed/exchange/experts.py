@@ -37,7 +37,7 @@ def owners(
     parts = counts[index] if isinstance(counts, list) else counts
     if not isinstance(parts, int) or parts < 1 or ranks % parts:
         raise CheckpointError(
-            f"experts of {ranks} ranks are in {parts} parts", cure="give the files of all ranks", value=parts
+            f"experts of {ranks} ranks are in {parts} parts", hint="give the files of all ranks", value=parts
         )
     sharing = ranks // parts
     if config.get("use_data_before_expert_parallelism"):
@@ -62,7 +62,7 @@ class Stacks:
             if sorted(experts) != [*range(len(experts))]:
                 raise CheckpointError(
                     f"of {stack!r} ({kind}) there are experts {sorted(experts)}",
-                    cure="give the files of all experts",
+                    hint="give the files of all experts",
                     value=stack,
                 )
             ordered = [experts[number] for number in range(len(experts))]

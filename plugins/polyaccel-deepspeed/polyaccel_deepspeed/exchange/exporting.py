@@ -52,7 +52,7 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
         raise CheckpointError(
             f"{stacks[0]} has experts of DeepSpeed's MoE, which universal checkpoints cannot tell apart: every rank "
             "there calls its first expert 0",
-            cure="export the weights with --format safetensors",
+            hint="export the weights with --format safetensors",
             value=stacks[:8],
         )
     folder = out / check_tag(reader.tag)
@@ -64,7 +64,7 @@ def write(out: Path, reader: CheckpointReader, tensors: Sequence[ExportTensor], 
         raise CheckpointError(
             f"parameters of {reader.tag!r} have had {counts} updates, and DeepSpeed counts one number a group: "
             f"{', '.join(fewest[:8])} have had {counts[0]}",
-            cure="give --kind param to export the weights alone",
+            hint="give --kind param to export the weights alone",
             value=counts,
         )
     has_states = any(tensor.tensor.kind not in (PARAM, BUFFER) for tensor in tensors)
@@ -108,7 +108,7 @@ def _model_states(
     if taken := sorted(client_state.keys() & OWN_KEYS):
         raise CheckpointError(
             f"the client state has {', '.join(taken)}, and DeepSpeed keeps its own values under these names beside it",
-            cure="save the run under other names",
+            hint="save the run under other names",
             value=taken,
         )
     return {

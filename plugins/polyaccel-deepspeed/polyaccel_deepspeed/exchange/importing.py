@@ -60,7 +60,7 @@ def read(source: Path) -> Incoming:
         what = "tensor or pipeline parallel ranks saved it" if models else "it has no mp_rank_00_model_states.pt"
         raise CheckpointError(
             f"{folder} is no checkpoint of ZeRO that can be read: {what}",
-            cure="give the folder that DeepSpeed's save_checkpoint was given, of a run with one model-parallel rank",
+            hint="give the folder that DeepSpeed's save_checkpoint was given, of a run with one model-parallel rank",
             value=str(folder),
         )
     if layers := _by_rank(folder, r"layer_(\d+)-model_states\.pt"):
@@ -196,7 +196,7 @@ def _folder(source: Path) -> Path:
             raise CheckpointError(f"{source / name} names {tag!r:.100}, which is no folder there", value=tag)
     raise CheckpointError(
         f"{source} is no checkpoint of DeepSpeed: it has neither mp_rank_00_model_states.pt nor latest",
-        cure="give the folder that DeepSpeed's save_checkpoint was given, or that of a tag",
+        hint="give the folder that DeepSpeed's save_checkpoint was given, or that of a tag",
         value=str(source),
     )
 
@@ -211,5 +211,5 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 def _mapping(tree: Any, key: str, folder: Path) -> Mapping[str, Any]:
     found = tree.get(key) if isinstance(tree, Mapping) else None
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"the files of ranks in {folder} have no {key}", cure="fetch them again", value=key)
+        raise CheckpointError(f"the files of ranks in {folder} have no {key}", hint="fetch them again", value=key)
     return found

@@ -55,7 +55,7 @@ def load_file(file: Path) -> Any:
     except (RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         why = f"it names {named[1]}, which no checkpoint needs" if named else str(error).partition("\n")[0][:300]
-        raise CheckpointError(f"{file} is refused: {why}", cure="fetch it again", value=str(file)) from error
+        raise CheckpointError(f"{file} is refused: {why}", hint="fetch it again", value=str(file)) from error
 
 
 def stages_1_and_2(states: Sequence[Mapping[str, Any]], model: Mapping[str, Any], origin: str) -> PeerOptimizer:
@@ -199,7 +199,7 @@ def joined(fqn: str, kind: str, shape: tuple[int, ...], parts: Sequence[Tensor])
     if found < prod(shape):
         raise CheckpointError(
             f"the checkpoint has {found} of {prod(shape)} elements of {fqn!r} ({kind})",
-            cure="give the files of all ranks",
+            hint="give the files of all ranks",
             value=fqn,
         )
     joined = _Sequence(parts)

@@ -128,7 +128,7 @@ def many_choices(
         elif drop_policy == "position":
             taken = chosen.cumsum(0) <= capacity
         else:
-            raise PolyaccelError(f"drop_policy {drop_policy!r}", cure='use "probs" or "position"', value=drop_policy)
+            raise PolyaccelError(f"drop_policy {drop_policy!r}", hint='use "probs" or "position"', value=drop_policy)
         kept = taken.gather(1, choice.experts)
     loss = _balance(choice.scores, counts) / k
     return Routes(loss, capacity, choice.experts, _shared(choice.weights * kept), kept, counts)

@@ -102,14 +102,14 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= ep_size <= num_experts:
             raise PolyaccelError(
-                f"ep_size = {ep_size} for {num_experts} experts", cure=f"use 1 to {num_experts}", value=ep_size
+                f"ep_size = {ep_size} for {num_experts} experts", hint=f"use 1 to {num_experts}", value=ep_size
             )
         if not 1 <= k <= num_experts:
-            raise PolyaccelError(f"k = {k} of {num_experts} experts", cure=f"use 1 to {num_experts}", value=k)
+            raise PolyaccelError(f"k = {k} of {num_experts} experts", hint=f"use 1 to {num_experts}", value=k)
         if noisy_gate_policy not in _POLICIES:
             raise PolyaccelError(
                 f"noisy_gate_policy {noisy_gate_policy!r}",
-                cure='use "Jitter", "RSample" or None',
+                hint='use "Jitter", "RSample" or None',
                 value=noisy_gate_policy,
             )
         self.use_residual, self.ep_size, self.num_experts = use_residual, ep_size, num_experts

@@ -84,7 +84,7 @@ def split_params_into_different_moe_groups_for_optimizer(
         found = list(param_groups)
     else:
         kind = type(param_groups).__name__
-        raise PolyaccelError(f"groups of parameters as a {kind}", cure="pass a dict, or a list of dicts", value=kind)
+        raise PolyaccelError(f"groups of parameters as a {kind}", hint="pass a dict, or a list of dicts", value=kind)
     split = []
     for group in found:
         group["params"], experts = split_params_into_shared_and_expert_params(group["params"])
@@ -118,7 +118,7 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
     """Parameters, or groups of them, as groups in which experts' parameters stand apart."""
     if not isinstance(model_parameters, list) or not all(isinstance(one, (Tensor, dict)) for one in model_parameters):
         kind = type(model_parameters).__name__
-        raise PolyaccelError(f"parameters as a {kind}", cure="pass a list of parameters, or of dicts", value=kind)
+        raise PolyaccelError(f"parameters as a {kind}", hint="pass a list of parameters, or of dicts", value=kind)
     if model_parameters and isinstance(model_parameters[0], torch.Tensor):
         one = {"params": model_parameters, "name": "dense-params"}
         return split_params_into_different_moe_groups_for_optimizer(one)

@@ -19,7 +19,7 @@ class NotAvailable(PolyaccelError, NotImplementedError):
 def refusal(name: str, why: str, *, never: bool) -> NotAvailable:
     """The error of using the absent `name`; `why` is a clause that says what there is or is not."""
     when = "does not exist in polyaccel" if never else "does not exist in polyaccel yet"
-    return NotAvailable(f"{name} {when}: {why}", cure="see docs/compatibility.md for what there is", value=name)
+    return NotAvailable(f"{name} {when}: {why}", hint="see docs/compatibility.md for what there is", value=name)
 
 
 def absent_class(name: str, why: str, *, never: bool) -> type:

@@ -108,7 +108,7 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
     def set_has_attention_mask(self, value: bool) -> None:
         """Has no effect: tensors of any type pass between stages."""
         if not isinstance(value, bool):
-            raise PolyaccelError(f"set_has_attention_mask({value!r})", cure="give True or False", value=value)
+            raise PolyaccelError(f"set_has_attention_mask({value!r})", hint="give True or False", value=value)
         self.has_attention_mask = value
 
     def _pair_of(self, batch: Any) -> tuple[Any, Any]:
@@ -126,11 +126,11 @@ class PipelineEngine(DeepSpeedEngine, core.PipelineEngine):  # type: ignore[misc
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """As polyaccel's, but the loss is the mean over all ranks, and `data_iter` stays for calls without one."""
         if not torch.is_grad_enabled():
-            raise PolyaccelError("train_batch under torch.no_grad", cure="call eval_batch, or leave no_grad")
+            raise PolyaccelError("train_batch under torch.no_grad", hint="call eval_batch, or leave no_grad")
         if self.micro_batches != self.gradient_accumulation_steps():
             raise PolyaccelError(
                 f"micro_batches is {self.micro_batches}, and a step has {self.gradient_accumulation_steps()}",
-                cure="set engine.micro_batches back before train_batch, or call engine.set_train_batch_size",
+                hint="set engine.micro_batches back before train_batch, or call engine.set_train_batch_size",
                 value=self.micro_batches,
             )
         if data_iter is not None:

@@ -35,7 +35,7 @@ class PipelineParallelGrid:
         if topology.world_size() != self.world_size:
             raise PipelineError(
                 f"a topology of {topology.world_size()} ranks, and there are {self.world_size}",
-                cure="let the product of its dims be the number of ranks, after deepspeed.init_distributed()",
+                hint="let the product of its dims be the number of ranks, after deepspeed.init_distributed()",
                 value=topology.world_size(),
             )
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
@@ -182,6 +182,6 @@ def _required(group: Any) -> Any:
     if group is None:
         raise PolyaccelError(
             "this pipeline has no groups of torch, for torch.distributed was not initialized when it was made",
-            cure="call deepspeed.init_distributed() before PipelineModule(...)",
+            hint="call deepspeed.init_distributed() before PipelineModule(...)",
         )
     return group

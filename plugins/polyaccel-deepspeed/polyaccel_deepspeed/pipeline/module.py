@@ -93,7 +93,7 @@ class PipelineModule(core.PipelineModule):
         """The stage that has a layer."""
         if not 0 <= layer_idx < self._num_layers:
             raise PolyaccelError(
-                f"there is no layer {layer_idx}", cure=f"use 0 to {self._num_layers - 1}", value=layer_idx
+                f"there is no layer {layer_idx}", hint=f"use 0 to {self._num_layers - 1}", value=layer_idx
             )
         return self.stage_of(layer_idx)
 
@@ -128,7 +128,7 @@ class PipelineModule(core.PipelineModule):
     def set_checkpoint_interval(self, interval: int) -> None:
         """Compute so many layers at a time again in backward. Raises PolyaccelError for less than 0."""
         if interval < 0:
-            raise PolyaccelError(f"an interval of {interval} layers", cure="use 0 or more", value=interval)
+            raise PolyaccelError(f"an interval of {interval} layers", hint="use 0 or more", value=interval)
         for chunk in self._chunks.values():
             chunk.recomputing = chunk.recomputing._replace(interval=interval)
 
@@ -176,6 +176,6 @@ def _topology(stages: int) -> ProcessTopology:
 def _no_layer_files(name: str) -> PolyaccelError:
     return PolyaccelError(
         f"PipelineModule.{name}: a checkpoint of polyaccel has no files of single layers",
-        cure="call engine.save_checkpoint and load_checkpoint, or engine.module_state_dict() for the whole model",
+        hint="call engine.save_checkpoint and load_checkpoint, or engine.module_state_dict() for the whole model",
         value=name,
     )

@@ -70,7 +70,7 @@ class DistributedAttention(nn.Module):
         if rotary_pos_emb is not None:
             raise PolyaccelError(
                 "DistributedAttention was given rotary_pos_emb, which is not applied between the exchanges",
-                cure="rotate queries and keys before: each rank knows the positions of its tokens",
+                hint="rotate queries and keys before: each rank knows the positions of its tokens",
             )
         out: Tensor = self._attention(query, key, value, *args, **kwargs)
         return out
@@ -84,7 +84,7 @@ class SequenceMpu:
         if size < 1 or world.world_size % size:
             raise PolyaccelError(
                 f"sequence_parallel_size is {size}, no divisor of {world.world_size} ranks",
-                cure="start a multiple of it, or use a divisor",
+                hint="start a multiple of it, or use a divisor",
                 value=size,
             )
         self._size, self._rank, self._count = size, world.rank, world.world_size
@@ -224,7 +224,7 @@ class UlyssesSPDataLoaderAdapter:
         if mask is not None and not bool(mask.all()):
             raise PolyaccelError(
                 "a batch has an attention_mask with padding, which DeepSpeed's recipe cannot express",
-                cure="pack documents and say so by position_ids, or set the key sequence_parallel_size and leave the "
+                hint="pack documents and say so by position_ids, or set the key sequence_parallel_size and leave the "
                 "recipe out: polyaccel then cuts padded batches too",
             )
         rows, length = whole["input_ids"].shape

@@ -17,7 +17,7 @@ class _Applied:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kind = type(self).__name__
-        raise PolyaccelError(f"{kind} was made an instance of", cure=f"call {kind}.apply(...)", value=kind)
+        raise PolyaccelError(f"{kind} was made an instance of", hint=f"call {kind}.apply(...)", value=kind)
 
 
 class TiledMLP(_Applied):
@@ -55,7 +55,7 @@ class TiledFusedLogitsLoss(_Applied):
             shapes = [tuple(each.shape) for each in (x, y, mask) if each is not None]
             raise PolyaccelError(
                 f"hidden states, targets and mask of the shapes {shapes} do not fit",
-                cure="pass (rows, tokens, features), (rows, tokens) and (rows, tokens)",
+                hint="pass (rows, tokens, features), (rows, tokens) and (rows, tokens)",
                 value=shapes,
             )
         count = x.shape[0] * x.shape[1]
@@ -147,4 +147,4 @@ def _parameters(module: Any, given: Iterable[Tensor] | None) -> list[Tensor] | N
 def _require_reduction(given: Any, allowed: tuple[Any, ...]) -> None:
     if given not in allowed:
         names = ", ".join(repr(one) for one in allowed)
-        raise PolyaccelError(f"output_reduction is {given!r}", cure=f"use one of {names}", value=given)
+        raise PolyaccelError(f"output_reduction is {given!r}", hint=f"use one of {names}", value=given)

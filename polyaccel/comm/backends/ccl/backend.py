@@ -8,7 +8,7 @@ from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.comm.backends.ccl.communicator import CclCommunicator
 from polyaccel.comm.backends.ccl.library import probe_library
 from polyaccel.comm.base import API_VERSION, CommBackend, Communicator, Rendezvous, unusable_error
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.registry import PluginGroup, load_plugin
 
 

@@ -71,7 +71,7 @@ def compiled(oneccl: OneCcl) -> Path:
                 return path
             of = f"oneCCL {version}, and {oneccl.version} is here" if abi == str(ABI_VERSION) else "another polyaccel"
             message = f"{path} is stale: it was compiled for {of}"
-    raise CommError(message, cure="run `polyaccel build ccl`", value=oneccl.version)
+    raise CommError(message, hint="run `polyaccel build ccl`", value=oneccl.version)
 
 
 def build() -> Path:
@@ -81,13 +81,13 @@ def build() -> Path:
     oneccl = find_oneccl()
     if oneccl is None:
         looked = ", ".join(str(root / _HEADER) for root in _roots())
-        raise CommError(f"the headers of oneCCL are not installed (looked for {looked})", cure=GET_ONECCL, value=looked)
+        raise CommError(f"the headers of oneCCL are not installed (looked for {looked})", hint=GET_ONECCL, value=looked)
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None or shutil.which(compiler.split()[0]) is None:
         named = f"CXX={compiler} is not there" if compiler else "there is no c++, g++ or clang++"
         raise CommError(
             f"no C++ compiler to build with: {named}",
-            cure="install one (Debian: apt-get install g++), or set CXX",
+            hint="install one (Debian: apt-get install g++), or set CXX",
             value=compiler,
         )
     target = _built(oneccl)
@@ -116,7 +116,7 @@ def _compile(command: list[str]) -> None:
     if done.returncode:
         raise CommError(
             f"{command[0]} cannot compile csrc/ccl (exit code {done.returncode}):\n{done.stderr.strip()}",
-            cure="a GCC or Clang with C++17, and an oneCCL of 2021.15 or later, are needed",
+            hint="a GCC or Clang with C++17, and an oneCCL of 2021.15 or later, are needed",
             value=command,
         )
 
@@ -126,7 +126,7 @@ def _source() -> Path:
     if source is None:
         raise CommError(
             "csrc/ccl is not in this installation: polyaccel was installed without compiling",
-            cure="install CMake and a C++ compiler (GCC or Clang), then polyaccel again",
+            hint="install CMake and a C++ compiler (GCC or Clang), then polyaccel again",
         )
     return source
 

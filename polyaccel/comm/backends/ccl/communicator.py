@@ -10,9 +10,9 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.backends.ccl.group import CclFailure, CclGroup, CclJob, CclTimeout
 from polyaccel.comm.backends.ccl.library import CclOp
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import DONE, Work
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.ops.base import SCALE
@@ -55,7 +55,7 @@ class CclWork(Work):
         if self._out is not None:
             if self._scale:
                 owner.accelerator.kernels()[SCALE](self._out, 1.0 / owner.world_size)
-            self._out.mark_written()
+            self._out.bump_version()
 
     def is_done(self) -> bool:
         return self._job is None or self._job.ends_within(0)
@@ -73,7 +73,7 @@ class CclCommunicator(Communicator):
     """
 
     backend = "ccl"
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.REDUCE_SCATTER}
 
     def __init__(self, group: CclGroup, messages: Communicator, accelerator: Accelerator, timeout_s: float) -> None:
@@ -134,7 +134,7 @@ class CclCommunicator(Communicator):
             self._group.leave()
             self._messages.close()
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self._messages.board()
 
 
@@ -145,6 +145,6 @@ def _explained(error: CclTimeout | CclFailure, collective: Collective, rank: int
     if isinstance(error, CclTimeout):
         return CommTimeout(
             f"{what} timed out after {timeout_s:g} s",
-            cure="find out what the missing ranks do: stopped, dead, or in another call",
+            hint="find out what the missing ranks do: stopped, dead, or in another call",
         )
-    return CommError(f"{what} failed: {error}", cure="look for the first error among the ranks")
+    return CommError(f"{what} failed: {error}", hint="look for the first error among the ranks")

@@ -94,7 +94,7 @@ def probe_library() -> Probe:
     try:
         path = compiled(oneccl)
     except CommError as error:
-        return Probe(False, f"{error.message}: {error.cure}")
+        return Probe(False, f"{error.message}: {error.hint}")
     return Probe(True, f"oneCCL {oneccl.version} in {oneccl.root} ({path})")
 
 
@@ -114,18 +114,18 @@ def ccl_library() -> ctypes.CDLL:
 
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path` with its signatures set. Raises CommError unless it is of this polyaccel and oneCCL."""
-    cure = "run `polyaccel build ccl` again"
+    hint = "run `polyaccel build ccl` again"
     try:
         library = ctypes.CDLL(str(path))
         version = library.pa_ccl_abi_version()
         if version != ABI_VERSION:
-            raise CommError(f"{path} is of another polyaccel ({version}, not {ABI_VERSION})", cure=cure, value=version)
+            raise CommError(f"{path} is of another polyaccel ({version}, not {ABI_VERSION})", hint=hint, value=version)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise CommError(f"{path} cannot be loaded: {error}", cure=cure, value=str(path)) from error
+        raise CommError(f"{path} cannot be loaded: {error}", hint=hint, value=str(path)) from error
     built, loaded = library.pa_ccl_built_for().decode(), library.pa_ccl_loaded().decode()
     if built != loaded:
-        raise CommError(f"{path} was compiled for oneCCL {built}, but {loaded} was loaded", cure=cure, value=loaded)
+        raise CommError(f"{path} was compiled for oneCCL {built}, but {loaded} was loaded", hint=hint, value=loaded)
     return library

@@ -19,10 +19,10 @@ from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members, is_own_part, pieces_of
 from polyaccel.comm.backends.local.thread_group import ThreadCollective, ThreadGroup, TracedCall, WorldState
-from polyaccel.comm.base import DEFAULT_TIMEOUT_S, Board, CommBackend, Communicator, Rendezvous
+from polyaccel.comm.base import DEFAULT_TIMEOUT_S, CommBackend, Communicator, Rendezvous, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
-from polyaccel.comm.parts.reduction import reduce_parts
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.reduction import reduce_parts
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError
 from polyaccel.types import ReduceOp
@@ -41,7 +41,7 @@ class LocalBackend(CommBackend):
         if rendezvous.world_size != 1:
             raise CommError(
                 f"comm backend 'local' joins one process, not {rendezvous.world_size} (from {rendezvous.source})",
-                cure="choose another backend (such as gloo), or start one process",
+                hint="choose another backend (such as gloo), or start one process",
                 value=rendezvous.world_size,
             )
         return SingleCommunicator(accelerator, timeout_s=timeout_s)
@@ -55,7 +55,7 @@ class LocalWorld:
 
     def __init__(self, world_size: int, accelerator: Accelerator, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if world_size < 1:
-            raise CommError(f"a world of {world_size} ranks", cure="use at least one rank", value=world_size)
+            raise CommError(f"a world of {world_size} ranks", hint="use at least one rank", value=world_size)
         self._state = WorldState(world_size, timeout_s)
         place = ThreadGroup(tuple(range(world_size)), self._state)
         self.communicators = tuple(LocalCommunicator(rank, place, accelerator) for rank in range(world_size))
@@ -89,7 +89,7 @@ class LocalWork(Work):
             if crc32(buffer.to_bytes()) != checksum:
                 raise CommError(
                     f"{self._meeting.collective} on rank {self._rank}: its input was written before wait()",
-                    cure="leave the buffers of an asynchronous call alone until its wait() has returned",
+                    hint="leave the buffers of an asynchronous call alone until its wait() has returned",
                 )
         finish, self._finish = self._finish, None
         finish()
@@ -102,7 +102,7 @@ class LocalWork(Work):
 class LocalCommunicator(Communicator):
     """One thread's membership of a `LocalWorld` or of a part of it. See [Note: What a local collective promises]."""
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
 
     deterministic = True
@@ -187,7 +187,7 @@ class LocalCommunicator(Communicator):
     def close(self) -> None:
         self._closed = True
 
-    def board(self) -> Board:
+    def board(self) -> StatusStore:
         return self._place.state.board
 
     def _meet(self, collective: Collective, brings: Any) -> ThreadCollective:
@@ -239,7 +239,7 @@ class LocalCommunicator(Communicator):
             raise CommError(
                 f"{collective} on rank {self.ranks[self.rank]}: rank {self.ranks[rank]} sent {sent.numel} elements, "
                 f"and {expected.numel} were expected",
-                cure="a rank's source_counts are what the others' counts expect",
+                hint="a rank's source_counts are what the others' counts expect",
                 value=(self.ranks[rank],),
             )
 

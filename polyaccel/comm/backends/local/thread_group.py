@@ -11,7 +11,7 @@ from threading import Condition, Lock
 from time import monotonic
 from typing import Any, TypeVar
 
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import Collective
 from polyaccel.errors import CommError, CommTimeout
 
@@ -26,13 +26,13 @@ class TracedCall:
     collective: Collective
 
 
-class DictBoard(Board):
+class DictBoard(StatusStore):
     """A notice board for the threads of a process."""
 
     def __init__(self) -> None:
         self._notes: dict[int, str] = {}
 
-    def post(self, rank: int, text: str) -> None:
+    def set(self, rank: int, text: str) -> None:
         self._notes[rank] = text
 
     def read(self, world_size: int) -> Mapping[int, str]:
@@ -166,7 +166,7 @@ class ThreadCollective:
 
     def _check_agreed(self) -> None:
         if self._disagreement:
-            raise CommError(self._disagreement, cure="every rank of a group must make the same calls in the same order")
+            raise CommError(self._disagreement, hint="every rank of a group must make the same calls in the same order")
 
     def _timed_out(self, rank: int) -> CommTimeout:
         place = self._place
@@ -180,5 +180,5 @@ class ThreadCollective:
             f"{self.collective} on rank {place.ranks[rank]} timed out after {place.state.timeout_s:g} s: "
             f"ranks {missing} did not arrive ({where})",
             missing_ranks=missing,
-            cure="find out what the missing ranks do instead; every rank must make the same calls in the same order",
+            hint="find out what the missing ranks do instead; every rank must make the same calls in the same order",
         )

@@ -15,9 +15,9 @@ from typing import ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.launchers.mpi import look, may_start
 from polyaccel.comm.launchers.request import Request
-from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.errors import CommError
 
 
@@ -50,7 +50,7 @@ class MpiBackend(CommBackend):
             raise CommError(
                 f"{library.name()} says rank {world.rank} of {world.size}, "
                 f"but {rendezvous.source} says rank {rendezvous.rank} of {rendezvous.world_size}",
-                cure="start the ranks with the mpirun of the MPI that mpi4py was built for",
+                hint="start the ranks with the mpirun of the MPI that mpi4py was built for",
                 value=(world.rank, world.size),
             )
         abort_on_failure()
@@ -69,14 +69,14 @@ class MpiBackend(CommBackend):
     def _check_startable(self, rendezvous: Rendezvous) -> None:
         probe = self.probe()
         if not probe.usable:
-            reason, cure = probe.reason, "pip install 'polyaccel[mpi]', with the MPI whose mpirun starts the ranks"
+            reason, hint = probe.reason, "pip install 'polyaccel[mpi]', with the MPI whose mpirun starts the ranks"
         elif not may_start(os.environ) and "mpi4py.MPI" not in sys.modules:
             seen = look(Request(os.environ)).text
-            reason, cure = f"no launcher of MPI started this process: {seen}", "start the ranks with mpirun"
+            reason, hint = f"no launcher of MPI started this process: {seen}", "start the ranks with mpirun"
         else:
             return
         raise CommError(
             f"comm backend 'mpi' cannot join {rendezvous.world_size} ranks ({rendezvous.source}): {reason}",
-            cure=f"{cure}; or choose another backend: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+            hint=f"{hint}; or choose another backend: POLYACCEL_COMM or init_distributed(dist_backend=...)",
             value=self.name,
         )

@@ -7,13 +7,13 @@ from threading import Lock
 
 from mpi4py import MPI
 
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 
 _MOST_NBYTES = 4096
 _TAG = 0
 
 
-class MpiBoard(Board):
+class MpiBoard(StatusStore):
     """Notes as small messages on a communicator of their own; what arrived last is what a rank says.
 
     Notes are written by a thread beside the one that hangs, so MPI must allow calls of several threads at a time. A
@@ -27,7 +27,7 @@ class MpiBoard(Board):
         self._notes: dict[int, str] = {}
         self._lock = Lock()
 
-    def post(self, rank: int, text: str) -> None:
+    def set(self, rank: int, text: str) -> None:
         data = text.encode()[:_MOST_NBYTES]
         with self._lock:
             self._notes[rank] = text

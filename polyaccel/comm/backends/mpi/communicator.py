@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import Collective, ended
+from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
+from polyaccel.comm.collectives.scratch import ScratchPool
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.mpi.progress import PROGRESS, MpiWork
-from polyaccel.comm.parts.exchange import Exchange, ExchangeCollectives, Message, Steps
-from polyaccel.comm.parts.scratch import ScratchPool
-from polyaccel.comm.parts.single import SingleCommunicator
 from polyaccel.comm.work import Work
 from polyaccel.errors import CommError, CommTimeout
 
@@ -45,7 +45,7 @@ class MpiExchange(Exchange):
         return Message(peer, requests)
 
 
-class MpiCommunicator(ExchangeCollectives[MpiExchange]):
+class MpiCommunicator(P2PCollectives[MpiExchange]):
     """A group of MPI's ranks. `comm` is an MPI communicator of our own, in which nobody else sends."""
 
     backend = "mpi"
@@ -56,7 +56,7 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
         ranks: tuple[int, ...],
         accelerator: Accelerator,
         timeout_s: float,
-        board: Board | None = None,
+        board: StatusStore | None = None,
     ) -> None:
         self.rank = comm.Get_rank()
         self.world_size = comm.Get_size()
@@ -73,7 +73,7 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
     def comm(self) -> MPI.Comm:
         """MPI's communicator. Raises CommError once closed."""
         if self._comm is None or MPI.Is_finalized():
-            raise CommError("the mpi communicator is closed", cure="close it after the last call")
+            raise CommError("the mpi communicator is closed", hint="close it after the last call")
         return self._comm
 
     def new_exchange(self, collective: Collective) -> MpiExchange:
@@ -108,7 +108,7 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
         if comm is not None and not PROGRESS.running and not MPI.Is_finalized():
             comm.Free()
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self._board
 
     def _failure(self, exchange: MpiExchange, error: Exception | None, peers: Sequence[int]) -> CommError:
@@ -120,6 +120,6 @@ class MpiCommunicator(ExchangeCollectives[MpiExchange]):
             return CommTimeout(
                 f"{who} timed out after {self.timeout_s:g} s{lost}",
                 missing_ranks=missing,
-                cure="find out what the missing ranks do: stopped, dead, or in another call",
+                hint="find out what the missing ranks do: stopped, dead, or in another call",
             )
         return CommError(f"{who} failed{lost} ({type(error).__name__}: {error})", missing_ranks=missing)

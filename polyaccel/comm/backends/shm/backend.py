@@ -15,11 +15,11 @@ from polyaccel.comm.backends.shm.cow_mapping import can_track_dirty_pages
 from polyaccel.comm.backends.shm.group import Host, ShmGroup
 from polyaccel.comm.backends.shm.library import MOST_RANKS, probe_library, shm_library
 from polyaccel.comm.backends.shm.memory import Heap, Member, PeerFile, map_file, new_file, open_peer, rounded_up
-from polyaccel.comm.base import Board, CommBackend, Communicator, Rendezvous, unusable_error
-from polyaccel.comm.members.ranks import JobMembers
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, StatusStore, unusable_error
+from polyaccel.comm.collectives.single import SingleCommunicator
+from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.deadline import Deadline
-from polyaccel.errors import RanksApart
+from polyaccel.errors import HostsDifferError
 
 SYMMETRIC_VARIABLE = "POLYACCEL_SHM_SYMMETRIC"
 """Environment variable: "0" keeps all buffers private, so that everything goes through stages (to compare)."""
@@ -38,13 +38,13 @@ class ShmBackend(CommBackend):
 
     def connect(self, rendezvous: Rendezvous, accelerator: Accelerator, *, timeout_s: float) -> Communicator:
         self._check(rendezvous, accelerator)
-        members = JobMembers(rendezvous, timeout_s=timeout_s)
+        members = RendezvousGroup(rendezvous, timeout_s=timeout_s)
         if members.world_size == 1:
             return SingleCommunicator(accelerator, timeout_s=timeout_s, backend=self.name)
         ranks, deadline = tuple(range(members.world_size)), members.deadline
         return share_memory(ranks, members.rank, accelerator, timeout_s, members.exchange, deadline=deadline)
 
-    def connect_within(self, group: Communicator, board: Board | None) -> Communicator:
+    def connect_within(self, group: Communicator, board: StatusStore | None) -> Communicator:
         return share_memory(group.ranks, group.rank, group.accelerator, group.timeout_s, group.all_gather_object, board)
 
     def _check(self, rendezvous: Rendezvous, accelerator: Accelerator) -> None:
@@ -67,7 +67,7 @@ def share_memory(
     accelerator: Accelerator,
     timeout_s: float,
     exchange: Callable[[str], Sequence[str]],
-    board: Board | None = None,
+    board: StatusStore | None = None,
     *,
     deadline: Deadline | None = None,
 ) -> ShmCommunicator:
@@ -75,7 +75,7 @@ def share_memory(
 
     `exchange(note)` gives every rank's note, in that order. Without a `board` the ranks make one for `ranks` counted
     from 0. Ranks that have not come by the `deadline` (`timeout_s` from now) are given up; `timeout_s` limits later
-    calls. Raises RanksApart when they are on several hosts, CommError when they cannot open each other's memory.
+    calls. Raises HostsDifferError when they are on several hosts, CommError when they cannot open each other's memory.
     """
     world = len(ranks)
     control_nbytes = rounded_up(shm_library().pa_shm_control_nbytes(world))
@@ -111,8 +111,8 @@ def _check_one_host(members: dict[int, Member]) -> None:
     first, *others = members
     elsewhere = [rank for rank in others if members[rank].host != members[first].host]
     if elsewhere:
-        raise RanksApart(
+        raise HostsDifferError(
             f"ranks {elsewhere} are not on the host (or not in the container) of rank {first}",
-            cure="choose a backend that crosses hosts: POLYACCEL_COMM=gloo",
+            hint="choose a backend that crosses hosts: POLYACCEL_COMM=gloo",
             value=tuple(elsewhere),
         )

@@ -7,20 +7,20 @@ from struct import Struct
 from zlib import crc32
 
 from polyaccel.comm.backends.shm.memory import Bytes
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 
 NOTE_NBYTES = 4096
 _HEAD = Struct("<II")  # length and checksum of the text
 _TRIES = 100
 
 
-class ShmBoard(Board):
+class ShmBoard(StatusStore):
     """One area of `NOTE_NBYTES` for each global rank."""
 
     def __init__(self, notes: Bytes) -> None:
         self._notes = notes
 
-    def post(self, rank: int, text: str) -> None:
+    def set(self, rank: int, text: str) -> None:
         data = text.encode()[: NOTE_NBYTES - _HEAD.size]
         note = _HEAD.pack(len(data), crc32(data)) + data
         area = self._notes.data

@@ -28,9 +28,9 @@ from polyaccel.comm.backends.shm.cow_mapping import CowMapping, PrivateMapping
 from polyaccel.comm.backends.shm.group import Failure, Host, PreparedCall, ShmGroup, explain
 from polyaccel.comm.backends.shm.library import ShmOp, shm_library
 from polyaccel.comm.backends.shm.memory import map_file, new_file, open_peer, rounded_up
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import ALL_OPERATIONS, UNEVEN_PARTS, Collective, Operation, closed_error, ended
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.shared_memory import SharedMemory
 from polyaccel.comm.work import DONE, Background, DeferredWork, Work
 from polyaccel.deadline import Deadline
@@ -57,9 +57,9 @@ _WHOLE_IS_SOURCE = frozenset({ShmOp.REDUCE_SCATTER})
 class ShmCommunicator(Communicator):
     """A group of ranks on one host. See [Note: Shared memory, who waits]."""
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
-    takes_pieces = True
+    supports_strided = True
     deterministic = True
     backend = "shm"
 
@@ -169,19 +169,19 @@ class ShmCommunicator(Communicator):
                 helper.close()
         self._group.close(is_idle=is_idle)
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return self._host.board
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         nbytes = numel * dtype.itemsize
         if nbytes < _SHARED_NBYTES or not self._host.symmetric:
             return self.accelerator.allocate(numel, dtype)
-        return self.accelerator.over_host_memory(self._host.heap.allocate(nbytes), dtype)
+        return self.accelerator.from_host_memory(self._host.heap.allocate(nbytes), dtype)
 
     def allocate_shared(self, numel: int, dtype: DType) -> SharedMemory | None:
         if not self._host.symmetric:
             return None
-        nbytes, over = numel * dtype.itemsize, self.accelerator.over_host_memory
+        nbytes, over = numel * dtype.itemsize, self.accelerator.from_host_memory
         with self._shared_file(nbytes, 0) as file:
             whole = over(map_file(file, nbytes, self._host.heap.book), dtype)
             face = PrivateMapping(file, nbytes)
@@ -211,7 +211,7 @@ class ShmCommunicator(Communicator):
         except Failure as failure:
             raise self._error(failure, collective) from None
         if collective.target is not None:
-            collective.target.mark_written()
+            collective.target.bump_version()
 
     def _message(self, collective: Collective) -> Work:
         collective.check(self.rank, self.world_size)
@@ -228,7 +228,7 @@ class ShmCommunicator(Communicator):
             except Failure as failure:
                 raise self._error(failure, collective) from None
             if not sends:
-                buffer.mark_written()
+                buffer.bump_version()
 
         if runs_here:
             run()

@@ -43,7 +43,7 @@ class PrivateMapping:
         if address in (None, ctypes.c_void_p(-1).value):
             raise CommError(
                 f"{self._length} bytes of shared memory cannot be mapped a second time",
-                cure="free memory, raise the limit of address space (ulimit -v), or set POLYACCEL_SHM_SYMMETRIC=0",
+                hint="free memory, raise the limit of address space (ulimit -v), or set POLYACCEL_SHM_SYMMETRIC=0",
                 value=self._length,
             )
         self.address: int = address
@@ -91,7 +91,7 @@ class CowMapping(SharedMemory):
 
     def forget(self) -> None:
         self._mapping.forget()
-        self.private_view.mark_written()
+        self.private_view.bump_version()
 
 
 @cache

@@ -24,7 +24,7 @@ from polyaccel.comm.backends.shm.library import (
     waiting_library,
 )
 from polyaccel.comm.backends.shm.memory import Bytes, Heap, HeapRange, Member, PeerFile
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 from polyaccel.comm.collective import MESSAGES, Collective, Operation
 from polyaccel.errors import CommError, CommTimeout, ShardingError
 from polyaccel.types import DType
@@ -42,7 +42,7 @@ class Host:
     heap: Heap
     members: Mapping[int, Member]
     files: Mapping[int, PeerFile | None]
-    board: Board
+    board: StatusStore
     symmetric: bool
     """Whether large buffers are allocated where peers can read them."""
 
@@ -123,7 +123,7 @@ class ShmGroup:
         if is_shared and op not in (ShmOp.ALL_GATHER, ShmOp.BROADCAST):
             raise ShardingError(
                 f"{collective.operation.value}: the ranks have this buffer in common, there is nothing to combine",
-                cure="reduce buffers from allocate(), of which each rank has its own",
+                hint="reduce buffers from allocate(), of which each rank has its own",
                 value=collective.numel,
             )
         counts, sent = collective.counts, collective.source_counts
@@ -203,35 +203,35 @@ def explain(
     if failure.status is Status.TIMEOUT:
         return CommTimeout(
             f"{what} timed out after {timeout_s:g} s: {lost}",
-            cure="find out what the missing ranks do: stopped, or in another call",
+            hint="find out what the missing ranks do: stopped, or in another call",
             missing_ranks=missing,
         )
     if failure.status is Status.DEAD:
         return CommError(
             f"{what} failed: {lost} (their processes have ended)",
-            cure="look for the first error among the ranks: what ended these",
+            hint="look for the first error among the ranks: what ended these",
             missing_ranks=missing,
         )
     if failure.status is Status.LEFT:
         return CommError(
             f"{what} failed: {lost} (they have closed the group, or an earlier call of theirs failed)",
-            cure="look for the first error among the ranks",
+            hint="look for the first error among the ranks",
             missing_ranks=missing,
         )
     if failure.status is Status.MISMATCH:
         return CommError(
             f"{what} failed: rank {missing[0]} called {_described(failure.theirs, collective)} instead",
-            cure="every rank must call the same collectives in the same order",
+            hint="every rank must call the same collectives in the same order",
             missing_ranks=missing,
         )
     if failure.status is Status.BROKEN and earlier is not None:
-        return CommError(f"{what} failed, as {earlier.message}", missing_ranks=earlier.missing_ranks, cure=earlier.cure)
+        return CommError(f"{what} failed, as {earlier.message}", missing_ranks=earlier.missing_ranks, hint=earlier.hint)
     if failure.status is Status.BROKEN:
         return CommError(
             f"{what} failed: a signal interrupted an earlier call",
-            cure="end this process: its peers were told that it takes part no more",
+            hint="end this process: its peers were told that it takes part no more",
         )
-    return CommError(f"{what} failed: {failure.status.name}", cure="POLYACCEL_COMM=gloo does without shared memory")
+    return CommError(f"{what} failed: {failure.status.name}", hint="POLYACCEL_COMM=gloo does without shared memory")
 
 
 def _digest(counts: Sequence[int] | None, bucket: int | None) -> int:

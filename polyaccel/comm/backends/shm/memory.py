@@ -69,7 +69,7 @@ class MappedMemory:
         if not address:
             raise CommError(
                 f"{place.length} bytes of shared memory cannot be mapped",
-                cure="free memory, or raise the limit of address space (ulimit -v); POLYACCEL_COMM=gloo does without",
+                hint="free memory, or raise the limit of address space (ulimit -v); POLYACCEL_COMM=gloo does without",
                 value=place.length,
             )
         self.mapped: int = address
@@ -168,7 +168,7 @@ class PeerFile:
         if not secrets.compare_digest(token.encode(), member.token.encode()):
             raise CommError(
                 f"the shared memory of process {member.pid} is not rank {rank}'s",
-                cure="start the job again; do not mix processes of several jobs in one rendezvous",
+                hint="start the job again; do not mix processes of several jobs in one rendezvous",
                 value=member.pid,
             )
 
@@ -200,7 +200,7 @@ def lengthen(file: int, nbytes: int) -> None:
     except OSError as error:
         raise CommError(
             f"{nbytes} bytes of shared memory cannot be had: {error.strerror}",
-            cure="raise the limit of file sizes (ulimit -f); POLYACCEL_COMM=gloo does without shared memory",
+            hint="raise the limit of file sizes (ulimit -f); POLYACCEL_COMM=gloo does without shared memory",
             value=nbytes,
         ) from error
 
@@ -213,7 +213,7 @@ def open_peer(pid: int, file: int, what: str) -> int:
     except OSError as error:
         raise CommError(
             f"{what} cannot be opened ({path}: {error.strerror})",
-            cure="all ranks must be processes of one user that see each other in /proc, or use POLYACCEL_COMM=gloo",
+            hint="all ranks must be processes of one user that see each other in /proc, or use POLYACCEL_COMM=gloo",
             value=path,
         ) from error
     status = os.fstat(opened)
@@ -221,7 +221,7 @@ def open_peer(pid: int, file: int, what: str) -> int:
         os.close(opened)
         raise CommError(
             f"{what} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}",
-            cure="run all ranks as one user",
+            hint="run all ranks as one user",
             value=(status.st_uid, status.st_mode & 0o777),
         )
     return opened

@@ -87,7 +87,7 @@ def read(address: int, nbytes: int) -> Ranges:
     wanted = nbytes // page * _ENTRY_NBYTES
     entries = os.pread(_pagemap(os.getpid()), wanted, address // page * _ENTRY_NBYTES)
     if len(entries) != wanted:
-        raise CommError(f"{_PAGEMAP} tells {len(entries)} of {wanted} bytes", cure="set POLYACCEL_SHM_SYMMETRIC=0")
+        raise CommError(f"{_PAGEMAP} tells {len(entries)} of {wanted} bytes", hint="set POLYACCEL_SHM_SYMMETRIC=0")
     flags = np.frombuffer(entries, np.uint8)[_ENTRY_NBYTES - 1 :: _ENTRY_NBYTES] & _FLAGS
     (pages,) = np.nonzero((flags != 0) & (flags & _OF_A_FILE == 0))
     if not pages.size:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from polyaccel.accelerators.base import Accelerator, Probe
 from polyaccel.accelerators.detect import host_accelerator
 from polyaccel.comm.base import CommBackend, Communicator, Rendezvous, unusable_error
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.torch_group import join_default_group
 from polyaccel.errors import CommError
 from polyaccel.registry import PluginGroup, load_plugin
@@ -119,7 +119,7 @@ class TorchBackend(CommBackend):
         if devices and device not in devices:
             raise CommError(
                 f"comm backend {self.name!r} is for {' and '.join(devices)}, not for {accelerator.name}",
-                cure="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
+                hint="choose another one: POLYACCEL_COMM or init_distributed(dist_backend=...)",
                 value=accelerator.name,
             )
         if self.modules:
@@ -183,12 +183,12 @@ class OutOfTreeBackend(TorchBackend):
         except Exception as error:
             raise CommError(
                 f"{self.registrar.value} could not register backend {self.name!r}: {type(error).__name__}: {error}",
-                cure=f"it is the entry point of a package, in group {REGISTRARS!r}: repair or uninstall that",
+                hint=f"it is the entry point of a package, in group {REGISTRARS!r}: repair or uninstall that",
                 value=self.registrar.value,
             ) from error
         if self.name not in known:
             raise CommError(
                 f"{self.registrar.value} registered no backend {self.name!r} with torch, which has {known}",
-                cure="the entry point's name is the backend's, in lower case",
+                hint="the entry point's name is the backend's, in lower case",
                 value=self.name,
             )

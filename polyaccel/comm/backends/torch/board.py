@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from polyaccel.comm.base import Board
+from polyaccel.comm.base import StatusStore
 
 _LIMIT_S = 1.0
 _END_S = 5.0
@@ -21,7 +21,7 @@ _PREFIX = "polyaccel/board"
 _KEEPER = 0
 
 
-class StoreBoard(Board):
+class StoreBoard(StatusStore):
     """Notes in a c10d store, on a connection of its own where the store can have one.
 
     The store may live in a rank that hangs, so every access runs in a thread that is left behind after a second. It
@@ -50,7 +50,7 @@ class StoreBoard(Board):
             return cls(store, may_wait=False)
         return cls(store, may_wait=True)
 
-    def post(self, rank: int, text: str) -> None:
+    def set(self, rank: int, text: str) -> None:
         def post() -> None:
             self._store.set(str(rank), text)
             if rank != _KEEPER:

@@ -16,9 +16,9 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import check_members
 from polyaccel.comm.backends.torch.board import StoreBoard
-from polyaccel.comm.base import Board, Communicator
+from polyaccel.comm.base import Communicator, StatusStore
 from polyaccel.comm.collective import EQUAL_PARTS, Collective, Operation, ended
-from polyaccel.comm.parts.single import SingleCommunicator
+from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.comm.work import DONE, Work
 from polyaccel.errors import CommError, CommTimeout
 from polyaccel.types import DType, ReduceOp
@@ -66,7 +66,7 @@ class TorchWork(Work):
         except RuntimeError as error:
             raise self._failed(error) from error
         for buffer in self._written:
-            buffer.mark_written()
+            buffer.bump_version()
         self._works, self._written, self._held = (), (), ()
 
     def is_done(self) -> bool:
@@ -79,7 +79,7 @@ class TorchCommunicator(Communicator):
     The device's library decides the order of additions, hence not deterministic; AVG is its own where it has one.
     """
 
-    natively: ClassVar[frozenset[Operation]] = EQUAL_PARTS | {Operation.BATCH}
+    native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS | {Operation.BATCH}
     natively_uneven: ClassVar[frozenset[Operation]] = frozenset({Operation.ALL_TO_ALL})
 
     def __init__(
@@ -145,7 +145,7 @@ class TorchCommunicator(Communicator):
         if outer != tuple(sorted(outer)) and not self.deterministic:
             raise CommError(
                 f"backend {self.backend!r} orders the ranks of a group itself, it cannot keep {list(members)}",
-                cure="list the ranks in ascending order",
+                hint="list the ranks in ascending order",
                 value=members,
             )
         if len(outer) == 1:
@@ -164,14 +164,14 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def board(self) -> Board | None:
+    def board(self) -> StatusStore | None:
         return StoreBoard.of_default_group()
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The torch process group. Raises CommError once closed."""
         if self._group is None or not dist.is_initialized():
-            raise CommError(f"the {self.backend} communicator is closed", cure="close it after the last call")
+            raise CommError(f"the {self.backend} communicator is closed", hint="close it after the last call")
         return self._group
 
     def _work(self, collective: Collective, begin: Callable[[], Any], *held: Any) -> Work:
@@ -199,11 +199,11 @@ class TorchCommunicator(Communicator):
             return CommTimeout(
                 f"{collective} on {who} timed out after {self.timeout_s:g} s{lost} ({reason})",
                 missing_ranks=missing,
-                cure="find out what the missing ranks do: stopped, dead, or in another call",
+                hint="find out what the missing ranks do: stopped, dead, or in another call",
             )
         return CommError(
             f"{collective} on {who} failed{lost} ({reason})",
-            cure="look for the first error among the ranks: a rank that ends closes its connections" if missing else "",
+            hint="look for the first error among the ranks: a rank that ends closes its connections" if missing else "",
             missing_ranks=missing,
         )
 
@@ -227,7 +227,7 @@ def new_group(
         kind = CommTimeout if is_timeout(error) else CommError
         raise kind(
             f"ranks {list(ranks)} could not form a {backend} group: {str(error).splitlines()[0]}",
-            cure="all of them must ask for it, and reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+            hint="all of them must ask for it, and reach each other (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
             value=ranks,
         ) from error
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -12,8 +12,8 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
 from polyaccel.comm.backends.torch.communicator import TorchCommunicator, is_timeout, tensor_of
 from polyaccel.comm.collective import Collective
-from polyaccel.comm.parts.exchange import Exchange, ExchangeCollectives, Message, Steps
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.p2p import Exchange, Message, P2PCollectives, Steps
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import Background, Work
 from polyaccel.errors import CommError
 
@@ -84,14 +84,14 @@ class ExchangeWork(Work):
             self._exchange.finish(self._awaited)
             self._awaited = next(self._steps, None)
         if self._written is not None:
-            self._written.mark_written()
+            self._written.bump_version()
         self._written = None
 
     def is_done(self) -> bool:
         return self._awaited is None
 
 
-class ExchangeCommunicator(ExchangeCollectives[TorchExchange], TorchCommunicator):
+class ExchangeCommunicator(P2PCollectives[TorchExchange], TorchCommunicator):
     """Every collective by direct messages between host buffers. See [Note: Direct exchange]."""
 
     def __init__(

@@ -55,7 +55,7 @@ def _input_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     kind = type(module).__name__
     raise ShardingError(
         f"a {kind} is called without tokens: neither is its first argument a tensor, nor has it one named {_NAME}",
-        cure="leave tensor_parallel.sequence_sharded out",
+        hint="leave tensor_parallel.sequence_sharded out",
         value=kind,
     )
 

@@ -67,6 +67,6 @@ def _check_region(region: CutRegion, blocks: Iterable[str], plan: CutPlan, modul
 def _refused(name: str, why: str) -> ShardingError:
     return ShardingError(
         f"{_KEY}: tensor ranks cannot share the tokens of {name}: {why}",
-        cure=f"leave {_KEY} out, or share sequences by sequence_parallel_size",
+        hint=f"leave {_KEY} out, or share sequences by sequence_parallel_size",
         value=name,
     )

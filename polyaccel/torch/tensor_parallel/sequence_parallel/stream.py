@@ -54,7 +54,7 @@ class TokenStream:
         if x.dim() != _DIM + 2:
             raise ShardingError(
                 f"blocks are given a tensor of shape {tuple(x.shape)}, and not one of (batch, tokens, features)",
-                cure="leave tensor_parallel.sequence_sharded out",
+                hint="leave tensor_parallel.sequence_sharded out",
                 value=tuple(x.shape),
             )
         length, self.sizes = x.shape[_DIM], None

@@ -48,7 +48,7 @@ def _collect(door: str, where: str, world_size: int, text: str, deadline: Deadli
             except OSError as error:
                 raise CommError(
                     f"rank 0 cannot be met at {where}: {error.strerror}",
-                    cure="another job of yours meets there: give each its own MASTER_PORT",
+                    hint="another job of yours meets there: give each its own MASTER_PORT",
                     value=where,
                 ) from error
             listener.listen(world_size)
@@ -109,7 +109,7 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
         if _user_of(caller) != os.geteuid():
             raise CommError(
                 f"a process of user {_user_of(caller)} waits at {where}",
-                cure="choose another MASTER_PORT, and run all ranks as one user",
+                hint="choose another MASTER_PORT, and run all ranks as one user",
                 value=_user_of(caller),
             )
         caller.settimeout(deadline.remaining_s() + _GRACE_S)
@@ -122,18 +122,18 @@ def _bring(door: str, where: str, note: Mapping[str, Any], deadline: Deadline) -
             answer = b""
     if not answer:
         raise CommError(
-            f"rank 0 ended while ranks were meeting at {where}", cure="look for the first error among the ranks"
+            f"rank 0 ended while ranks were meeting at {where}", hint="look for the first error among the ranks"
         )
     match _understood(answer):
         case {"problem": str(problem)}:
             raise CommError(
-                f"two jobs meet at {where}: {problem}", cure="give each job its own MASTER_PORT", value=where
+                f"two jobs meet at {where}: {problem}", hint="give each job its own MASTER_PORT", value=where
             )
         case {"missing": [*missing]}:
             raise _timeout(missing, where, deadline.timeout_s)
         case {"notes": [*notes]} if len(notes) == note["world_size"]:
             return notes
-    raise CommError(f"what waits at {where} is no rank 0 of ours", cure="choose another MASTER_PORT", value=where)
+    raise CommError(f"what waits at {where} is no rank 0 of ours", hint="choose another MASTER_PORT", value=where)
 
 
 def _understood(message: bytes) -> Any:
@@ -176,5 +176,5 @@ def _timeout(missing: list[int], where: str, timeout_s: float) -> CommTimeout:
     return CommTimeout(
         f"ranks {missing} did not come to {where} within {timeout_s:g} s",
         missing_ranks=missing,
-        cure="check that all ranks were started here, with the same address and port, and that none has failed",
+        hint="check that all ranks were started here, with the same address and port, and that none has failed",
     )

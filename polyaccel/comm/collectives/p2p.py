@@ -26,8 +26,8 @@ from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import pieces_of
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.collective import ALL_OPERATIONS, MESSAGES, UNEVEN_PARTS, Collective, Operation
-from polyaccel.comm.parts.reduction import reduce_parts
-from polyaccel.comm.parts.scratch import ScratchPool
+from polyaccel.comm.collectives.reduction import reduce_parts
+from polyaccel.comm.collectives.scratch import ScratchPool
 from polyaccel.comm.work import Work
 from polyaccel.types import DType, ReduceOp
 
@@ -54,7 +54,7 @@ class Exchange(ABC):
     started; `most_tag` is the largest tag that it takes.
     """
 
-    def __init__(self, owner: ExchangeCollectives[Any], collective: Collective, *, most_tag: int = 0x7FFFFFFF) -> None:
+    def __init__(self, owner: P2PCollectives[Any], collective: Collective, *, most_tag: int = 0x7FFFFFFF) -> None:
         self.collective = collective
         self._pool = owner.pool
         self._sends: list[Message] = []
@@ -110,11 +110,11 @@ class Exchange(ABC):
 E = TypeVar("E", bound=Exchange)
 
 
-class ExchangeCollectives(Communicator, Generic[E]):
+class P2PCollectives(Communicator, Generic[E]):
     """Every collective by direct messages. See [Note: Direct exchange]. A transport provides `new_exchange` and
     `carry`; a subclass also sets `pool`."""
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
     deterministic = True
     pool: ScratchPool
@@ -287,17 +287,17 @@ class ExchangeCollectives(Communicator, Generic[E]):
             out.copy_from(target)
 
 
-_STEPS: Mapping[Operation, Callable[[ExchangeCollectives[Any], Any], Made]] = {
-    Operation.ALL_REDUCE: ExchangeCollectives._all_reduce,
-    Operation.REDUCE_SCATTER: ExchangeCollectives._reduce_scatter,
-    Operation.ALL_GATHER: ExchangeCollectives._all_gather,
-    Operation.BROADCAST: ExchangeCollectives._broadcast,
-    Operation.ALL_TO_ALL: ExchangeCollectives._all_to_all,
-    Operation.GATHER: ExchangeCollectives._gather,
-    Operation.SCATTER: ExchangeCollectives._scatter_from_root,
-    Operation.SEND: ExchangeCollectives._send,
-    Operation.RECV: ExchangeCollectives._recv,
-    Operation.BARRIER: ExchangeCollectives._barrier,
+_STEPS: Mapping[Operation, Callable[[P2PCollectives[Any], Any], Made]] = {
+    Operation.ALL_REDUCE: P2PCollectives._all_reduce,
+    Operation.REDUCE_SCATTER: P2PCollectives._reduce_scatter,
+    Operation.ALL_GATHER: P2PCollectives._all_gather,
+    Operation.BROADCAST: P2PCollectives._broadcast,
+    Operation.ALL_TO_ALL: P2PCollectives._all_to_all,
+    Operation.GATHER: P2PCollectives._gather,
+    Operation.SCATTER: P2PCollectives._scatter_from_root,
+    Operation.SEND: P2PCollectives._send,
+    Operation.RECV: P2PCollectives._recv,
+    Operation.BARRIER: P2PCollectives._barrier,
 }
 
 

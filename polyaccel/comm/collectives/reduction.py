@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
-from polyaccel.ops.base import COMBINE, SCALE
+from polyaccel.ops.base import REDUCE, SCALE
 from polyaccel.types import DType, ReduceOp
 
 _NARROW = frozenset({DType.BFLOAT16, DType.FLOAT16})
@@ -28,7 +28,7 @@ def reduce_parts(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer,
     if out.dtype in _NARROW and len(parts) > 1:
         _reduce_wide(accelerator, parts, out, op)
         return
-    combine = accelerator.kernels()[COMBINE]
+    combine = accelerator.kernels()[REDUCE]
     start = next((index for index in (0, 1) if index < len(parts) and _is_same(out, parts[index])), None)
     if start is None:
         out.copy_from(parts[0])
@@ -41,7 +41,7 @@ def reduce_parts(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer,
 
 
 def _reduce_wide(accelerator: Accelerator, parts: Sequence[Buffer], out: Buffer, op: ReduceOp) -> None:
-    combine, scale = accelerator.kernels()[COMBINE], accelerator.kernels()[SCALE]
+    combine, scale = accelerator.kernels()[REDUCE], accelerator.kernels()[SCALE]
     wide = accelerator.allocate(min(_CHUNK_NUMEL, out.numel), DType.FLOAT32)
     for offset in range(0, out.numel, _CHUNK_NUMEL):
         numel = min(_CHUNK_NUMEL, out.numel - offset)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from polyaccel import job_auth
 from polyaccel.comm.host_address import address_facing, means_this_host, own_addresses
 from polyaccel.comm.launchers.request import LOOPBACK
-from polyaccel.comm.members.ranks import JobMembers
+from polyaccel.comm.rendezvous.ranks import RendezvousGroup
 from polyaccel.errors import CommError, CommTimeout
 
 _RANK_NBYTES = 4
@@ -37,7 +37,7 @@ class _Endpoint(NamedTuple):
     mark: str
 
 
-def connect_members(members: JobMembers) -> dict[int, socket.socket]:
+def connect_mesh(members: RendezvousGroup) -> dict[int, socket.socket]:
     """A connected socket to every other rank, blocking and without a time limit of its own. Collective.
 
     Raises CommTimeout naming the ranks that did not connect in time, CommError for one that has ended.
@@ -80,7 +80,7 @@ def _outward_address(meeting_host: str) -> str:
     return next(iter(own_addresses()), socket.gethostname())
 
 
-def _call(members: JobMembers, token: bytes, doors: Sequence[_Endpoint], peer: int) -> socket.socket:
+def _call(members: RendezvousGroup, token: bytes, doors: Sequence[_Endpoint], peer: int) -> socket.socket:
     """A connection to `peer`, which has shown that it is one of us."""
     door = doors[peer]
     caller = None
@@ -103,13 +103,13 @@ def _call(members: JobMembers, token: bytes, doors: Sequence[_Endpoint], peer: i
         raise kind(
             f"rank {members.rank} cannot connect to rank {peer} at {door.address}:{door.port}: {error}",
             missing_ranks=[peer],
-            cure="look for the first error of that rank, and for a firewall between the hosts",
+            hint="look for the first error of that rank, and for a firewall between the hosts",
         ) from error
     return caller
 
 
 def _answer_callers(
-    members: JobMembers,
+    members: RendezvousGroup,
     token: bytes,
     doors: Sequence[_Endpoint],
     listener: socket.socket,
@@ -129,7 +129,7 @@ def _answer_callers(
                         f"ranks {sorted(awaited)} did not connect to rank {members.rank} at "
                         f"{doors[members.rank].address} within {members.deadline.timeout_s:g} s",
                         missing_ranks=sorted(awaited),
-                        cure="look for the first error of those ranks, and for a firewall between the hosts",
+                        hint="look for the first error of those ranks, and for a firewall between the hosts",
                     )
                 for key, _ in found:
                     if key.fileobj is listener:

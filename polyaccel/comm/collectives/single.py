@@ -16,7 +16,7 @@ from polyaccel.errors import CommError
 class SingleCommunicator(Communicator):
     """The communicator of world size 1. Connects to nobody and is deterministic."""
 
-    natively: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
+    native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
     natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
     deterministic = True
 
@@ -33,7 +33,7 @@ class SingleCommunicator(Communicator):
     def start(self, collective: Collective) -> Work:
         if collective.operation in MESSAGES and (collective.parts or collective.operation is not Operation.BATCH):
             raise CommError(
-                f"{collective.described()}: this group has one rank", cure="start more ranks", value=collective.root
+                f"{collective.described()}: this group has one rank", hint="start more ranks", value=collective.root
             )
         collective.check(0, 1)
         source, target = collective.source, collective.target

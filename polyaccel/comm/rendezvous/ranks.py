@@ -1,4 +1,4 @@
-"""`JobMembers`: the ranks of a job before a communicator joins them, under whatever launcher.
+"""`RendezvousGroup`: the ranks of a job before a communicator joins them, under whatever launcher.
 
 A comm backend meets here, and nowhere else: under torchrun an agent holds MASTER_PORT, under `polyaccel run`, mpirun
 and srun rank 0 may bind it, and a script may have made torch's default group before. All of that is torch's store where
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from polyaccel import job_auth, tagged_json
 from polyaccel.comm.base import Rendezvous
 from polyaccel.comm.launchers.request import LOOPBACK
-from polyaccel.comm.members.host_notes import all_gather_on_host
+from polyaccel.comm.rendezvous.unix_rendezvous import all_gather_on_host
 from polyaccel.comm.secret import shared_secret
 from polyaccel.comm.torch_group import has_torch, join_default_group, store_all_gather
 from polyaccel.errors import CommError
@@ -25,7 +25,7 @@ from polyaccel.errors import CommError
 _meetings = count()
 
 
-class JobMembers:
+class RendezvousGroup:
     """All ranks of `rendezvous`, which have met when this is made. Every rank makes one, and makes the same calls.
 
     With torch its default group, over gloo, exists afterwards: samplers and scripts ask it for the rank. `timeout_s`
@@ -45,7 +45,7 @@ class JobMembers:
         elif rendezvous.local_world_size != rendezvous.world_size:
             raise CommError(
                 f"{rendezvous.world_size} ranks on several hosts cannot meet without torch ({rendezvous.source})",
-                cure="install torch, whose store they would meet in, or use the comm backend mpi",
+                hint="install torch, whose store they would meet in, or use the comm backend mpi",
                 value=rendezvous.local_world_size,
             )
 
@@ -81,7 +81,7 @@ class JobMembers:
         except tagged_json.SerializationError as error:
             raise CommError(
                 f"what stands in the place of rank {rank}'s note at {self._where} is none: {error.message}",
-                cure="give each job a MASTER_PORT of its own; a stranger may have written this",
+                hint="give each job a MASTER_PORT of its own; a stranger may have written this",
                 missing_ranks=[rank],
                 value=error.value,
             ) from error
