@@ -32,7 +32,7 @@ _COMMANDS = {
     "memory": memory.main,
     "ownership": ownership.main,
     "pipeline": pipeline.main,
-    "replica": replica.main,
+    "in_memory": replica.main,
     "saves": saves.main,
     "sequence": attention.main,
     "start": start.main,

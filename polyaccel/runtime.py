@@ -93,7 +93,7 @@ class EngineBuilder:
     def engine_parts(self) -> EngineParts:
         """The parts of every frontend's engine. Collective where the config has monitors or a folder; see
         `start_monitoring`."""
-        monitor = start_monitoring(self.communicator, self.config.run_folder, monitors_of(self.config), self.about)
+        monitor = start_monitoring(self.communicator, self.config.run_dir, monitors_of(self.config), self.about)
         return EngineParts(
             config=self.config,
             settings=engine_settings_of(self.config),

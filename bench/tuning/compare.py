@@ -36,7 +36,7 @@ from polyaccel.tuning.trials import TrialPlan, run_trial
 from polyaccel.tuning.tuner import TuneResult, best_of
 
 _RANKS = 2
-_WHERE = ("--nproc", str(_RANKS), "--grace", "1")
+_WHERE = ("--nproc", str(_RANKS), "--grace-period", "1")
 _TRIALS, _MARGIN = 8, 0.5
 _TIME_BOUND, _MEMORY_BOUND = 0.15, 0.10
 _ROOT = Path(__file__).resolve().parents[2]

@@ -30,7 +30,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "monitors": {"csv_monitor": {"enabled": True}, **_TENSORBOARD},
     "breakdowns": {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 10},
     "throughput": {"timers": {"throughput": {"enabled": True}}},
-    "alarms": {"alarms": {"enabled": True}},
+    "alerts": {"alerts": {"enabled": True}},
     "comms_logger": {"comms_logger": {"enabled": True}},
 }
 """By the names of variants; `everything` is all of them, and a trace and a profile before the first turn."""
@@ -59,7 +59,7 @@ def config_of(variant: str, stage: int, micro_batch: int, folder: str) -> dict[s
     }
     if variant == "nothing":
         return config
-    config["run_folder"] = f"{folder}/{variant}"
+    config["run_dir"] = f"{folder}/{variant}"
     if variant == "everything":
         for part in (*_PARTS.values(), _ONCE):
             config |= part

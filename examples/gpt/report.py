@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from run_folder import RunFolder
+from run_dir import RunFolder
 
 Points = Sequence[tuple[int, float]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model import SHAPES
-from run_folder import RunFolder, choose_folder
+from run_dir import RunFolder, choose_folder
 
 import polyaccel
 from polyaccel import PolyaccelError

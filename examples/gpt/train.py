@@ -23,7 +23,7 @@ from corpus import Corpus, open_corpus, validation_share
 from model import SHAPES, Gpt, generate
 from progress import Progress, open_progress
 from report import write_report
-from run_folder import RunFolder
+from run_dir import RunFolder
 from settings import Settings, add_arguments, begin_run
 from stopping import StopWish, say_interrupted
 from torch import Tensor

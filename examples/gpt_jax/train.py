@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # what does n
 from corpus import open_corpus, validation_share
 from progress import open_progress
 from report import write_report
-from run_folder import RunFolder
+from run_dir import RunFolder
 from settings import Settings, add_arguments, begin_run
 from stopping import StopWish, say_interrupted
 

@@ -63,7 +63,7 @@ def compare(args: argparse.Namespace) -> None:
     shape, corpus = SHAPES[args.size], open_corpus()
     config = json.loads(Path(__file__).with_name("config.json").read_text(encoding="utf-8"))
     config["scheduler"]["params"] |= {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 20)}
-    sharing = {"enabled": True, "autoep_size": min(comm.get_world_size(), args.experts), "watch": True}
+    sharing = {"enabled": True, "autoep_size": min(comm.get_world_size(), args.experts), "log_load": True}
     torch.manual_seed(1)
     mixture = MixtureGpt(shape, args.experts)
     torch.manual_seed(1)

@@ -75,7 +75,7 @@ def words(job: Job) -> Iterator[str]:
     if job.cores is not None:
         yield from ("--bind-core-list", ",".join(map(str, job.cores)))
     numbers = {
-        "--grace": (job.grace_s, DEFAULT_GRACE_S),
+        "--grace-period": (job.grace_s, DEFAULT_GRACE_S),
         "--stop-timeout": (job.stop_timeout_s, DEFAULT_STOP_TIMEOUT_S),
         "--hang-timeout": (job.hang_timeout_s, 0.0),
     }

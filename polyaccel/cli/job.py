@@ -68,7 +68,7 @@ def job_of(
         folder=os.getcwd(),
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         cores=args.bind_core_list,
-        grace_s=args.grace,
+        grace_s=args.grace_period,
         stop_timeout_s=args.stop_timeout,
         hang_timeout_s=args.hang_timeout,
         log_dir=None if args.log_dir is None else str(args.log_dir),

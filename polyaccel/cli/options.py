@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser, *, with_script: bool = True) ->
     )
     add("--bind_core_list", type=_cpus, metavar="CPUS", help="bind ranks to shares of these CPUs alone: 0-3,8")
     add(
-        "--grace",
+        "--grace-period",
         type=_seconds,
         default=DEFAULT_GRACE_S,
         metavar="S",

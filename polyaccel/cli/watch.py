@@ -14,21 +14,23 @@ from polyaccel.observability.dashboard.server import PageServer
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     what = "show runs on a page of this machine, while they train or later"
     parser = subparsers.add_parser("watch", help=what, description=what)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (its `run_folder`)")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (its `run_dir`)")
     parser.add_argument("--port", type=int, default=0, help="the port on 127.0.0.1; default: any that is free")
     parser.add_argument("--open", action="store_true", help="open the page in this machine's browser")
-    parser.add_argument("--freeze", type=Path, metavar="FILE", help="write the page with the runs into FILE, and end")
+    parser.add_argument(
+        "--export-html", type=Path, metavar="FILE", help="write the page with the runs into FILE, and end"
+    )
     parser.set_defaults(func=watch)
 
 
 def watch(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or write it. Raises PolyaccelError for what is no run's folder."""
-    if args.freeze is not None:
+    if args.export_html is not None:
         try:
-            write_page(args.freeze, args.runs)
+            write_page(args.export_html, args.runs)
         except OSError as error:
-            raise PolyaccelError(f"{args.freeze} cannot be written: {error}", hint="name another file") from error
-        print(args.freeze)
+            raise PolyaccelError(f"{args.export_html} cannot be written: {error}", hint="name another file") from error
+        print(args.export_html)
         return 0
     server = PageServer(open_runs(args.runs), args.port)
     print(f"{server.url}\nThis machine shows it to those who know the address. Ctrl-C ends it.", flush=True)

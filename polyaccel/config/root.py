@@ -34,7 +34,7 @@ from polyaccel.config.sections.pipeline import PipelineConfig
 from polyaccel.config.sections.precision import Bf16Config, DataTypesConfig, FloatName, Fp16Config, TorchAutocastConfig
 from polyaccel.config.sections.scheduler import SchedulerConfig
 from polyaccel.config.sections.tiled_compute import TiledComputeConfig
-from polyaccel.config.sections.timers import AlarmsConfig, FlopsProfilerConfig, TimersConfig, TraceConfig
+from polyaccel.config.sections.timers import AlertsConfig, FlopsProfilerConfig, TimersConfig, TraceConfig
 from polyaccel.config.sections.zero import ZeroConfig
 from polyaccel.redaction import redact_tree
 
@@ -42,9 +42,9 @@ from polyaccel.redaction import redact_tree
 class JaxConfig(Section):
     """polyaccel's own section: how a JAX function runs. Modules of torch do not ask it."""
 
-    execution: Literal["views", "native"] = "views"
-    """The side that exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX, in one
-    program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
+    execution: Literal["zero_copy", "native"] = "zero_copy"
+    """The side that exchanges and updates: "zero_copy", the engine on its own memory, which JAX sees; "native", JAX, in
+    one program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
 
 
 class Config(Section):
@@ -129,7 +129,7 @@ class Config(Section):
     """polyaccel's own: what every rank did in a few steps; null is none."""
     timers: TimersConfig = TimersConfig()
     """What is timed beside phases."""
-    alarms: AlarmsConfig = AlarmsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     """polyaccel's own: what is looked for while a run goes on."""
     autotuning: AutotuningConfig = AutotuningConfig()
     """What `polyaccel tune` tries."""
@@ -145,8 +145,8 @@ class Config(Section):
     monitors: PluginTable = Field(default_factory=dict, validate_default=True)
     """polyaccel's own: where the figures of each optimizer step go, as `{name: {option: value, ...}}` by the names of
     installed plugins of the group `polyaccel.monitors`. "jsonl" appends a line a step to `metrics.jsonl` in
-    `run_folder`. Rank 0 writes. One that fails is dropped with a warning."""
-    run_folder: str | None = None
+    `run_dir`. Rank 0 writes. One that fails is dropped with a warning."""
+    run_dir: str | None = None
     """polyaccel's own: the folder of the run, which is made. It gets the run's `run.json`, `metrics.jsonl` with the
     figures of each step, and what `monitors` write. Null: no folder, and `monitors` write to the working directory."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()

@@ -111,7 +111,7 @@ class StepMetrics:
     planned_nbytes: Mapping[str, int] = field(default_factory=dict)
     """What the plan of the step foretold, in the same words: in the first step, and when it changes."""
     experts: Mapping[str, ExpertFigures] = field(default_factory=dict)
-    """By layer, where the config asks (`expert_parallel.watch`)."""
+    """By layer, where the config asks (`expert_parallel.log_load`)."""
     collectives: Mapping[str, CallFigures] = field(default_factory=dict)
     """By operation."""
     device_phase_s: Mapping[str, float] = field(default_factory=dict)

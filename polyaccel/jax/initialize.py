@@ -133,7 +133,7 @@ def _pipeline_problems(runtime: EngineBuilder, key: str, stages: int, *, is_list
     if runtime.policy.params is Placement.SHARDED:
         zero, expected = runtime.config.zero_optimization.stage, "stages of JAX have their parameters whole"
         yield Problem("zero_optimization.stage", zero, expected, "use stage 0 to 2")
-    if section.partition.lower() == "measured":
+    if section.partition.lower() == "profiled":
         expected, hint = "functions of JAX are not tried", 'use "parameters", "uniform" or "type:REGEX"'
         yield Problem("pipeline.partition", section.partition, expected, hint)
     if interval := section.activation_checkpoint_interval:
@@ -150,11 +150,11 @@ def _native_problems(runtime: EngineBuilder) -> list[Problem]:
     problems = []
     if runtime.policy.params is Placement.SHARDED:
         expected = "native mode shards no parameters: its one program would hold all of them gathered"
-        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
+        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "zero_copy"'))
     if zero.offload_optimizer.device != "none":
         key = "zero_optimization.offload_optimizer.device"
         expected = "native mode updates inside one program of JAX's devices, where the states rest"
-        hint = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
+        hint = 'cut them over more devices (stage 1 or 2), or use "zero_copy", which offloads'
         problems.append(Problem(key, zero.offload_optimizer.device, expected, hint))
     if config.comms_logger.enabled:
         expected = "what JAX exchanges inside a program is not seen"

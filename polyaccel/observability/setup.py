@@ -15,7 +15,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.engine.metrics import JsonlMonitor, Monitor
 from polyaccel.errors import ConfigError, PolyaccelError, Problem
 from polyaccel.observability.dashboard.document import write_page
-from polyaccel.observability.run_folder import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE
+from polyaccel.observability.run_dir import LOG_FILE, MOST_RANK_FILES, RANKS_FOLDER, REPORT_FILE, RUN_FILE
 from polyaccel.observability.run_log import RunLog
 from polyaccel.observability.stream import MonitorStream
 from polyaccel.registry import PluginGroup, load_plugin
@@ -114,7 +114,7 @@ def _make_folder(folder: Path, ranks: int, about: Mapping[str, Any]) -> list[Pro
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN_FILE).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        return [Problem("run_folder", str(folder), f"cannot be written: {error}", "name another folder")]
+        return [Problem("run_dir", str(folder), f"cannot be written: {error}", "name another folder")]
     return []
 
 

@@ -147,7 +147,7 @@ def copies_of_state(config: ResolvedConfig, model: ModelShape, world_size: int) 
     """What the config's copies of a rank's state take. At every stage each rank saves its share of everything."""
     share = -(-checkpoint_nbytes(config, model) // world_size)
     section = config.checkpoint
-    return CheckpointMemory(share if section.in_background else 0, 2 * share if section.replica_section else 0)
+    return CheckpointMemory(share if section.in_background else 0, 2 * share if section.in_memory_section else 0)
 
 
 def state_names(config: ResolvedConfig) -> tuple[str, ...]:

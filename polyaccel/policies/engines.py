@@ -36,7 +36,7 @@ def engine_settings_of(config: ResolvedConfig) -> EngineSettings:
 def save_policy_of(config: ResolvedConfig) -> SavePolicy:
     """How engines save."""
     storage, options = config.checkpoint.storage_plugin
-    best, replica = config.checkpoint.keep_best, config.checkpoint.replica_section
+    best, replica = config.checkpoint.keep_best, config.checkpoint.in_memory_section
     return SavePolicy(
         tag_validation=config.checkpoint.tag_validation,
         in_background=config.checkpoint.in_background,

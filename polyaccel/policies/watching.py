@@ -34,9 +34,9 @@ def reporting_of(config: ResolvedConfig) -> Reporting:
 
 
 def monitors_of(config: ResolvedConfig) -> list[ChosenMonitor]:
-    """The monitors that are on: of `monitors`, of the sections that are enabled, and JSON lines in a `run_folder`."""
+    """The monitors that are on: of `monitors`, of the sections that are enabled, and JSON lines in a `run_dir`."""
     chosen = [ChosenMonitor(name, f"monitors.{name}", options) for name, options in config.monitors.items()]
-    if config.run_folder is not None and "jsonl" not in config.monitors:
+    if config.run_dir is not None and "jsonl" not in config.monitors:
         chosen.insert(0, ChosenMonitor("jsonl", "monitors.jsonl", {}))
     return chosen + [ChosenMonitor(each.plugin, key, each.options) for key, each in config.monitor_sections.items()]
 
@@ -56,7 +56,7 @@ def profile_settings_of(config: ResolvedConfig) -> ProfileSettings | None:
         step=section.profile_step,
         style=style,
         output_file=_absolute(section.output_file),
-        folder=_absolute(config.run_folder),
+        folder=_absolute(config.run_dir),
     )
 
 
@@ -70,13 +70,13 @@ def trace_of(config: ResolvedConfig, communicator: Communicator) -> RunTrace | N
     if config.trace is None:
         return None
     first, last = config.trace.steps
-    folder = Path(config.trace.folder or config.run_folder or ".").absolute()
+    folder = Path(config.trace.dir or config.run_dir or ".").absolute()
     return RunTrace(communicator, first, last, folder, wants_profiler=config.trace.profiler)
 
 
 def alarms_of(config: ResolvedConfig, communicator: Communicator, mesh: Mesh, monitor: MetricSink) -> RunAlarms | None:
     """What says that something is wrong with the run; None where nobody looks."""
-    section = config.alarms
+    section = config.alerts
     if not section.enabled:
         return None
     settings = AlarmSettings(**section.model_dump(exclude={"enabled"}))

@@ -188,7 +188,7 @@ def _staged(runtime: EngineBuilder, model: nn.Module, client: Any) -> tuple[nn.M
 def _cut_sequences(runtime: EngineBuilder, model: nn.Module, *, is_own: bool) -> None:
     """Cut the sequences of `model` over the ranks along the axis `sequence`, unless it does that itself."""
     size, section = runtime.mesh.size_of(("sequence",)), runtime.config.sequence_parallel
-    if size == 1 or section.method == "own" or is_own:
+    if size == 1 or section.method == "manual" or is_own:
         return
     settings = SequenceSettings(section.method, section.core_attention)
     runtime.cleanup_callbacks.append(
@@ -240,7 +240,7 @@ def _attend_experts(runtime: EngineBuilder, model: nn.Module, engine: TorchEngin
     """Let biases follow loads, and figures be taken where the config asks."""
     if (follow := loss_free_balancer(model, lambda: runtime.process_group_for(("data", "sequence")))) is not None:
         engine.after_update.append(follow)
-    if runtime.config.expert_parallel.watch:
+    if runtime.config.expert_parallel.log_load:
         watched = ExpertLoadMetrics(model, runtime.process_group_for(("data", "sequence")))
         engine.expert_figures = watched.take
         runtime.cleanup_callbacks.append(watched.release)

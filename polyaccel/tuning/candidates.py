@@ -168,12 +168,12 @@ def _offloads(
 def quiet_changes(folder: Path) -> Mapping[str, Any]:
     """What a trial's config says beside its candidate: its figures go into `folder`, and nobody else gets any."""
     return {
-        "run_folder": str(folder),
+        "run_dir": str(folder),
         "monitors": None,
         **{name: {"enabled": False} for name in _MONITORS},
         "elasticity": {"enabled": False},
         "flops_profiler": {"enabled": False},
         "trace": None,
-        "alarms": {"enabled": False},
+        "alerts": {"enabled": False},
         "wall_clock_breakdown": False,
     }

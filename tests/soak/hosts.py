@@ -179,7 +179,7 @@ def one_round(hosts: Hosts, folder: Path, kind: Callable[[Round], set[int]], lau
     """Start a job, do this to it, and wait for its end everywhere. Returns how long that took. Raises SystemExit."""
     folder.mkdir()
     (folder / "train.py").write_text(RANKS)
-    options = ("--grace", "2", "--stop-timeout", str(_STOP_TIMEOUT_S))
+    options = ("--grace-period", "2", "--stop-timeout", str(_STOP_TIMEOUT_S))
     command = hosts.command(folder / "train.py", *options, arguments=(str(folder),), launcher=launcher)
     log = folder / "log"
     environment = {**hosts.environment, "POLYACCEL_SOAK": str(os.getpid())}

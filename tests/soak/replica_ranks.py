@@ -35,7 +35,7 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 2},
-        "checkpoint": {"replica": not last, "keep_last": 2},
+        "checkpoint": {"in_memory": not last, "keep_last": 2},
     }
     model = build()
     engine = polyaccel.initialize(model=model, config=config)[0]

@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.05}},
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 1.0,
-    "checkpoint": {"replica": True},
+    "checkpoint": {"in_memory": True},
 }
 
 

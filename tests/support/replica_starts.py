@@ -25,7 +25,7 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 def engine_of(model: nn.Module, stage: int, world: int, **changes: Any) -> Any:
     """Twelve samples a step at every world size."""
-    changes.setdefault("checkpoint", {"replica": True})
+    changes.setdefault("checkpoint", {"in_memory": True})
     config = make_config(stage, gradient_clipping=1.0, **changes)
     config |= {
         "train_micro_batch_size_per_gpu": 12 // world,

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 1.0,
-    "checkpoint": {"replica": True},
+    "checkpoint": {"in_memory": True},
 }
 _STEP_S = 0.1
 

@@ -34,7 +34,9 @@ class WaitingJob:
         self._folder = folder
         (folder / "train.py").write_text(WAITS)
         self.process = subprocess.Popen(
-            hosts.command(folder / "train.py", "--grace", "2", *options, arguments=(str(folder),), launcher=launcher),
+            hosts.command(
+                folder / "train.py", "--grace-period", "2", *options, arguments=(str(folder),), launcher=launcher
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

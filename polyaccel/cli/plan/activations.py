@@ -75,7 +75,7 @@ def share_layers(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
 def share_sequences(model: Any, config: ResolvedConfig, mesh: Mesh) -> None:
     """Let `model` run on the first rank's share of sequences, and in tiles, where `config` says so."""
     section = config.sequence_parallel
-    if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "own":
+    if (ranks := mesh.size_of(("sequence",))) > 1 and section.method != "manual":
         from polyaccel.accelerators.detect import host_accelerator
         from polyaccel.comm.collectives.fake import FakeCommunicator
         from polyaccel.torch.context_parallel import apply_context_parallel

@@ -57,7 +57,7 @@ def _table(config: ResolvedConfig, stages: int) -> PipelineTable:
 
 def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTable) -> tuple[StageNeeds, ...]:
     mesh = mesh_of(config, args.world_size)
-    if config.pipeline.partition == "measured":
+    if config.pipeline.partition == "profiled":
         raise PolyaccelError(
             "layers that are dealt by their time cannot be dealt before they run", hint='say "partition": "parameters"'
         )

@@ -25,7 +25,7 @@ class KeepBestConfig(Section):
     """How many stay."""
 
 
-class ReplicaConfig(Section):
+class InMemoryConfig(Section):
     """How replicas are made, which are on with this section."""
 
     memory: PositiveInt | None = None
@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
     """polyaccel's own: keep those whose global step is a multiple of this."""
     keep_last: PositiveInt | None = None
     """polyaccel's own: keep this many of the newest."""
-    replica: bool | ReplicaConfig = False
+    in_memory: bool | InMemoryConfig = False
     """polyaccel's own: after each optimizer step, a copy of every rank's state in the memory of a process that
     `polyaccel run --restarts N` keeps beside the ranks. When ranks are killed and the job is started again,
     `load_checkpoint` without a tag goes on from there if no checkpoint on disk is newer. Without such a keeper it has
@@ -69,11 +69,11 @@ class CheckpointConfig(Section):
     """The reaction when ranks save or load under different tags."""
 
     @property
-    def replica_section(self) -> ReplicaConfig | None:
-        """The section in `replica`; None where replicas are off."""
-        if isinstance(self.replica, bool):
-            return ReplicaConfig() if self.replica else None
-        return self.replica
+    def in_memory_section(self) -> InMemoryConfig | None:
+        """The section in `in_memory`; None where replicas are off."""
+        if isinstance(self.in_memory, bool):
+            return InMemoryConfig() if self.in_memory else None
+        return self.in_memory
 
     @property
     def storage_plugin(self) -> tuple[str, dict[str, Any]]:

@@ -82,7 +82,7 @@ class TensorParallelConfig(Section):
 class SequenceParallelConfig(Section):
     """polyaccel's own section: how attention is computed where `sequence_parallel_size` ranks share each sequence."""
 
-    method: Literal["ulysses", "ring", "own"] = "ulysses"
+    method: Literal["ulysses", "ring", "manual"] = "ulysses"
     """`ulysses` exchanges heads for tokens, `ring` sends keys and values round; both cut the batches of a model of
     transformers by themselves. `own`: the model cuts its sequences itself."""
     core_attention: str = "blockwise"
@@ -98,6 +98,6 @@ class ExpertParallelConfig(Section):
     autoep_size: PositiveInt = 1
     """Ranks that share the experts of each layer, a divisor of the ranks with batches of their own. Experts need not
     divide: the first ranks have one more."""
-    watch: bool = False
+    log_load: bool = False
     """polyaccel's own: `engine.metrics.experts` and monitors tell how each step's tokens went to the experts of each
     layer, with shared experts or without, for one small exchange a step."""

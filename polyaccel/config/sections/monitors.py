@@ -28,7 +28,7 @@ class TensorBoardConfig(MonitorSection):
 
     plugin = "tensorboard"
     output_path: str = ""
-    """The folder of the files; "" is `tensorboard` in `run_folder`."""
+    """The folder of the files; "" is `tensorboard` in `run_dir`."""
     job_name: str = ""
     """A folder below that one; "" is none."""
 
@@ -38,14 +38,14 @@ class CsvMonitorConfig(MonitorSection):
 
     plugin = "csv"
     output_path: str = ""
-    """The folder of the files; "" is `csv` in `run_folder`."""
+    """The folder of the files; "" is `csv` in `run_dir`."""
     job_name: str = ""
     """A folder below that one; "" is none."""
 
 
 class WandbConfig(MonitorSection):
     """A run of Weights & Biases. Needs `pip install 'polyaccel[wandb]'`. The environment variable WANDB_MODE=offline
-    keeps it on this machine, below `run_folder`."""
+    keeps it on this machine, below `run_dir`."""
 
     plugin = "wandb"
     project: str | None = None
@@ -73,6 +73,6 @@ class CometConfig(MonitorSection):
     experiment_key: str | None = None
     """The experiment to write to; null is a new one."""
     online: bool | None = None
-    """False writes an archive below `run_folder`, which `comet upload` sends; null is true."""
+    """False writes an archive below `run_dir`, which `comet upload` sends; null is true."""
     mode: Literal["get_or_create", "create", "get"] | None = None
     """Whether `experiment_key` names an experiment that is there ("get"), is not ("create"), or either."""

@@ -34,8 +34,8 @@ class TraceConfig(Section):
 
     steps: Listed[Annotated[tuple[PositiveInt, ...], Field(min_length=2, max_length=2)]]
     """The first and the last optimizer step that are traced, from 1."""
-    folder: str | None = None
-    """The folder of `trace.json`; null is `run_folder`, or the working directory."""
+    dir: str | None = None
+    """The folder of `trace.json`; null is `run_dir`, or the working directory."""
     profiler: bool = False
     """Add what the framework's own profiler records of these steps: torch's operators and a device's kernels, XLA's
     operations. The steps take longer, and the file may become large."""
@@ -47,7 +47,7 @@ class TraceConfig(Section):
         return self
 
 
-class AlarmsConfig(Section):
+class AlertsConfig(Section):
     """polyaccel's own: sentences about what is wrong with a run, each with its hint, in the log of rank 0 and wherever
     figures go. A threshold of 0 leaves out its alarm."""
 
@@ -89,6 +89,6 @@ class FlopsProfilerConfig(Section):
     """Show a row for every module."""
     output_file: str | None = None
     """The file for the table, and beside it a picture of the same name; null is the log, and the picture goes to
-    `run_folder` if there is one."""
+    `run_dir` if there is one."""
     recompute_fwd_factor: NonNegativeFloat = 0.0
     """The share of a forward pass that the backward pass computes again, for the operations of a step."""

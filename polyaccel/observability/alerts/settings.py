@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmSettings:
-    """Thresholds, each 0 where nobody looks; the section `alarms` of the config says what they are of.
+    """Thresholds, each 0 where nobody looks; the section `alerts` of the config says what they are of.
 
     `every` optimizer steps the ranks tell each other their figures, of which `window` are compared with a new one.
     """

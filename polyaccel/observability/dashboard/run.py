@@ -13,7 +13,7 @@ from polyaccel.errors import PolyaccelError
 from polyaccel.observability.dashboard.figures import FigureTable, flattened, rounded
 from polyaccel.observability.dashboard.tail import FileTailer
 from polyaccel.observability.dashboard.waits import WaitTable, shown_trace
-from polyaccel.observability.run_folder import (
+from polyaccel.observability.run_dir import (
     LOG_FILE,
     METRICS_FILE,
     MOST_RANK_FILES,
@@ -45,7 +45,7 @@ class WatchedRun:
         if not any((folder / file).is_file() for file in (RUN_FILE, METRICS_FILE)):
             raise PolyaccelError(
                 f"{folder} is no run's folder: it has neither {RUN_FILE} nor {METRICS_FILE}",
-                hint='name the folder that "run_folder" of the config named',
+                hint='name the folder that "run_dir" of the config named',
                 value=str(folder),
             )
         self._stamps: dict[str, tuple[int, int]] = {}

@@ -15,7 +15,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import Entry, RecordingCommunicator
 from polyaccel.engine.recording import StepProfiler
 from polyaccel.engine.timing import PhaseTimer
-from polyaccel.observability.run_folder import TRACE_FILE
+from polyaccel.observability.run_dir import TRACE_FILE
 from polyaccel.observability.traces.chrome import write_trace
 from polyaccel.observability.traces.clock import clock_offsets
 from polyaccel.observability.traces.profiled import kept_events

@@ -40,7 +40,7 @@ def measured_blocks(model: nn.Module, blocks: BlockList, ranks: Communicator) ->
             f"partition 'measured' needs a trial step of {kind}, and it has no trial_inputs",
             hint='set them: model.trial_inputs = {"input_ids": ..., "labels": ...}, or the like, is a micro-batch as '
             "those of the training",
-            value="measured",
+            value="profiled",
         )
     found: tuple[list[float], str] = ([], "")
     try:

@@ -104,7 +104,7 @@ class PipelineModule(nn.Module):
     `partition_method` and `activation_checkpoint_interval` as in the config's section `pipeline`. `seed_layers` calls
     `seed_fn(base_seed + index)` before layer `index` is built (None: `torch.manual_seed`). `schedule` and `chunks`, as
     in that section too, say how many chunks of the model each stage has, and which; None and 0 for one a stage.
-    `trial_inputs` are the inputs of a micro-batch, for `partition_method="measured"`.
+    `trial_inputs` are the inputs of a micro-batch, for `partition_method="profiled"`.
 
     Raises PipelineError for layers that cannot be dealt to so many stages.
     """
@@ -147,7 +147,7 @@ class PipelineModule(nn.Module):
         self._layer_names = names
         weights = (
             _tried(specs, trial_inputs, names, len(self.placement), spreads=self.spreads_tuples)
-            if partition_method.lower() == "measured"
+            if partition_method.lower() == "profiled"
             else layer_weights(partition_method, names, numels)
         )
         self.parts = split_layers(weights, len(self.placement))
@@ -307,7 +307,7 @@ def _tried(layers: Sequence[Any], inputs: Any, names: Sequence[str], chunks: int
         raise PipelineError(
             "partition_method 'measured' needs a trial step",
             hint="give PipelineModule(..., trial_inputs=inputs of a micro-batch), or a Sequential such an attribute",
-            value="measured",
+            value="profiled",
         )
     makers = [partial(_trial_layer, layer) for layer in layers]
     return measured_weights(makers, inputs, default_communicator(), names, spreads=spreads)

@@ -43,7 +43,7 @@ class StageModule:
 
     `placement` is the stage of each chunk, in the order in which a micro-batch passes them. `partition_method` as in
     the config's section `pipeline`: the first block weighs as much as it and what comes before, the last as it and what
-    comes after. `weigh` says for "measured" what the blocks of a model weigh; `numels` how many elements a rank will
+    comes after. `weigh` says for "profiled" what the blocks of a model weigh; `numels` how many elements a rank will
     have of each parameter, where those are not its own. Raises PipelineError for a model that cannot be cut, naming the
     place.
     """
@@ -69,7 +69,7 @@ class StageModule:
         self._list = blocks.modules
         trial = trace_model(model, blocks)
         self._outputs = trial.outputs
-        if weigh is not None and partition_method.lower() == "measured":
+        if weigh is not None and partition_method.lower() == "profiled":
             weights = weigh(model, blocks)
         else:
             weights = self._weights(trial, partition_method, numels or {})

@@ -55,7 +55,7 @@ class Job:
             "POLYACCEL_COMM": backend,
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "60", str(script)],
+            [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace-period", "60", str(script)],
             env={name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -51,7 +51,7 @@ def test_arguments_arrive_as_they_are(two_hosts: Hosts, tmp_path: Path) -> None:
 
 def test_the_code_of_the_first_failing_rank_arrives(two_hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
-    done = two_hosts.run(tmp_path / "train.py", "--grace", "2", launcher="pdsh")
+    done = two_hosts.run(tmp_path / "train.py", "--grace-period", "2", launcher="pdsh")
     assert done.returncode == 77
     assert "polyaccel: the part of the job on host2 failed: rank 2 (pid " in done.stderr
     assert "last words" in done.stdout

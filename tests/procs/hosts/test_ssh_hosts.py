@@ -89,7 +89,7 @@ def test_the_code_of_the_first_failing_rank_arrives(two_hosts: Hosts, tmp_path: 
         tmp_path,
         f"import os, signal, sys\nif os.environ['RANK'] == '2':\n    print('last words')\n    {how}\nsignal.pause()",
     )
-    done = two_hosts.run(script, "--grace", "2")
+    done = two_hosts.run(script, "--grace-period", "2")
     assert done.returncode == code
     assert "polyaccel: the part of the job on host2 failed: rank 2 (pid " in done.stderr
     assert "last words" in done.stdout

@@ -37,7 +37,7 @@ def test_a_rank_that_is_killed_and_a_host_that_is_lost_cost_a_step_at_most(two_h
     Nothing is ever on a disk, and every loss that any start has printed has the bits of the run without all that."""
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     kills = "0:1:within:4,1:1:lost:7,2:0:lost:9"
-    options = ["--hostfile", str(tmp_path / "hosts"), "--restarts", "3", "--grace", "2"]
+    options = ["--hostfile", str(tmp_path / "hosts"), "--restarts", "3", "--grace-period", "2"]
     arguments = (str(tmp_path / "saves"), str(STEPS), kills)
     done = two_hosts.run(Path(elastic_job.__file__), *options, arguments=arguments)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 SUPPORT = Path(torchelastic_job.__file__).parent
 STEPS = 5
 """So many steps are seen before something else happens: a replica of the first takes its time."""
-OPTIONS = "--elastic-training --min-elastic-nodes 1 --max-elastic-nodes 2 --max-restarts 9 --nproc 1 --grace 2"
+OPTIONS = "--elastic-training --min-elastic-nodes 1 --max-elastic-nodes 2 --max-restarts 9 --nproc 1 --grace-period 2"
 Way = Callable[[SshHost], object]
 
 

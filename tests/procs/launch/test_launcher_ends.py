@@ -54,7 +54,7 @@ if rank == 1:
 while True:
     signal.pause()
 """
-    with Job(tmp_path, script, "--grace", "60") as job:
+    with Job(tmp_path, script, "--grace-period", "60") as job:
         ranks, _ = job.pids()
         let_go(ranks[1])
         code, stdout, stderr = job.finish()
@@ -199,7 +199,7 @@ if rank == 0:
 while True:
     signal.pause()
 """
-    with Job(tmp_path, script, "--grace", "0.3") as job:
+    with Job(tmp_path, script, "--grace-period", "0.3") as job:
         ranks, children = job.pids(children=2)
         let_go(ranks[0])
         code, _, stderr = job.finish()
@@ -258,7 +258,7 @@ if rank == 1:
 while True:
     signal.pause()
 """
-    with Job(tmp_path, script, "--grace", "0.5") as job:
+    with Job(tmp_path, script, "--grace-period", "0.5") as job:
         ranks, _ = job.pids()
         job.process.send_signal(signal.SIGINT)
         job.wait_for("rank 0. asked")
@@ -294,7 +294,7 @@ ready()
 while True:
     signal.pause()
 """
-    with Job(tmp_path, script, "--grace", "1000") as job:
+    with Job(tmp_path, script, "--grace-period", "1000") as job:
         ranks, _ = job.pids()
         job.process.send_signal(signal.SIGINT)
         job.wait_for("not now")

@@ -41,7 +41,7 @@ def test_what_killed_ranks_have_handed_over_is_written(killed: int, tmp_path: Pa
     script, saves = tmp_path / "script.py", tmp_path / "saves"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace", "60", script, saves, str(killed)],
+        [sys.executable, "-m", "polyaccel", "run", "--nproc", "2", "--grace-period", "60", script, saves, str(killed)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -117,7 +117,7 @@ def test_one_training_is_in_all_of_them(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "run_folder": str(tmp_path),
+        "run_dir": str(tmp_path),
         "tensorboard": {"enabled": True},
         "csv_monitor": {"enabled": True},
         "wandb": {"enabled": True, "project": "polyaccel-tests"},

@@ -99,7 +99,7 @@ config = {{
 }} | ({{
     "checkpoint": {{"storage": {{"vault": {{"shelf": "top"}}}}, "async": False}},  # what it wrote is asked for here
     "monitors": {{"losses": {{"file": "losses.json"}}, "jsonl": {{}}}},
-    "run_folder": folder,
+    "run_dir": folder,
 }} if doors else {{}})
 model = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 2))
 engine, *_ = polyaccel.initialize(model=model, config=config)

@@ -78,7 +78,7 @@ order by held.ts, held.id
 
 def train(inner: Communicator, kind: str, folder: str) -> list[tuple[Call, float]]:
     """The calls that the recorder had of the traced steps on this rank, in order, and their seconds."""
-    traced = {"run_folder": folder, "trace": {"steps": [FIRST, LAST], "profiler": kind == "profiled"}}
+    traced = {"run_dir": folder, "trace": {"steps": [FIRST, LAST], "profiler": kind == "profiled"}}
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, **KINDS[kind], **traced}
     communicator = RecordingCommunicator(inner, watch_s=None)
     set_default_communicator(communicator)

@@ -117,7 +117,7 @@ def test_a_script_gets_the_trial_s_values_wherever_it_looks(tmp_path: Path) -> N
     ]
     tree = json.loads((folder / "config.json").read_text())
     assert (tree["optimizer"], tree["gradient_accumulation_steps"]) == ({"type": "Adam"}, 4)
-    assert tree["run_folder"] == str(folder)
+    assert tree["run_dir"] == str(folder)
     assert not (folder / "old").exists()
 
 

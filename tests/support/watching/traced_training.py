@@ -30,7 +30,7 @@ def traced_config(folder: Path, stage: int = 2, *, profiler: bool = False, **mor
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": zero,
-        "run_folder": str(folder),
+        "run_dir": str(folder),
         "trace": {"steps": [FIRST, LAST], "profiler": profiler},
         **more,
     }

@@ -192,7 +192,7 @@ def seed_of_worker(samples: list[Any]) -> torch.Tensor:
 
 AXES: dict[str, dict[str, Any]] = {
     "pipe": {},
-    "sequence": {"sequence_parallel_size": 2, "sequence_parallel": {"method": "own"}},
+    "sequence": {"sequence_parallel_size": 2, "sequence_parallel": {"method": "manual"}},
     "tensor": {"tensor_parallel": {"autotp_size": 2}},
 }
 

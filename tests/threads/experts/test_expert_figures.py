@@ -65,7 +65,7 @@ def figures_of(model: nn.Module, ranks: int, config: dict[str, Any], steps: int 
 
 
 def config_of(stage: int, ranks: int, *, watch: bool = True, **changes: Any) -> dict[str, Any]:
-    shared = {"enabled": ranks > 1, "autoep_size": ranks, "watch": watch}
+    shared = {"enabled": ranks > 1, "autoep_size": ranks, "log_load": watch}
     return make_config(stage, accumulation=2, expert_parallel=shared, **changes)
 
 
@@ -81,7 +81,7 @@ def test_tokens_and_bytes_are_counted_over_all_ranks(ranks: int, recomputes: boo
             tokens += kept
             dropped += int(found.dropped)
             sent[rank] += int(kept.view(ranks, -1).sum(1).sum() - kept.view(ranks, -1).sum(1)[rank])
-    changes: dict[str, Any] = {"monitors": {"jsonl": {}}, "run_folder": str(tmp_path)}
+    changes: dict[str, Any] = {"monitors": {"jsonl": {}}, "run_dir": str(tmp_path)}
     if recomputes:
         changes["activation_checkpointing"] = {"enabled": True, "blocks": ["Mixture"]}
     of_ranks = figures_of(model, ranks, config_of(2, ranks, **changes))

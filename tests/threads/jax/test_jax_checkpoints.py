@@ -225,7 +225,7 @@ def test_unfinished_accumulation_is_not_saved(tmp_path):
 
 
 @pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-@pytest.mark.parametrize("execution", ["views", "native"])
+@pytest.mark.parametrize("execution", ["zero_copy", "native"])
 def test_a_start_goes_on_from_the_replica_of_the_one_before(execution, tmp_path, monkeypatch):
     """Out of the keeper's memory, bit by bit."""
     keeper = Served(f"replicas-{tmp_path}")
@@ -235,7 +235,7 @@ def test_a_start_goes_on_from_the_replica_of_the_one_before(execution, tmp_path,
     def start(ranks, steps, is_restart=True):
         monkeypatch.setattr(replicas, "_engines", count())
         fn, params = jax_gpt()
-        config = make_config(1, accumulation=2) | {"checkpoint": {"replica": True}, "jax": {"execution": execution}}
+        config = make_config(1, accumulation=2) | {"checkpoint": {"in_memory": True}, "jax": {"execution": execution}}
         engine = polyaccel.initialize(model=fn, params=params, config=config)
         if is_restart:
             engine.load_checkpoint(str(tmp_path))

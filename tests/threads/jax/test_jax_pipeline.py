@@ -210,7 +210,7 @@ def narrow(params, value, rng):
         (
             LAYERS,
             params_of_layers(),
-            {"pipeline": {**TWO, "partition": "measured"}},
+            {"pipeline": {**TWO, "partition": "profiled"}},
             ConfigError,
             "are not tried",
         ),
@@ -229,7 +229,7 @@ def narrow(params, value, rng):
             r"layer 2 \(block\) fails on what layer 1 \(narrow\) gives it, float32 of 2 x 5 x 4: TypeError: ",
         ),
     ],
-    ids=["counts", "no-function", "one-function", "stage-3", "measured", "no-parameters", "misfit"],
+    ids=["counts", "no-function", "one-function", "stage-3", "profiled", "no-parameters", "misfit"],
 )
 def test_what_cannot_be_is_said(layers, params, changes, error, said):
     def run(ranks: Any) -> None:

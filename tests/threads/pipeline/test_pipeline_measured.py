@@ -48,7 +48,7 @@ COSTS = (1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
 def parts_of(layers, **changes):
     def run(communicator):
         generator = torch.random.get_rng_state()
-        arguments = {"partition_method": "measured", "trial_inputs": torch.ones(4, 6), **changes}
+        arguments = {"partition_method": "profiled", "trial_inputs": torch.ones(4, 6), **changes}
         model = PipelineModule(layers, 2, loss_fn=nn.functional.mse_loss, **arguments)
         if communicator.rank == 0:
             assert torch.equal(torch.random.get_rng_state(), generator)
@@ -83,11 +83,11 @@ def test_what_cannot_be_measured_is_said_on_every_rank():
         parts_of(layers)
     with pytest.raises(PipelineError, match="partition_method 'measured' needs a trial step"):
         parts_of(layers, trial_inputs=None)
-    assert len(PipelineModule(layers, partition_method="measured").parts) == 1  # nothing to deal
+    assert len(PipelineModule(layers, partition_method="profiled").parts) == 1  # nothing to deal
 
 
 def test_a_sequential_says_what_it_is_tried_with():
-    config = pipeline_config(1, pipeline={"stages": 2, "partition": "measured"})
+    config = pipeline_config(1, pipeline={"stages": 2, "partition": "profiled"})
 
     def run(communicator):
         model = nn.Sequential(Costly(5.0), Costly(1.0), Costly(1.0), Costly(1.0), nn.Linear(6, 5))
@@ -123,7 +123,7 @@ TRIAL = torch.ones(3, 6)
 
 
 def cut_by_time(*costs, inputs=TRIAL):
-    config = pipeline_config(1, pipeline={"stages": 2, "partition": "measured"})
+    config = pipeline_config(1, pipeline={"stages": 2, "partition": "profiled"})
 
     def run(communicator):
         model = Blocks(*costs)

@@ -219,7 +219,7 @@ def test_a_rank_takes_no_more_memory_than_it_may(
     own = max(nbytes for _, nbytes in keepers.hosts[0].shelf.names("parts/"))
     for host in (0, 1):
         keepers.hosts[host].shelf.drop("")
-    most = {"replica": {"memory": 3 * own}}
+    most = {"in_memory": {"memory": 3 * own}}
     assert start(world, 1, tmp_path, 3, is_restart=False, checkpoint=most)[1] == whole
     assert caplog.text.count("makes no replicas for now: replicas of rank") == 2  # once a rank
     assert keepers.parts(0) <= {(1, 0)}

@@ -194,7 +194,7 @@ def test_a_replica_of_another_model_is_refused_with_nothing_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(communicator: Communicator, model: nn.Module) -> int:
-        engine, *_ = polyaccel.initialize(model=model, config=make_config(1, checkpoint={"replica": True}))
+        engine, *_ = polyaccel.initialize(model=model, config=make_config(1, checkpoint={"in_memory": True}))
         try:
             engine.load_checkpoint(str(tmp_path))
         finally:
@@ -342,7 +342,7 @@ def test_without_a_keeper_there_are_none_and_the_log_says_so(tmp_path: Path, cap
 @pytest.mark.usefixtures("keeper")
 def test_a_rank_takes_no_more_memory_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, whole, _ = start(2, 1, tmp_path, 3, is_restart=False, checkpoint={})
-    _, losses, _ = start(2, 1, tmp_path, 3, is_restart=False, checkpoint={"replica": {"memory": 1000}})
+    _, losses, _ = start(2, 1, tmp_path, 3, is_restart=False, checkpoint={"in_memory": {"memory": 1000}})
     assert losses == whole
     assert caplog.text.count("rank 0 makes no replicas for now: replicas of rank 0 would take") == 1
     assert not [key for key in client_names() if key.startswith("parts/")]

@@ -119,7 +119,7 @@ def test_a_model_that_cuts_its_sequences_itself_is_left_alone_and_another_one_is
         own = torch.nn.Linear(3, 3)
         with pytest.raises(PolyaccelError, match="no model of transformers is in it"):
             polyaccel.initialize(model=own, config=config)
-        polyaccel.initialize(model=own, config={**config, "sequence_parallel": {"method": "own"}})[0].destroy()
+        polyaccel.initialize(model=own, config={**config, "sequence_parallel": {"method": "manual"}})[0].destroy()
         with pytest.raises(ConfigError, match=r"sequence_parallel.method"):
             polyaccel.initialize(model=own, config={**config, "sequence_parallel": {"method": "rings"}})
 

@@ -31,7 +31,7 @@ def config(stage: int) -> dict[str, Any]:
 def watched(folder: Path) -> dict[str, Any]:
     """Sections that switch on all there is."""
     return {
-        "run_folder": str(folder),
+        "run_dir": str(folder),
         "csv_monitor": {"enabled": True},
         "wall_clock_breakdown": True,
         "memory_breakdown": True,
@@ -39,7 +39,7 @@ def watched(folder: Path) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": True}},
         "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": str(folder / "table.txt")},
         "trace": {"steps": [2, 3]},
-        "alarms": {"enabled": True, "every": 2, "replicas": 1, "straggler": 0, "data": 0, "memory_growth": 0},
+        "alerts": {"enabled": True, "every": 2, "replicas": 1, "straggler": 0, "data": 0, "memory_growth": 0},
         "comms_logger": {"enabled": True},
     }
 

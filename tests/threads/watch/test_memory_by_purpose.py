@@ -39,7 +39,7 @@ def test_purposes_are_counted_beside_what_was_foretold(stage: int, more: dict[st
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
-        "run_folder": str(tmp_path),
+        "run_dir": str(tmp_path),
         **{key: value for key, value in more.items() if key != "zero"},
         "zero_optimization": zero,
     }

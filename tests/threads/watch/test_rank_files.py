@@ -15,7 +15,7 @@ import torch
 import polyaccel
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import RecordingCommunicator
-from polyaccel.observability.run_folder import RUN_FILE
+from polyaccel.observability.run_dir import RUN_FILE
 from polyaccel.observability.run_log import RunLog
 from polyaccel.observability.setup import start_monitoring
 from polyaccel.testkit.ranks.threads import run_threads
@@ -32,7 +32,7 @@ def test_each_rank_writes_its_own_steps(tmp_path: Path) -> None:
         communicator = RecordingCommunicator(inner, watch_s=None)
         set_thread_communicator(communicator)
         torch.manual_seed(0)
-        engine, *_ = polyaccel.initialize(model=torch.nn.Linear(4, 1), config={**CONFIG, "run_folder": str(tmp_path)})
+        engine, *_ = polyaccel.initialize(model=torch.nn.Linear(4, 1), config={**CONFIG, "run_dir": str(tmp_path)})
         calls = []
         for _ in range(3):
             before = sum(communicator.recorder.calls.values())

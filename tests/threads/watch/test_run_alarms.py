@@ -33,8 +33,8 @@ def config(folder: Path, stage: int = 0, **alarms: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
-        "run_folder": str(folder),
-        "alarms": {"enabled": True, "every": EVERY, "replicas": 4, **off, **alarms},
+        "run_dir": str(folder),
+        "alerts": {"enabled": True, "every": EVERY, "replicas": 4, **off, **alarms},
     }
 
 
@@ -170,7 +170,7 @@ def test_a_copy_of_weights_of_jax_is_named(tmp_path: Path) -> None:
 def test_alarms_that_are_off_cost_nothing(tmp_path: Path) -> None:
     def train(inner: Any, *, enabled: bool) -> list[str]:
         communicator = record(inner)
-        settings = config(tmp_path) | {"alarms": {"enabled": enabled, "every": 1, "replicas": 1}}
+        settings = config(tmp_path) | {"alerts": {"enabled": enabled, "every": 1, "replicas": 1}}
         engine, *_ = polyaccel.initialize(model=Net(), config=settings)
         assert (engine.timer.waited is not None) is enabled
         begin = len(communicator.recorder.entries)

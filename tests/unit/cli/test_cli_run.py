@@ -58,7 +58,18 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
 
 
 def test_options_stand_before_the_script_and_its_own_behind(jobs: list[Job]) -> None:
-    options = ["--nproc", "3", "--grace", "0.5", "--stop-timeout", "0", "--log-dir", "logs", "--master-port", "auto"]
+    options = [
+        "--nproc",
+        "3",
+        "--grace-period",
+        "0.5",
+        "--stop-timeout",
+        "0",
+        "--log-dir",
+        "logs",
+        "--master-port",
+        "auto",
+    ]
     assert main(["run", *options, "train.py", "--nproc", "9", "--", "x"]) == 5
     (job,) = jobs
     assert job.hosts == {"localhost": (0, 1, 2)}
@@ -92,7 +103,7 @@ def test_auto_is_one_rank_a_device_or_a_node_of_the_cpu(
         (["--nproc", "9" * 20, "train.py"], "neither a number of ranks from 1 to 4096 nor auto"),
         (["--nproc", "two", "train.py"], "'two' is neither"),
         (["--master-port", "65536", "train.py"], "'65536' is neither a port"),
-        (["--grace", "-1", "train.py"], "is not a number of seconds"),
+        (["--grace-period", "-1", "train.py"], "is not a number of seconds"),
         (["--stop-timeout", "inf", "train.py"], "'inf' is not a number of seconds"),
         (["--npr", "2", "train.py"], "--npr"),
         ([], "script"),

@@ -45,7 +45,7 @@ def _args(*words: str) -> argparse.Namespace:
         (["--debugpy", "train.py", "7000"], DEBUG_PORT, ["7000"]),
         (["--debugpy", "7000", "train.py"], 7000, []),
         (["--debugpy=7000", "train.py"], 7000, []),
-        (["--grace", "3", "--debugpy", "--wait", "train.py", "--debugpy", "9"], DEBUG_PORT, ["--debugpy", "9"]),
+        (["--grace-period", "3", "--debugpy", "--wait", "train.py", "--debugpy", "9"], DEBUG_PORT, ["--debugpy", "9"]),
         (["--module", "--debugpy", "--nproc", "2", "train.py"], DEBUG_PORT, []),
     ],
 )

@@ -114,10 +114,10 @@ def test_a_function_makes_a_model_that_is_cut(
     [
         ({}, "7e9", "nothing says along which blocks '7e9' is cut into 2 stages"),
         ({}, "nowhere:build", "nowhere:build cannot be imported"),
-        ({"pipeline": {"stages": 2, "partition": "measured"}}, None, "cannot be dealt before they run"),
+        ({"pipeline": {"stages": 2, "partition": "profiled"}}, None, "cannot be dealt before they run"),
         ({"pipeline": {"stages": 4}}, None, "3 layers for 4 parts of a pipeline"),
     ],
-    ids=["a number", "no function", "measured", "too many stages"],
+    ids=["a number", "no function", "profiled", "too many stages"],
 )
 def test_what_cannot_be_planned_is_said(
     llama: Path, changes: dict[str, Any], model: str | None, said: str, capsys: pytest.CaptureFixture[str]

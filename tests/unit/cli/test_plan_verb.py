@@ -99,7 +99,7 @@ def test_copies_of_a_ranks_state_are_counted() -> None:
     """A rank saves its share of everything; replicas are two of it, and count against the host's limit."""
     share = 12 * MODEL.numel // 8
     assert copies_of_state(_resolved(), MODEL, 8) == CheckpointMemory(share, 0)
-    kept = _resolved(checkpoint={"replica": True, "async": False})
+    kept = _resolved(checkpoint={"in_memory": True, "async": False})
     assert copies_of_state(kept, MODEL, 8) == CheckpointMemory(0, 2 * share)
     plain, replicated = (next(f for f in forecasts(each, MODEL, 8) if f.is_own) for each in (_resolved(), kept))
     most = plain.memory.peak_nbytes(Place.HOST) + 2 * share - 1

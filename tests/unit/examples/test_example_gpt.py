@@ -263,7 +263,7 @@ def test_a_resumed_run_keeps_its_settings(gpt: SimpleNamespace, tmp_path: Path) 
 
 
 def test_a_new_run_gets_a_folder_of_its_own(gpt: SimpleNamespace, tmp_path: Path) -> None:
-    choose = gpt.run_folder.choose_folder
+    choose = gpt.run_dir.choose_folder
     names = []
     for _ in range(3):
         folder = choose(tmp_path, None, resume=False)
@@ -276,11 +276,11 @@ def test_a_new_run_gets_a_folder_of_its_own(gpt: SimpleNamespace, tmp_path: Path
 
 
 def test_resuming_takes_the_named_run_or_the_one_active_last(gpt: SimpleNamespace, tmp_path: Path) -> None:
-    choose = gpt.run_folder.choose_folder
+    choose = gpt.run_dir.choose_folder
     with pytest.raises(PolyaccelError, match="no run in"):
         choose(tmp_path, None, resume=True)
     for age, name in enumerate(["late", "early"]):
-        folder = gpt.run_folder.RunFolder(tmp_path / name)
+        folder = gpt.run_dir.RunFolder(tmp_path / name)
         folder.path.mkdir()
         folder.settings.write_text("{}")
         folder.metrics.write_text("")
@@ -355,7 +355,7 @@ def test_clock(gpt: SimpleNamespace, seconds: float, shown: str) -> None:
 
 
 def test_the_report_needs_no_other_file_and_says_what_happened(gpt: SimpleNamespace, tmp_path: Path) -> None:
-    folder = gpt.run_folder.RunFolder(tmp_path / "run<1>")
+    folder = gpt.run_dir.RunFolder(tmp_path / "run<1>")
     monitor = JsonlMonitor()
     monitor.open(folder.path, {})
     monitor.write_events([("validation_loss", 5.5, 0)])

@@ -69,7 +69,7 @@ OPTIONS = st.lists(
         [
             "--bind-cores",
             "--bind-core-list=0-2,7",
-            "--grace=2.5",
+            "--grace-period=2.5",
             "--stop-timeout=0",
             "--hang-timeout=600",
             "--log-dir=logs of ranks",

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def measure(table: KernelTable) -> tuple[dict[str, float], bool]:
-        calls.append("measured")
+        calls.append("profiled")
         return dict(FAST), True
 
     monkeypatch.setattr(torch_linear, "measure_speedups", measure)
@@ -58,7 +58,7 @@ def test_the_environment_goes_before_the_config(monkeypatch: pytest.MonkeyPatch)
 def test_each_product_is_used_from_a_speedup_of_a_fifth(measured: list[str]) -> None:
     assert chosen() == ["linear", "linear_weight_grad"]
     torch_linear.faster_kernels()
-    assert measured == ["measured"]
+    assert measured == ["profiled"]
 
 
 def test_on_uses_all_without_measuring_and_off_none(measured: list[str]) -> None:

@@ -10,9 +10,9 @@ CONFIG = {
     "train_batch_size": 2,
     "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}},
-    "run_folder": "run",
+    "run_dir": "run",
     "csv_monitor": {"enabled": True, "output_path": "csv"},
-    "trace": {"steps": [1, 2], "folder": "trace"},
+    "trace": {"steps": [1, 2], "dir": "trace"},
     "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "flops.txt"},
 }
 

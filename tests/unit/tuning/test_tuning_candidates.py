@@ -71,7 +71,7 @@ def test_a_trial_s_config_is_the_candidate_s() -> None:
         deep_merge(tree, {**each.changes(16), **quiet_changes(Path("there"))})
         again = resolve_config(load_config(tree), world_size=2)
         assert own_candidate(again) == each
-        assert (again.train_batch_size, again.run_folder, again.monitors, again.trace) == (16, "there", {}, None)
+        assert (again.train_batch_size, again.run_dir, again.monitors, again.trace) == (16, "there", {}, None)
         assert each.applied_to(resolved).zero_optimization == again.zero_optimization
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyaccel.config.sections.timers import AlarmsConfig
+from polyaccel.config.sections.timers import AlertsConfig
 from polyaccel.engine.metrics import Alarm, StepMetrics
 from polyaccel.observability.alerts.machines import MachineAlarms
 from polyaccel.observability.alerts.replicas import alarms_of_digests
@@ -19,7 +19,7 @@ from polyaccel.observability.alerts.robust import MonotonicGrowth, Window
 from polyaccel.observability.alerts.settings import AlarmSettings, DigestReport, RankFigures
 from polyaccel.observability.alerts.training import TrainingAlarms
 
-SETTINGS = AlarmSettings(**AlarmsConfig().model_dump(exclude={"enabled"}))
+SETTINGS = AlarmSettings(**AlertsConfig().model_dump(exclude={"enabled"}))
 SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -52,8 +52,8 @@ def test_a_section_that_is_on_opens_its_monitor_with_its_options(key: str) -> No
 def test_a_run_folder_has_json_lines() -> None:
     jsonl = ChosenMonitor("jsonl", "monitors.jsonl", {})
     assert chosen() == []
-    assert chosen(run_folder="here") == [jsonl]
-    assert chosen(run_folder="here", monitors={"jsonl": {}}) == [jsonl]
+    assert chosen(run_dir="here") == [jsonl]
+    assert chosen(run_dir="here", monitors={"jsonl": {}}) == [jsonl]
     with pytest.raises(ConfigError, match=r"csv_monitor\.enabled = True: asks for the monitor that monitors\.csv asks"):
         chosen(monitors={"csv": {}}, csv_monitor={"enabled": True})
 
@@ -67,7 +67,7 @@ def test_a_key_of_an_account_is_shown_to_nobody() -> None:
 def test_rank_0_writes_the_run_and_its_figures(tmp_path: Path) -> None:
     """A folder that does not exist yet; two monitors; no figure on rank 1."""
     folder = tmp_path / "runs" / "first"
-    wanted = chosen(run_folder=str(folder), csv_monitor={"enabled": True})
+    wanted = chosen(run_dir=str(folder), csv_monitor={"enabled": True})
 
     def body(communicator: Any) -> bool:
         stream = start_monitoring(communicator, str(folder), wanted, {"packages": {}})
@@ -113,4 +113,4 @@ def test_what_cannot_be_opened_is_told_on_every_rank(tmp_path: Path, monkeypatch
     ):
         assert told in first[0]
     assert "s3cret" not in first[0]
-    assert "run_folder = " in first[1]
+    assert "run_dir = " in first[1]

@@ -127,7 +127,7 @@ def test_a_frozen_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None
     SampleRun(tmp_path / "b", seed=2).close()
     run.log("error", EVIL)
     target = tmp_path / "both.html"
-    assert main(["watch", str(tmp_path / "a"), str(tmp_path / "b"), "--freeze", str(target)]) == 0
+    assert main(["watch", str(tmp_path / "a"), str(tmp_path / "b"), "--export-html", str(target)]) == 0
     page = Page(target.read_text(encoding="utf-8"))
     runs = json.loads(page.parts["data"])["runs"]
     assert [(told["name"], told["last"]["step"]) for told in runs] == [("a", 30), ("b", None)]
@@ -147,7 +147,7 @@ def test_a_page_that_cannot_be_written_leaves_no_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: SampleRun
 ) -> None:
     (tmp_path / "there.html").mkdir()
-    assert main(["watch", str(sample.folder), "--freeze", str(tmp_path / "there.html")]) == 1
+    assert main(["watch", str(sample.folder), "--export-html", str(tmp_path / "there.html")]) == 1
     assert "there.html cannot be written" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there.html"]
     assert main(["watch", str(tmp_path)]) == 1
