@@ -22,10 +22,10 @@ from polyaccel.zero.update.optimizers import Group, SliceOptimizer
 class UnknownMemory:
     """Memory of which nobody knows the purpose."""
 
-    def planned(self) -> tuple[()]:
+    def estimated(self) -> tuple[()]:
         return ()
 
-    def held(self) -> tuple[()]:
+    def measured(self) -> tuple[()]:
         return ()
 
 
