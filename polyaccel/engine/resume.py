@@ -1,5 +1,4 @@
-"""Saving a run and going on with it, the same for every frontend: naming its parts, comparing, reading this rank's
-slices, taking over counts.
+"""Save and resume a run, for every frontend: names of its parts, comparison, reads of slices, counters.
 
 [Note: A refused load]
 A load changes nothing on any rank before every rank has found all that it is going to take over: names and shapes fit,

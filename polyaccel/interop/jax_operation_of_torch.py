@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.interop.dlpack import Handover, narrow
+from polyaccel.interop.dlpack_torch_jax import Handover, narrow
 
 TensorFn = Callable[..., Sequence[Tensor]]
 """A function of an ExitStack and tensors. Contexts that it enters there last until its results' gradients are

@@ -16,7 +16,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils.dlpack import from_dlpack
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.interop.dlpack import Handover
+from polyaccel.interop.dlpack_torch_jax import Handover
 from polyaccel.interop.torch_operation_of_jax import JaxOperation
 from polyaccel.jax.program.function import require_no_parameter
 from polyaccel.jax.pytree import as_array, named_leaves

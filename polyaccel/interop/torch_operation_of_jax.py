@@ -19,7 +19,7 @@ import torch
 from jax.extend.core import ClosedJaxpr
 from torch import Tensor
 
-from polyaccel.interop.dlpack import Handover, is_differentiable
+from polyaccel.interop.dlpack_torch_jax import Handover, is_differentiable
 
 ArrayFn = Callable[..., Any]
 """Arrays to a pytree of arrays."""

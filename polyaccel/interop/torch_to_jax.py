@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.interop.dlpack import Handover, narrow
+from polyaccel.interop.dlpack_torch_jax import Handover, narrow
 from polyaccel.interop.jax_operation_of_torch import HostOperation, describe, require_unwritten
 from polyaccel.jax.views import CopyCount
 from polyaccel.torch.fsdp.sharded import require_unsharded

@@ -120,9 +120,8 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         for parameter in self.names:
             AUTOGRAD_S.__set__(parameter, None)
             install_grad_property(parameter)
-        self._passes.attach(
-            step, trained, self._sites.end_backward if self._sites is not None else lambda is_whole: None
-        )
+        end_backward = self._sites.end_backward if self._sites is not None else lambda is_whole: None
+        self._passes.attach(step, trained, end_backward)
 
     def _gather_at_use(self, step: ZeroEngine) -> None:
         """Gather sharded parameters around the modules that use them."""
@@ -231,10 +230,8 @@ class TorchAdapter(EngineParameters, ModelAdapter):
         """Where a parameter without values is, and what its user can do."""
         if self._is_suspended:
             return "is offloaded", "call engine.reload_states() first"
-        return (
-            "is sharded over the ranks now",
-            "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks",
-        )
+        hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"
+        return "is sharded over the ranks now", hint
 
     def try_unshard(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Make `parameters` whole if that is safe now; False if it is not."""

@@ -2,20 +2,18 @@
 
 [Note: Views that outlive their bucket]
 Gathered memory serves the next bucket as soon as it is free. Somebody may still hold a view: a state dict made inside
-`GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is recognised by the number
-of references to it, and left to its holder instead.
+`GatheredParameters`, a transposed weight that a layer keeps for its backward. Such memory is left to its holder: its
+number of references shows it.
 
 [Note: Holds]
 The ranks together hold a bucket (`unshard`) and drop it afterwards; holds nest. A bucket without holds is idle: it is
-freed at once, or kept while its next use is near. What "near" means follows from the schedule that the step follows,
-which gives prefetching its targets and tells how many elements will be held before a bucket is needed once more. Every
-rank makes the same holds and drops in the same order, so every rank decides alike.
+freed at once, or kept while its next use is near: the schedule of the step gives the targets of prefetching, and the
+elements that will be held before a bucket is needed again. All ranks make the same holds and drops in the same order.
 
 [Note: What a rank keeps]
 Which of these buckets a rank itself computes with is its own affair (`begin_use`, `end_use`;
 `zero.buckets.gather_coordinator` makes holds of them that all ranks follow). What the ranks free while one of them
-still uses it stays with that rank, bound to its parameters, until it is done; nobody else knows of it, so it counts
-nowhere.
+still uses it stays with that rank, bound to its parameters, until it is done; it counts nowhere.
 
 [Note: Reading ahead]
 A shard that rests in a file is read before its bucket can be gathered, and how long that takes is each rank's own

@@ -12,7 +12,7 @@ from polyaccel.ops.native.library import native
 SCRIPT = """
 import os, signal, threading
 from polyaccel.accelerators.cpu import CpuAccelerator
-from polyaccel.ops.base import COMBINE
+from polyaccel.ops.base import REDUCE
 from polyaccel.ops.native.kernels import native_kernels
 from polyaccel.types import DType, ReduceOp
 
@@ -23,7 +23,7 @@ def add(table, cpu, times):
     one, sum_ = cpu.allocate(1 << 20, DType.FLOAT32), cpu.allocate(1 << 20, DType.FLOAT32)
     one.fill(1)
     for _ in range(times):
-        table[COMBINE](sum_, one, ReduceOp.SUM)
+        table[REDUCE](sum_, one, ReduceOp.SUM)
     assert (sum_.raw == times).all()
 
 memory = {memory!r}

@@ -103,13 +103,13 @@ import logging, os, signal, sys
 from pathlib import Path
 from polyaccel.comm.collective import Collective, Operation
 from polyaccel.comm.flight_recorder import dump
-from polyaccel.comm.flight_recorder.record import Recorder
+from polyaccel.comm.flight_recorder.record import FlightRecorder
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 dump._WRITING_S = dump._SAYING_S = 3600.0
-recorder = Recorder()
+recorder = FlightRecorder()
 if len(sys.argv) > 2:
     recorder.start((0, 1), Collective(Operation.BARRIER), 0).started_s -= float(sys.argv[2])
-dumper = dump.Dumper(recorder, 0, 2, Path(sys.argv[1]))
+dumper = dump.FlightRecorderDumper(recorder, 0, 2, Path(sys.argv[1]))
 dumper.start()
 write = dump.write_dump
 def interrupted(*arguments):

@@ -1,7 +1,7 @@
 """Collectives over MPI: direct messages of bytes, added up by the accelerator's kernels. See [Note: Direct exchange].
 
 Every element type moves as bytes, so none needs a name in MPI, and buffers go in where they lie. Sums are those of
-`parts/reduction.py`: in rank order, 16-bit floats in float32, hence the bits that gloo's and shm's ranks get.
+`collectives/reduction.py`: in rank order, 16-bit floats in float32, hence the bits that gloo's and shm's ranks get.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Direct messages between host buffers over a torch process group: what gloo's ranks use. See [Note: Direct exchange]
-in `parts/exchange.py`."""
+in `collectives/p2p.py`."""
 
 from __future__ import annotations
 
