@@ -39,7 +39,7 @@ def main(result: str, turns: str, *sizes: str) -> None:
             out = communicator.allocate(sum(received), DType.FLOAT32)
             counts: dict[str, Any] = {}
             if kind == "uneven":
-                counts = {"counts": received, "source_counts": sent, "longest": max(map(max, table))}
+                counts = {"counts": received, "source_counts": sent, "max_send_numel": max(map(max, table))}
             walls: dict[str, list[float]] = {way: [] for way in _WAYS}
             cpus: dict[str, list[float]] = {way: [] for way in _WAYS}
             for turn in range(int(turns) + 1):

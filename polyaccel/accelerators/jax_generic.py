@@ -27,7 +27,7 @@ def device_plugin(platform: str) -> type[GenericJaxAccelerator] | None:
 class GenericJaxAccelerator(JaxAccelerator):
     """A platform of JAX that no plugin is for. `device_plugin` makes the classes."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -63,7 +63,7 @@ class DeviceModule:
 class GenericAccelerator(TorchAccelerator):
     """A device of torch's that no plugin is for. `device_plugin` makes the classes."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
 
     @classmethod
     def probe(cls) -> Probe:

@@ -43,7 +43,7 @@ class Storage(ABC):
     Every method raises CheckpointError, naming the file, when the place fails or refuses.
     """
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 4)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_shared: ClassVar[bool] = True
     """Whether all ranks see the same files. False: only those of one host do, such as on a disk of its own."""

@@ -23,7 +23,7 @@ from polyaccel.deadline import Deadline
 from polyaccel.errors import CommError
 from polyaccel.types import DType, ReduceOp
 
-API_VERSION = (2, 2)
+API_VERSION = (3, 0)
 DEFAULT_TIMEOUT_S = 600.0
 # Looking a member of an enumeration up in its class takes longer than a name of the module.
 _SUM = ReduceOp.SUM
@@ -194,7 +194,7 @@ class Communicator(ObjectCollectives):
         if counts is not None or source_counts is not None:
             collective.counts = tuple(counts) if counts is not None else None
             collective.source_counts = tuple(source_counts) if source_counts is not None else None
-            collective.pieces, collective.longest = pieces, max_send_numel
+            collective.pieces, collective.max_send_numel = pieces, max_send_numel
         return self.call(collective)
 
     def gather(

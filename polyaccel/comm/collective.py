@@ -75,7 +75,7 @@ class Collective:
     its other end. Ranks count inside the group. `counts` are the elements of each rank's part of the whole buffer, in
     rank order (None: equal parts); in an all-to-all those that arrive from each rank, and `source_counts` those that
     go to each, `pieces` say where a part stands that is not in one piece, and no rank sends another one more than
-    `longest`, if that is known. `parts` are the messages of a batch; `members` the ranks of a split.
+    `max_send_numel`, if that is known. `parts` are the messages of a batch; `members` the ranks of a split.
 
     `label` and `bucket` say what the call is for. With `async_op` False the call has ended when it returns. `number`
     counts the collectives of the group from 0; it is set when the collective is called, and whatever that call is made
@@ -89,7 +89,7 @@ class Collective:
         "counts",
         "dtype",
         "label",
-        "longest",
+        "max_send_numel",
         "members",
         "number",
         "numel",
@@ -122,7 +122,7 @@ class Collective:
         parts: tuple[Collective, ...] = (),
         members: tuple[int, ...] = (),
         pieces: StridedParts | None = None,
-        longest: int | None = None,
+        max_send_numel: int | None = None,
     ) -> None:
         self.operation = operation
         self.source = source
@@ -140,7 +140,7 @@ class Collective:
         self.parts = parts
         self.members = members
         self.pieces = pieces
-        self.longest = longest
+        self.max_send_numel = max_send_numel
 
     def on(self, source: Buffer | None, target: Buffer | None) -> Collective:
         """The same call on other buffers of the same sizes."""
@@ -161,7 +161,7 @@ class Collective:
             self.parts,
             self.members,
             self.pieces,
-            self.longest,
+            self.max_send_numel,
         )
 
     def without_buffers(self) -> Collective:
@@ -245,7 +245,7 @@ class Collective:
         if kind in MESSAGES:
             return "message", self.numel, self.dtype and self.dtype.value
         if kind is Operation.ALL_TO_ALL and self.counts is not None:
-            return kind.value, self.dtype and self.dtype.value, self.longest
+            return kind.value, self.dtype and self.dtype.value, self.max_send_numel
         detail = self.reduction.value if kind in _REDUCING else self.root if kind in _ROOTED else self.members
         return kind.value, self.numel, self.dtype and self.dtype.value, detail, self.counts, self.bucket
 
@@ -265,7 +265,7 @@ class Collective:
         if self.dtype is None:
             return kind.value + detail
         if kind is Operation.ALL_TO_ALL and self.counts is not None:
-            most = "" if self.longest is None else f" of at most {self.longest}"
+            most = "" if self.max_send_numel is None else f" of at most {self.max_send_numel}"
             return f"{kind.value} of uneven parts{most} x {self.dtype.value}"
         parts = f" in parts of {shown_counts(self.counts)}" if self.counts is not None else ""
         return f"{kind.value}{detail} {self.numel} x {self.dtype.value}{parts}"

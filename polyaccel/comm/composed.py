@@ -36,12 +36,12 @@ class ComposedCollectives(ABC):
     accelerator: Accelerator
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
     """The operations that `start` takes. See [Note: What the base makes]."""
-    natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
+    native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset()
     """Those of them that `start` also takes with `counts`."""
     supports_strided: bool = False
     """Whether `start` takes an all-to-all whose parts stand in pieces (`Collective.pieces`)."""
     coalesces_small_sends: bool = False
-    """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.longest`)."""
+    """Whether an all-to-all of uneven parts gains by a bound that all ranks know (`Collective.max_send_numel`)."""
     _numbers_given: int = 0
     _part_of: int | None = None
 
@@ -64,7 +64,7 @@ class ComposedCollectives(ABC):
                 f"comm backend {self.backend!r} has no {kind.value} of parts in pieces",
                 hint="look at supports_strided, and put the parts together before",
             )
-        if kind in (self.native_ops if collective.counts is None else self.natively_uneven):
+        if kind in (self.native_ops if collective.counts is None else self.native_uneven_ops):
             return self.start(collective)
         collective.check(self.rank, self.world_size)
         work = self._compose(collective)

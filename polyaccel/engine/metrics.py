@@ -190,7 +190,7 @@ class MetricSink(Protocol):
 class Monitor(ABC):
     """Somewhere to write metrics: a file, a dashboard. Constructing it must be cheap and must open nothing."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 3)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     """The entry point's name."""
 

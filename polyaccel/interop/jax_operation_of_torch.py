@@ -3,7 +3,7 @@
 [Note: What JAX may believe]
 JAX may call a pure function as often as it likes, and the backward pass here runs it again. Hence a function that
 changes its inputs is refused here, and one that depends on anything but its inputs is refused by
-`jax_function_of_torch`.
+`torch_to_jax`.
 """
 
 from __future__ import annotations

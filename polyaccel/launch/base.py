@@ -165,7 +165,7 @@ def noop() -> None:
 class Launcher(ABC):
     """A way to start ranks and to stay with them until the last has ended."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 2)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     """Version of this contract. Plugins state the one they were written for; majors must agree."""
     name: ClassVar[str]
     """The entry point's name."""

@@ -72,7 +72,7 @@ class Tier(ABC):
     """A place for buffers, on one rank. Used from one thread at a time, and not always from the same: autograd walks
     backward in threads of its own. The tiers of several ranks may be at work at once in threads of one process."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 1)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str]
     is_resident: ClassVar[bool] = True
     """Whether buffers are always where kernels of `compute` reach them. See [Note: Buffers that rest elsewhere]."""

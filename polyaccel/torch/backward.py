@@ -153,7 +153,7 @@ class BackwardRunner:
 
     def run_products(self, products: list[LaterProduct], roots: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Compute the gradients that linear layers have left, which `products` loses, and what follows from `roots`,
-        tensors with their gradients, as one pass. See [Note: Products that add up in place] of `delayed_linears`."""
+        tensors with their gradients, as one pass. See [Note: Products that add up in place] of `weight_grad`."""
         step, roots = self._attached, list(roots)
         with self._own_pass(self._whole_pass()):
             while products:

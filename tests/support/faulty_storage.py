@@ -17,7 +17,7 @@ class FaultyStorage(FileStorage):
     `fault` says: "error before", "error after", "kill before", "kill after"; a path with `lasts` in it is never written
     while the file `until` does not exist."""
 
-    API_VERSION = (1, 2)
+    API_VERSION = (2, 0)
     name = "faulty"
     calls: ClassVar[dict[str, int]] = {}
     lock: ClassVar[Lock] = Lock()

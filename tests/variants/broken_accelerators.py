@@ -33,7 +33,7 @@ from polyaccel.types import DeviceId, DType
 class BrokenDevice(Broken, CpuAccelerator):
     """What every broken device is, but for one thing."""
 
-    API_VERSION = (2, 0)
+    API_VERSION = (3, 0)
     buffer: Any = None
     """The class of its buffers, where that is what is broken."""
 
@@ -508,7 +508,7 @@ class IsForAnotherVersion(BrokenDevice):
 
 
 class LacksAMethod(Broken, Accelerator):
-    API_VERSION = (2, 0)
+    API_VERSION = (3, 0)
 
 
 NAMED = named(globals(), Accelerator)

@@ -22,7 +22,7 @@ from polyaccel.types import DType
 
 
 class BrokenStorage(Broken, FileStorage):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
 
 
 class WritesInPlace(BrokenStorage):
@@ -125,7 +125,7 @@ class KeepsTheFirst(BrokenStorage):
 
 
 class BrokenTier(Broken, HostTier):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
 
 
 class ForgetsChanges(BrokenTier):
@@ -208,7 +208,7 @@ class DropsAWalkThatEndsEarly(BrokenTier):
 
 
 class BrokenMonitor(Broken, JsonlMonitor):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
 
 
 class TakesEveryOption(BrokenMonitor):
@@ -266,7 +266,7 @@ class ClosesOnce(BrokenMonitor):
 
 
 class BrokenLauncher(Broken, LocalLauncher):
-    API_VERSION = (2, 0)
+    API_VERSION = (3, 0)
 
 
 class SwallowsCodes(BrokenLauncher):

@@ -23,7 +23,7 @@ def _fused(table: KernelTable) -> KernelTable:
 class IpexAccelerator(CpuAccelerator):
     """The host, with the extension's fused optimizer steps where they keep the contract of kernels."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     name: ClassVar[str] = "ipex"
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _MOST_AT_ONCE = 1000
 class MlflowMonitor(Monitor):
     """Logs metrics to one run for each run folder: a folder that was used before goes on in its run."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (1, 2)
+    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
     name: ClassVar[str] = "mlflow"
 
     def __init__(self) -> None:

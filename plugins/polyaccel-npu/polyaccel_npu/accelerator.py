@@ -18,7 +18,7 @@ from polyaccel.types import DType
 class AscendAccelerator(NpuAccelerator):
     """`torch.npu` with HCCL and the fused AdamW step. Not run on hardware."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     name: ClassVar[str] = "ascend"
 
     @classmethod

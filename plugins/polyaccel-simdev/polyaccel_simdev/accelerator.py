@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SimdevAccelerator(TorchAccelerator):
     """`torch.simdev`: memory that the host cannot touch, real streams, the CPU's arithmetic."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     name: ClassVar[str] = "simdev"
     torch_device_type: ClassVar[str] = "simdev"
     extension: ClassVar[str | None] = "polyaccel_simdev.device"

@@ -12,6 +12,6 @@ from polyaccel.comm.backends.torch.backend import TorchBackend
 class SimcommBackend(TorchBackend):
     """`simcomm` of `torch.distributed`: device tensors through host memory and gloo."""
 
-    API_VERSION: ClassVar[tuple[int, int]] = (2, 0)
+    API_VERSION: ClassVar[tuple[int, int]] = (3, 0)
     name: ClassVar[str] = "simcomm"
     modules: ClassVar[Mapping[str, str]] = MappingProxyType({"simdev": "polyaccel_simdev.device"})

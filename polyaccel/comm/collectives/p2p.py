@@ -115,7 +115,7 @@ class P2PCollectives(Communicator, Generic[E]):
     `carry`; a subclass also sets `pool`."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
     deterministic = True
     pool: ScratchPool
     _messages: Counter[tuple[int, int]] | None = None

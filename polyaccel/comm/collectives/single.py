@@ -17,7 +17,7 @@ class SingleCommunicator(Communicator):
     """The communicator of world size 1. Connects to nobody and is deterministic."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
     deterministic = True
 
     def __init__(

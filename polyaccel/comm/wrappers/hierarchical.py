@@ -13,7 +13,7 @@ place, which gives it to its host, so a rank sends H-1 messages to other hosts a
 first, for it goes from where the parts are and waits for nobody of this host. How much there is to be passed on to
 whom, only the ends know where parts are uneven, so receivers tell the ranks of their host before. Of long parts the
 bytes count and not their number: they go directly. So do uneven ones unless all ranks know that none is long
-(`Collective.longest`), for they must agree which way to take, and those of two ranks on a host, for what is told
+(`Collective.max_send_numel`), for they must agree which way to take, and those of two ranks on a host, for what is told
 there costs as much as the one message that would be saved.
 
 Collectives of two levels run one after another on a helper thread when they are asynchronous, and in the caller's
@@ -54,7 +54,7 @@ class HierarchicalCommunicator(Communicator):
     """
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
 
     def __init__(
         self, flat: Communicator, intra: Communicator, inter: Communicator, hosts: Sequence[Sequence[int]]
@@ -139,7 +139,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _is_short(self, collective: Collective) -> bool:
         """Whether all ranks know that the parts of this all-to-all are short, and that there are any."""
-        longest = collective.longest if collective.is_uneven else collective.numel // self.world_size
+        longest = collective.max_send_numel if collective.is_uneven else collective.numel // self.world_size
         most = _short_nbytes(self.intra.world_size, is_uneven=collective.is_uneven)
         return longest is not None and 0 < longest * collective.buffer_received().dtype.itemsize <= most
 
@@ -212,7 +212,7 @@ class HierarchicalCommunicator(Communicator):
         step = collective.on(source, target)
         step.operation, step.root, step.async_op = operation, root, False
         step.numel, step.dtype = (0, None) if whole is None else (whole.numel, whole.dtype)
-        (step.counts, step.source_counts), step.longest = counts, None
+        (step.counts, step.source_counts), step.max_send_numel = counts, None
         group.call(step)
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:

@@ -34,7 +34,7 @@ class QuantizedCommunicator(WrappedCommunicator):
     elements. Everything else is `inner`'s. See [Note: What a quantised collective promises].
     """
 
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.ALL_GATHER, Operation.REDUCE_SCATTER}
 
     def __init__(
         self, inner: Communicator, *, gather_bits: Bits | None, reduce_bits: Bits | None, block_numel: int

@@ -16,7 +16,7 @@ class WrappedCommunicator(Communicator):
     """The group of `inner`, which gives the numbers of calls that have none."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner

@@ -22,7 +22,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.types import Probe
 
 class Device(CpuAccelerator):
-    API_VERSION = (2, 0)
+    API_VERSION = (3, 0)
     name = "{name}"
     @classmethod
     def probe(cls):
@@ -40,7 +40,7 @@ import os
 from polyaccel.checkpoint.storage import FileStorage
 
 class Fragile(FileStorage):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
     name = "fragile"
     def names(self, path=""):
         os.abort()
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plugin("good", good),
         plugin("twin", good, package="twin_a"),
         plugin("twin", good, package="twin_b"),
-        plugin("future", good.replace("(2, 0)", "(9, 0)")),
+        plugin("future", good.replace("(3, 0)", "(9, 0)")),
         plugin("raising", "raise OSError('no such bus')"),
         plugin("heavy", f"import sys, types\nsys.modules['jax'] = types.ModuleType('jax')\n{good}"),
         plugin("lying", LIAR.format(name="lying")),

@@ -18,12 +18,12 @@ from polyaccel.accelerators.base import Probe
 from polyaccel.offload.tier import Tier
 
 class AcmeTier(Tier):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
     name = "acme"
     compute = None
     def open(self, accelerator, host, options): ...
     def allocate(self, key, numel, dtype): ...
-    def lend(self, groups): ...
+    def stream_groups(self, groups): ...
     def close(self): ...
 """
 
@@ -67,28 +67,28 @@ REFUSED = {
         r"acme_function 1\.0\): 'acme_function:AcmeTier' is not a class but a function",
     ),
     "stranger": (
-        tier("acme_stranger", source="class AcmeTier:\n    API_VERSION = (1, 0)\n"),
+        tier("acme_stranger", source="class AcmeTier:\n    API_VERSION = (2, 0)\n"),
         r"acme_stranger 1\.0\): .* is not a subclass of polyaccel\.offload\.tier\.Tier\n  hint: derive it",
     ),
     "partial": (
-        tier("acme_partial", source=TIER.replace("def lend", "def bring").replace("def close", "def shut")),
-        r"acme_partial 1\.0\): .* lacks 2 of the methods of polyaccel\.offload\.tier\.Tier: close, lend\n",
+        tier("acme_partial", source=TIER.replace("def stream_groups", "def bring").replace("def close", "def shut")),
+        r"acme_partial 1\.0\): .* lacks 2 of the methods of polyaccel\.offload\.tier\.Tier: close, stream_groups\n",
     ),
     "old": (
-        tier("acme_old", "0.0.9", TIER.replace("(1, 0)", "(0, 7)")),
-        r"acme_old 0\.0\.9\) .* version 0\.7 of the tier API; this polyaccel has 1\.1\n  hint: upgrade acme_old$",
+        tier("acme_old", "0.0.9", TIER.replace("(2, 0)", "(1, 7)")),
+        r"acme_old 0\.0\.9\) .* version 1\.7 of the tier API; this polyaccel has 2\.0\n  hint: upgrade acme_old$",
     ),
     "future": (
-        tier("acme_future", source=TIER.replace("(1, 0)", "(2, 0)")),
-        r"acme_future 1\.0\) .* version 2\.0 .*\n  hint: upgrade polyaccel, or install an older acme_future$",
+        tier("acme_future", source=TIER.replace("(2, 0)", "(3, 0)")),
+        r"acme_future 1\.0\) .* version 3\.0 .*\n  hint: upgrade polyaccel, or install an older acme_future$",
     ),
     "minor": (
-        tier("acme_minor", source=TIER.replace("(1, 0)", "(1, 99)")),
-        r"acme_minor 1\.0\) was written for version 1\.99 .*\n  hint: upgrade polyaccel",
+        tier("acme_minor", source=TIER.replace("(2, 0)", "(2, 99)")),
+        r"acme_minor 1\.0\) was written for version 2\.99 .*\n  hint: upgrade polyaccel",
     ),
     "silent": (
-        tier("acme_silent", source=TIER.replace("    API_VERSION = (1, 0)\n", "")),
-        r"acme_silent 1\.0\): .* does not state the API version .*\n  hint: write `API_VERSION = \(1, 1\)`",
+        tier("acme_silent", source=TIER.replace("    API_VERSION = (2, 0)\n", "")),
+        r"acme_silent 1\.0\): .* does not state the API version .*\n  hint: write `API_VERSION = \(2, 0\)`",
     ),
 }
 PROBE_RAISES = TIER + "    @classmethod\n    def probe(cls):\n        raise RuntimeError('driver mismatch')\n"

@@ -16,7 +16,7 @@ from polyaccel.errors import CommError
 from polyaccel.types import Probe
 
 class Binder(CommBackend):
-    API_VERSION = (2, 2)
+    API_VERSION = (3, 0)
     name = "binder"
     @classmethod
     def probe(cls):

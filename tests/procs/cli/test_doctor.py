@@ -94,7 +94,7 @@ from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.types import Probe
 
 class Apart(CpuAccelerator):
-    API_VERSION = (2, 1)
+    API_VERSION = (3, 0)
     name = "apart"
     torch_device_type = None
     import_array = Accelerator.import_array
@@ -103,7 +103,7 @@ class Apart(CpuAccelerator):
         return Probe(True, "in a drawer", priority=-1)
 
 class Jax(Apart):
-    API_VERSION = (2, 1)
+    API_VERSION = (3, 0)
     name = "jaxen"
     jax_platform = "cpu"
 """

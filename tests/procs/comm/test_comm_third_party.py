@@ -107,7 +107,7 @@ from polyaccel.comm.collectives.single import SingleCommunicator
 from polyaccel.types import Probe
 
 class Backend(CommBackend):
-    API_VERSION = (2, 0)
+    API_VERSION = (3, 0)
     name = "busy"
 
     @classmethod

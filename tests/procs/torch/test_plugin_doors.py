@@ -21,7 +21,7 @@ from polyaccel.offload.host import HostTier
 
 
 class Vault(FileStorage):
-    API_VERSION = (1, 1)
+    API_VERSION = (2, 0)
     name = "vault"
     written = []
 
@@ -38,7 +38,7 @@ class Vault(FileStorage):
 
 
 class Losses(Monitor):
-    API_VERSION = (1, 0)
+    API_VERSION = (2, 0)
     name = "losses"
 
     def open(self, directory, options):
@@ -58,7 +58,7 @@ class Losses(Monitor):
 
 
 class Attic(HostTier):
-    API_VERSION = (1, 1)
+    API_VERSION = (2, 0)
     name = "attic"
     opened = []
     lent = 0
@@ -67,8 +67,8 @@ class Attic(HostTier):
         self.opened.append(dict(options.own))
         super().open(accelerator, host, options)
 
-    def lend(self, groups):
-        for group in super().lend(groups):
+    def stream_groups(self, groups):
+        for group in super().stream_groups(groups):
             Attic.lent += len(group)
             yield group
 '''

@@ -26,7 +26,7 @@ FULL, ROOM = "is full: free some space", "free some space or save elsewhere"
 class FillingStorage(FileStorage):
     """A folder whose disk somebody else fills, to the last `leaves` pages, once its room has been looked at."""
 
-    API_VERSION = (1, 2)
+    API_VERSION = (2, 0)
     name = "filling"
 
     @classmethod

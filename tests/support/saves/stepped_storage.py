@@ -24,7 +24,7 @@ class SteppedStorage(FileStorage):
     every write, sync, rename and removal. Each is a line in the file `log`; step number `at` is preceded or followed
     (`when`) by the end of the process, as by SIGKILL. Nothing is really synced: it is processes that die here."""
 
-    API_VERSION = (1, 2)
+    API_VERSION = (2, 0)
     name = "stepped"
 
     def __init__(self, location: Any, options: Mapping[str, Any] | None = None) -> None:

@@ -40,7 +40,7 @@ class Plain(LocalCommunicator):
     """A backend of the days before uneven parts."""
 
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS
-    natively_uneven: ClassVar[frozenset[Operation]] = frozenset()
+    native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset()
 
     def start(self, collective: Collective) -> Work:
         assert collective.operation in EQUAL_PARTS
@@ -176,7 +176,7 @@ def test_quantised_uneven_gathers_are_quantised_and_others_exact() -> None:
         assert np.allclose(get(comm, whole), np.concatenate([np.linspace(-1, 1, n) for n in counts]), atol=1 / 127)
         assert {entry.collective.dtype for entry in recorded.recorder.entries} == {DType.INT8, DType.FLOAT32}
         assert all(body(coded) for body in (uneven.all_to_all_takes_uneven_parts,))
-        assert coded.natively_uneven < UNEVEN_PARTS
+        assert coded.native_uneven_ops < UNEVEN_PARTS
 
     run_threads(3, body)
 

@@ -74,7 +74,7 @@ class CclCommunicator(Communicator):
 
     backend = "ccl"
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.REDUCE_SCATTER}
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS - {Operation.REDUCE_SCATTER}
 
     def __init__(self, group: CclGroup, messages: Communicator, accelerator: Accelerator, timeout_s: float) -> None:
         self.rank = messages.rank

@@ -103,7 +103,7 @@ class LocalCommunicator(Communicator):
     """One thread's membership of a `LocalWorld` or of a part of it. See [Note: What a local collective promises]."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
 
     deterministic = True
     backend = "local"

@@ -58,7 +58,7 @@ class ShmCommunicator(Communicator):
     """A group of ranks on one host. See [Note: Shared memory, who waits]."""
 
     native_ops: ClassVar[frozenset[Operation]] = ALL_OPERATIONS - {Operation.BATCH}
-    natively_uneven: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
+    native_uneven_ops: ClassVar[frozenset[Operation]] = UNEVEN_PARTS
     supports_strided = True
     deterministic = True
     backend = "shm"

@@ -80,7 +80,7 @@ class TorchCommunicator(Communicator):
     """
 
     native_ops: ClassVar[frozenset[Operation]] = EQUAL_PARTS | {Operation.BATCH}
-    natively_uneven: ClassVar[frozenset[Operation]] = frozenset({Operation.ALL_TO_ALL})
+    native_uneven_ops: ClassVar[frozenset[Operation]] = frozenset({Operation.ALL_TO_ALL})
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], accelerator: Accelerator, backend: str, timeout_s: float
