@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity_models import drawn_from
 from torch import nn
 
 import polyaccel
@@ -36,8 +37,8 @@ class Net(nn.Module):
 
 
 def built(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net()
+    with drawn_from(seed):
+        return Net()
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

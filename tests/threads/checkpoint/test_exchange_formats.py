@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity_models import drawn_from
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -48,8 +49,8 @@ class Tied(nn.Module):
 
 
 def built(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Tied()
+    with drawn_from(seed):
+        return Tied()
 
 
 def steps(engine: Any, count: int, first: int = 0) -> list[float]:
