@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from config_reference import config_reference
 from support_table import support_table
 
 MARKER = "<!-- support table -->"
+SOURCE_LINK = re.compile(r"\[([\w.]+)\]\(\.\./(polyaccel/[^)]+)\)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -28,5 +30,5 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the support table where a page asks for it."""
-    return markdown.replace(MARKER, support_table())
+    """Put the support table where a page asks for it, and name source files, which the site does not have."""
+    return SOURCE_LINK.sub(r"`\1` in `\2`", markdown.replace(MARKER, support_table()))
