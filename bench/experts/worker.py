@@ -117,8 +117,8 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
     of gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in this
     process's own memory (`copied`), once for each way. Tokens choose two of the experts at random; experts put what
     they make where it is sent from."""
-    from polyaccel.torch.moe.routing import route
-    from polyaccel.torch.moe.token_dispatch import DispatchBuffers, plan_journey
+    from polyaccel.torch.experts.routing import route
+    from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_journey
     from polyaccel.torch.tensor_parallel.ranks import even_parts
 
     communicator = engine.runtime.process_group_for(("expert",))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from polyaccel.torch.moe import MixtureOutput, MoELayer
+from polyaccel.torch.experts import Mixture, MixtureOutput
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))  # the dense model, and its data
 
@@ -26,7 +26,7 @@ class MixtureBlock(Block):
         super().__init__(shape)
         del self.mlp_in, self.mlp_out
         inner = expert_width(shape.width, experts)
-        self.mixture = MoELayer(shape.width, partial(_expert, shape, inner), experts, k=CHOICES, balance_weight=0.01)
+        self.mixture = Mixture(shape.width, partial(_expert, shape, inner), experts, k=CHOICES, balance_weight=0.01)
         self.loss: Tensor | None = None
         """What the gate lost in the last pass."""
 

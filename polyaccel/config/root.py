@@ -42,8 +42,8 @@ from polyaccel.redaction import redact_tree
 class JaxConfig(Section):
     """polyaccel's own section: how a JAX function runs. Modules of torch do not ask it."""
 
-    execution: Literal["zero_copy", "native"] = "zero_copy"
-    """The side that exchanges and updates: "zero_copy", the engine on its own memory, which JAX sees; "native", JAX, in
+    execution: Literal["views", "native"] = "views"
+    """The side that exchanges and updates: "views", the engine on its own memory, which JAX sees; "native", JAX, in
     one program over all its devices, several a process too. Parameters are whole on every device: stages 0 to 2."""
 
 

@@ -150,11 +150,11 @@ def _native_problems(runtime: EngineBuilder) -> list[Problem]:
     problems = []
     if runtime.policy.params is Placement.SHARDED:
         expected = "native mode shards no parameters: its one program would hold all of them gathered"
-        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "zero_copy"'))
+        problems.append(Problem("zero_optimization.stage", zero.stage, expected, 'use stage 2, or "views"'))
     if zero.offload_optimizer.device != "none":
         key = "zero_optimization.offload_optimizer.device"
         expected = "native mode updates inside one program of JAX's devices, where the states rest"
-        hint = 'cut them over more devices (stage 1 or 2), or use "zero_copy", which offloads'
+        hint = 'cut them over more devices (stage 1 or 2), or use "views", which offloads'
         problems.append(Problem(key, zero.offload_optimizer.device, expected, hint))
     if config.comms_logger.enabled:
         expected = "what JAX exchanges inside a program is not seen"

@@ -114,7 +114,7 @@ def optax_optimizer(
         raise ShardingError(
             f"the optax transformation {name} does not update elements independently ({error}), and this run has no "
             "whole parameters for it",
-            hint='use "zero_optimization": {"stage": 0} with "jax": {"execution": "zero_copy"} and no stages of a '
+            hint='use "zero_optimization": {"stage": 0} with "jax": {"execution": "views"} and no stages of a '
             'pipeline, or an elementwise one; clip by norm with "gradient_clipping" of the config, LAMB is in the '
             "config too",
             value=name,

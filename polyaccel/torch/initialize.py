@@ -32,10 +32,10 @@ from polyaccel.torch.context_parallel import SequenceSettings, apply_context_par
 from polyaccel.torch.deferred_init.values import is_deferred, prepare
 from polyaccel.torch.engine import TorchEngine
 from polyaccel.torch.engine_registry import load
+from polyaccel.torch.experts.balance import loss_free_balancer
+from polyaccel.torch.experts.load_metrics import ExpertLoadMetrics
+from polyaccel.torch.experts.models import has_experts, spread_experts
 from polyaccel.torch.fsdp.sharded import require_unsharded
-from polyaccel.torch.moe.balance import loss_free_balancer
-from polyaccel.torch.moe.load_metrics import ExpertLoadMetrics
-from polyaccel.torch.moe.models import has_experts, spread_experts
 from polyaccel.torch.params.leaf_modules import mark_configured_leaves
 from polyaccel.torch.params.specs import convert_buffers, require_own_memory
 from polyaccel.torch.params.tensor_shard import cuts_of

@@ -27,11 +27,11 @@ from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.ops.base import LINEAR, LINEAR_INPUT_GRAD, LINEAR_WEIGHT_GRAD, KernelTable
 from polyaccel.ops.matmul_autotune import MatrixChoice, matrix_choice
+from polyaccel.torch.experts.layer import StackedExperts
+from polyaccel.torch.experts.models import ExpertParallelExperts
+from polyaccel.torch.experts.products import GroupedProducts
 from polyaccel.torch.fsdp.pending import PendingParameter
 from polyaccel.torch.fsdp.sharded import ShardedParameter
-from polyaccel.torch.moe.layer import StackedExperts
-from polyaccel.torch.moe.models import ExpertParallelExperts
-from polyaccel.torch.moe.products import GroupedProducts
 from polyaccel.torch.params.gradients import kind_of
 from polyaccel.torch.tensor_parallel.layers import SharedModule
 from polyaccel.torch.tiles.logits import TiledHead

@@ -34,7 +34,7 @@ from polyaccel.torch.activation_checkpointing.memory_estimate import (
 )
 from polyaccel.torch.activation_checkpointing.regions import RecomputedRegions
 from polyaccel.torch.backward import LaterProduct
-from polyaccel.torch.moe.models import are_experts
+from polyaccel.torch.experts.models import are_experts
 from polyaccel.torch.params.meta_shapes import shape_of_module
 from polyaccel.torch.pipeline.stage_module import StageModule
 from polyaccel.torch.weight_grad import SplitBackwardLinears

@@ -256,7 +256,7 @@ def _model_shape(text: str, config: ResolvedConfig, mesh: Mesh) -> ModelShape:
 def _sharing(config: ResolvedConfig, mesh: Mesh) -> Callable[[Any], None]:
     """What makes of a torch model what a rank of `mesh` has of it."""
     from polyaccel.policies.modules import cut_rules_of
-    from polyaccel.torch.moe.models import cut_expert_shapes
+    from polyaccel.torch.experts.models import cut_expert_shapes
     from polyaccel.torch.tensor_parallel.shapes import shared_by
 
     share_layers, expert_ranks = shared_by(mesh.size_of(("tensor",)), cut_rules_of(config)), mesh.size_of(("expert",))

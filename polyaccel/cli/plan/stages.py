@@ -69,7 +69,7 @@ def _needs(args: argparse.Namespace, config: ResolvedConfig, table: PipelineTabl
             hint="leave --sequence-length out",
             value=expert_ranks,
         )
-    from polyaccel.torch.moe.models import cut_expert_shapes, has_experts
+    from polyaccel.torch.experts.models import cut_expert_shapes, has_experts
     from polyaccel.torch.stage_memory import estimate_stage_memory
 
     def spread(model: Any) -> None:

@@ -58,7 +58,7 @@ def _train(stage: int, is_native: bool, ranks: Any) -> list[float]:
         "gradient_clipping": _CLIP,
         "optimizer": {"type": "AdamW", "params": _ADAMW},
         "zero_optimization": {"stage": stage},
-        "jax": {"execution": "native" if is_native else "zero_copy"},
+        "jax": {"execution": "native" if is_native else "views"},
     }
     params = {fqn: value for fqn, value in initial().items() if fqn != "idle"}
     engine: Any = polyaccel.initialize(model=_loss, params=params, config=config)

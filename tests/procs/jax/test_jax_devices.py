@@ -23,7 +23,7 @@ PATIENCE_S = 240.0
 ROWS = 8
 X = np.random.default_rng(0).standard_normal((ROWS, 5)).astype(np.float32)
 CONFIG = {"train_batch_size": ROWS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-MODES = ["zero_copy", "native"]
+MODES = ["views", "native"]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_a_call_inside_a_mesh_is_refused(here, mode):
 def sharded_params():
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     params = {"w": jax.device_put(np.ones((6, 4), np.float32), NamedSharding(mesh, PartitionSpec("batch")))}
-    return refused(start, error, "zero_copy", params)
+    return refused(start, error, "views", params)
 
 
 def test_parameters_on_several_devices_are_refused(here):
@@ -245,5 +245,5 @@ def records_of(mode):
 
 
 def test_devices_that_stay_idle_are_named_once(here):
-    assert here(records_of, "zero_copy") == [(2, 1)]
+    assert here(records_of, "views") == [(2, 1)]
     assert here(records_of, "native") == []

@@ -275,21 +275,21 @@ def test_a_failed_update_is_not_trained_on(tmp_path):
 @pytest.mark.parametrize("optax_name", [None, "adam"])
 def test_checkpoints_go_between_modes_and_worlds(at, tmp_path, optax_name):
     """Each leg takes up what the one before saved; together they are one run."""
-    stages = {"zero_copy": 2, "three devices": 0, "two processes": 2, "one device": 1}
+    stages = {"views": 2, "three devices": 0, "two processes": 2, "one device": 1}
     changes = {} if optax_name is None else {"scheduler": None}
     if optax_name is not None:
         pytest.importorskip("optax")
 
     def go(place, steps, load=None, save=None):
-        config = model.make_config(stages[place], native=place != "zero_copy", **changes)
+        config = model.make_config(stages[place], native=place != "views", **changes)
         arguments = (config, steps, PROCESSES.get(place, 3), load, save, optax_name)
-        if place == "zero_copy":
+        if place == "views":
             return run_threads(3, model.train_whole_batches, *arguments, timeout_s=PATIENCE_S)[0]
         return at(place, model.train_whole_batches, *arguments)[0]
 
-    whole = go("zero_copy", range(8))
+    whole = go("views", range(8))
     folder = None
-    for leg, place in enumerate(["zero_copy", "three devices", "two processes", "one device", "zero_copy"]):
+    for leg, place in enumerate(["views", "three devices", "two processes", "one device", "views"]):
         save = str(tmp_path / str(leg))
         params = go(place, range(2 * leg, 2 * leg + 2) if leg < 4 else range(8, 8), folder, save)
         folder = save

@@ -17,7 +17,7 @@ from polyaccel.comm.base import Communicator
 from polyaccel.ops import matmul_autotune
 from polyaccel.ops.native.library import native
 from polyaccel.testkit.ranks.procs import RankPool
-from polyaccel.torch.moe import MoELayer
+from polyaccel.torch.experts import Mixture
 
 WIDTH, STEPS = 12, 3
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(native().library is None, reason="csrc was not c
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (MoELayer(WIDTH, self.expert, 5, k=2) for _ in range(2))
+        self.first, self.second = (Mixture(WIDTH, self.expert, 5, k=2) for _ in range(2))
 
     @staticmethod
     def expert() -> nn.Module:

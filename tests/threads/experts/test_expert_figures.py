@@ -16,7 +16,7 @@ from transformer_models import transformer_batch, transformer_model
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.moe import MoELayer
+from polyaccel.torch.experts import Mixture
 
 WIDTH = 8
 EXPERTS = 4
@@ -27,7 +27,7 @@ class Model(nn.Module):
         super().__init__()
         make = lambda: nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))  # noqa: E731
         self.before = nn.Linear(WIDTH, WIDTH)
-        self.mixture = MoELayer(WIDTH, make, EXPERTS, **settings)
+        self.mixture = Mixture(WIDTH, make, EXPERTS, **settings)
         self.after = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:

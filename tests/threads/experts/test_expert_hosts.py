@@ -16,7 +16,7 @@ from polyaccel.comm.collective import Operation
 from polyaccel.comm.default import set_thread_communicator
 from polyaccel.comm.flight_recorder.record import FlightRecorder, RecordingCommunicator
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.moe import MoELayer
+from polyaccel.torch.experts import Mixture
 
 WIDTH, STEPS = 12, 3
 LAYOUTS: dict[str, Hosts] = {
@@ -31,7 +31,7 @@ class TwoMixtures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (MoELayer(WIDTH, self.expert, 7, k=2) for _ in range(2))
+        self.first, self.second = (Mixture(WIDTH, self.expert, 7, k=2) for _ in range(2))
 
     @staticmethod
     def expert() -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import polyaccel
 from polyaccel.comm.base import Communicator
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.moe.models import spread_experts
+from polyaccel.torch.experts.models import spread_experts
 
 WIDTH = 6
 

@@ -16,9 +16,9 @@ from polyaccel.comm.base import Communicator
 from polyaccel.errors import PolyaccelError
 from polyaccel.ops import matmul_autotune
 from polyaccel.testkit.ranks.threads import run_threads
-from polyaccel.torch.moe import MoELayer, balance_experts
-from polyaccel.torch.moe.gates import load_direction
-from polyaccel.torch.moe.layer import StackedExperts
+from polyaccel.torch.experts import Mixture, balance_experts
+from polyaccel.torch.experts.gates import load_direction
+from polyaccel.torch.experts.layer import StackedExperts
 
 WIDTH = 8
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH)
-        self.mixture = MoELayer(WIDTH, expert, 5, **settings)
+        self.mixture = Mixture(WIDTH, expert, 5, **settings)
         self.after = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_noise_is_of_training_alone(noise: Any) -> None:
 def test_one_choice_trains_the_router_by_the_task(settings: dict[str, Any]) -> None:
     """Against Switch Transformers, eq. 2: each kept choice's output is its score times what the expert makes."""
     torch.manual_seed(0)
-    layer, x = MoELayer(WIDTH, expert, 4, k=1, balance_weight=0.0, **settings), torch.randn(20, WIDTH)
+    layer, x = Mixture(WIDTH, expert, 4, k=1, balance_weight=0.0, **settings), torch.randn(20, WIDTH)
     chosen: list[tuple[Tensor, Tensor]] = []
     layer.experts.register_forward_pre_hook(lambda _, args: chosen.append((args[1], args[2])))
     layer(x).output.square().sum().backward()
@@ -194,7 +194,7 @@ class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         settings: dict[str, Any] = {"gate": "sigmoid", "bias_rate": 0.01, "balance_weight": 0.0}
-        self.mixtures = nn.ModuleList(MoELayer(WIDTH, expert, 4, **settings) for _ in range(2))
+        self.mixtures = nn.ModuleList(Mixture(WIDTH, expert, 4, **settings) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.half()

@@ -225,7 +225,7 @@ def test_unfinished_accumulation_is_not_saved(tmp_path):
 
 
 @pytest.mark.skipif(not can_keep(), reason="sockets and memory without names are Linux's")
-@pytest.mark.parametrize("execution", ["zero_copy", "native"])
+@pytest.mark.parametrize("execution", ["views", "native"])
 def test_a_start_goes_on_from_the_replica_of_the_one_before(execution, tmp_path, monkeypatch):
     """Out of the keeper's memory, bit by bit."""
     keeper = Served(f"replicas-{tmp_path}")

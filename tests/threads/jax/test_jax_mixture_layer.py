@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from polyaccel.torch.moe import MoELayer
+from polyaccel.torch.experts import Mixture
 
 jax = pytest.importorskip("jax")
 
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
     def __init__(self, **settings):
         super().__init__()
-        self.mixture = MoELayer(WIDTH, expert, EXPERTS, **settings)
+        self.mixture = Mixture(WIDTH, expert, EXPERTS, **settings)
 
     def forward(self, x):
         found = self.mixture(x)

@@ -18,7 +18,7 @@ from transformers import default_data_collator
 import polyaccel
 from polyaccel.testkit.ranks.threads import run_threads
 from polyaccel.torch.deferred_init.values import is_deferred
-from polyaccel.torch.moe import MoELayer
+from polyaccel.torch.experts import Mixture
 
 LAYERS = 4
 SHARED = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
@@ -237,7 +237,7 @@ class Adding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mixture = MoELayer(6, lambda: nn.Linear(6, 6), 3, gate="sigmoid", bias_rate=0.01, balance_weight=0.0)
+        self.mixture = Mixture(6, lambda: nn.Linear(6, 6), 3, gate="sigmoid", bias_rate=0.01, balance_weight=0.0)
 
     def forward(self, x):
         return x + self.mixture(x).output

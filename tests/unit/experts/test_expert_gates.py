@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.moe import gates
-from polyaccel.torch.moe.gates import RoutingDecision
-from polyaccel.torch.moe.routing import Routing, capacity_of, chosen_by_experts, kept_choices, route
+from polyaccel.torch.experts import gates
+from polyaccel.torch.experts.gates import RoutingDecision
+from polyaccel.torch.experts.routing import Routing, capacity_of, chosen_by_experts, kept_choices, route
 
 
 def drawn(tokens: int, experts: int, seed: int = 0) -> Tensor:

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from polyaccel.accelerators.cpu import CpuAccelerator
 from polyaccel.ops.native.library import native
-from polyaccel.torch.moe import StackedExperts
-from polyaccel.torch.moe.products import GroupedProducts
-from polyaccel.torch.moe.rowwise import Rowwise
+from polyaccel.torch.experts import StackedExperts
+from polyaccel.torch.experts.products import GroupedProducts
+from polyaccel.torch.experts.rowwise import Rowwise
 
 WIDTH = 6
 

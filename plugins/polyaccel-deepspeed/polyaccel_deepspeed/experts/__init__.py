@@ -1,1 +1,1 @@
-"""Layers of experts as DeepSpeed writes them, over `polyaccel.torch.moe`."""
+"""Layers of experts as DeepSpeed writes them, over `polyaccel.torch.experts`."""

@@ -16,8 +16,8 @@ from torch.distributions import Gumbel, Uniform
 from torch.nn import functional
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.moe.gates import softmax_choice, tokens_of
-from polyaccel.torch.moe.routing import chosen_by_experts, kept_choices
+from polyaccel.torch.experts.gates import softmax_choice, tokens_of
+from polyaccel.torch.experts.routing import chosen_by_experts, kept_choices
 
 
 class Routes(NamedTuple):

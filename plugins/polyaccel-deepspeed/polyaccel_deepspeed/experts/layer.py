@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.moe.layer import StackedExperts
+from polyaccel.torch.experts.layer import StackedExperts
 from polyaccel_deepspeed.experts.gates import TopKGate
 
 _POLICIES = (None, "None", "Jitter", "RSample")

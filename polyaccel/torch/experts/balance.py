@@ -1,4 +1,4 @@
-"""Biases that follow the load: how the experts of `MoELayer` layers with a `bias_rate` stay balanced without a loss."""
+"""Biases that follow the load: how the experts of `Mixture` layers with a `bias_rate` stay balanced without a loss."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.groups import get_sequence_data_parallel_group
-from polyaccel.torch.moe import gates
-from polyaccel.torch.moe.layer import MoELayer
+from polyaccel.torch.experts import gates
+from polyaccel.torch.experts.layer import Mixture
 from polyaccel.types import ReduceOp
 
 
@@ -33,18 +33,18 @@ def loss_free_balancer(model: nn.Module, ranks: Callable[[], Communicator]) -> C
 
 
 def balance_experts(model: nn.Module, group: Communicator | None = None) -> None:
-    """Let the biases of every `MoELayer` in `model` follow the tokens that experts got since the last call, on all
+    """Let the biases of every `Mixture` in `model` follow the tokens that experts got since the last call, on all
     ranks of `group` (None: all with batches, or parts of sequences, of their own) together. For training without an
     engine, after each step; every rank calls it. An engine does so itself, and leaves nothing to follow."""
     if layers := _with_biases(model):
         _follow(layers, get_sequence_data_parallel_group() if group is None else group)
 
 
-def _with_biases(model: nn.Module) -> list[MoELayer]:
-    return [module for module in model.modules() if isinstance(module, MoELayer) and module.bias_rate]
+def _with_biases(model: nn.Module) -> list[Mixture]:
+    return [module for module in model.modules() if isinstance(module, Mixture) and module.bias_rate]
 
 
-def _follow(layers: Sequence[MoELayer], ranks: Communicator) -> None:
+def _follow(layers: Sequence[Mixture], ranks: Communicator) -> None:
     """One exchange for all `layers`."""
     loads = [layer.raised.new_zeros(layer.num_experts) if layer.load is None else layer.load for layer in layers]
     together = torch.cat(loads).contiguous()

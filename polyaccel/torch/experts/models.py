@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
-from polyaccel.torch.moe.products import GroupedProducts, computed
-from polyaccel.torch.moe.routing import route
-from polyaccel.torch.moe.token_dispatch import DispatchBuffers, plan_journey
+from polyaccel.torch.experts.products import GroupedProducts, computed
+from polyaccel.torch.experts.routing import route
+from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_journey
 from polyaccel.torch.params.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.layers import present
 from polyaccel.torch.tensor_parallel.parallelize import WholeValues, keep_part

@@ -27,7 +27,7 @@ from polyaccel.accelerators.memory.torch import dtype_of
 from polyaccel.buffer import Buffer
 from polyaccel.comm.arguments import StridedParts
 from polyaccel.comm.base import Communicator
-from polyaccel.torch.moe.routing import Routing
+from polyaccel.torch.experts.routing import Routing
 
 _LEAST_NBYTES = 128 << 10
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from polyaccel.errors import PolyaccelError
-from polyaccel.torch.moe import gates
-from polyaccel.torch.moe.gates import RoutingDecision
-from polyaccel.torch.moe.products import GroupedProducts, computed
-from polyaccel.torch.moe.routing import capacity_of, chosen_by_experts, kept_choices, route
-from polyaccel.torch.moe.rowwise import Rowwise
+from polyaccel.torch.experts import gates
+from polyaccel.torch.experts.gates import RoutingDecision
+from polyaccel.torch.experts.products import GroupedProducts, computed
+from polyaccel.torch.experts.routing import capacity_of, chosen_by_experts, kept_choices, route
+from polyaccel.torch.experts.rowwise import Rowwise
 
 Gate = Literal["softmax", "sigmoid", "expert choice"]
 Noise = Literal["learned", "sample", "jitter"]
@@ -23,7 +23,7 @@ _JITTER = 1e-2
 
 
 class MixtureOutput(NamedTuple):
-    """What a `MoELayer` makes of its tokens."""
+    """What a `Mixture` makes of its tokens."""
 
     output: Tensor
     """As the input."""
@@ -85,7 +85,7 @@ def _first(made: Any) -> Tensor:
     return out
 
 
-class MoELayer(nn.Module):
+class Mixture(nn.Module):
     """Experts, and a router that chooses some of them for each token.
 
     `gate`: `softmax` chooses the `k` experts with the highest probabilities, `sigmoid` those with the highest sigmoids

@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from polyaccel.ops.base import GROUPED_INPUT_GRAD, GROUPED_LINEAR, GROUPED_OPS, GROUPED_WEIGHT_GRAD, KernelTable
-from polyaccel.torch.moe.rowwise import Rowwise
-from polyaccel.torch.moe.token_dispatch import DispatchBuffers
+from polyaccel.torch.experts.rowwise import Rowwise
+from polyaccel.torch.experts.token_dispatch import DispatchBuffers
 from polyaccel.torch.profiling.operations import count_operations
 from polyaccel.torch.tensor_parallel.layers import present
 

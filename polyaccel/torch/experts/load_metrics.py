@@ -15,9 +15,9 @@ from polyaccel.comm.flight_recorder.log import CommLog
 from polyaccel.comm.work import CombinedWork, Work
 from polyaccel.comm.wrappers.wrapped import WrappedCommunicator
 from polyaccel.engine.metrics import ExpertFigures
-from polyaccel.torch.moe.gates import tokens_of
-from polyaccel.torch.moe.layer import MoELayer
-from polyaccel.torch.moe.models import ExpertParallelExperts, are_experts
+from polyaccel.torch.experts.gates import tokens_of
+from polyaccel.torch.experts.layer import Mixture
+from polyaccel.torch.experts.models import ExpertParallelExperts, are_experts
 from polyaccel.types import ReduceOp
 
 
@@ -28,7 +28,7 @@ class ExpertLoadMetrics:
 
     def __init__(self, model: nn.Module, ranks: Communicator) -> None:
         self._ranks = ranks
-        chosen_by_experts = {one.experts for one in model.modules() if isinstance(one, MoELayer) and one.chooses_tokens}
+        chosen_by_experts = {one.experts for one in model.modules() if isinstance(one, Mixture) and one.chooses_tokens}
         self._layers = {
             name: _Layer(module, drops=module not in chosen_by_experts)
             for name, module in model.named_modules()

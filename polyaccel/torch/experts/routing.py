@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyaccel.torch.moe.gates import best, tokens_of
+from polyaccel.torch.experts.gates import best, tokens_of
 
 
 class Routing(NamedTuple):

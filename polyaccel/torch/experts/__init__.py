@@ -1,0 +1,6 @@
+"""Mixtures of experts: which tokens go to which experts, wherever these are, and what comes back."""
+
+from polyaccel.torch.experts.balance import balance_experts
+from polyaccel.torch.experts.layer import Mixture, MixtureOutput, StackedExperts
+
+__all__ = ["Mixture", "MixtureOutput", "StackedExperts", "balance_experts"]
