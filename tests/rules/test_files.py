@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -29,17 +28,3 @@ def test_a_test_file_has_a_name_of_its_own() -> None:
     """pytest imports test files by their names alone, without folders."""
     counts = Counter(file.name for shelf in ("tests", "plugins") for file in (ROOT / shelf).rglob("test_*.py"))
     assert {name: count for name, count in counts.items() if count > 1} == {}
-
-
-def test_every_folder_of_a_room_stands_in_the_design() -> None:
-    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w/]+)/(\w+|\*|\{[\w,]+\})` \|", design, re.MULTILINE)
-    named = {f"{room}/{name}" for room, names in rows for name in names.strip("{}").split(",")}
-    folders = {
-        file.parent.relative_to(ROOT / "polyaccel").as_posix()
-        for file in (ROOT / "polyaccel").rglob("__init__.py")
-        if len(file.relative_to(ROOT / "polyaccel").parts) > 2
-    }
-    described = {folder for folder in folders if {folder, f"{folder.rpartition('/')[0]}/*"} & named}
-    assert folders - described - {"comm/backends"} == set()
-    assert {name for name in named if not name.endswith("*")} - folders == set()
