@@ -46,7 +46,7 @@ class Deadline:
             return run_within(self.remaining_s(), action)
         except DeadlineExceeded:
             raise CommTimeout(
-                f"nothing came of waiting for {waits_for} within {self.timeout_s:g} s",
+                f"timed out after {self.timeout_s:g} s waiting for {waits_for}",
                 hint="look for the first error among the ranks, and for what listens at that place",
                 value=waits_for,
             ) from None

@@ -1,7 +1,7 @@
-"""The secret that the ranks of a job share, and seals made with it: who has it wrote these bytes, here and now.
+"""HMAC-SHA256 signatures made with the secret of a job.
 
-A seal is an HMAC. It hides nothing: it says that the bytes come from a holder of the secret and were meant for this
-very place, which both sides name by a context.
+A signature hides nothing. It proves that a holder of the secret wrote the bytes. A context, which both sides name,
+prevents replay elsewhere.
 """
 
 from __future__ import annotations

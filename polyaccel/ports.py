@@ -1,4 +1,4 @@
-"""A port for the ranks to meet on.
+"""Pick a free TCP port for the rendezvous store, outside the kernel's ephemeral range.
 
 [Note: A free port]
 The launcher picks the port and rank 0 binds it later, so that another process may take it in between. Ports that the

@@ -1,5 +1,4 @@
-"""A rank's word to the launcher that started it: that it waits for the others, that it has met them, and that it has
-made a step.
+"""Readiness and progress reports from a rank to its launcher over an inherited pipe.
 
 So the launcher knows that a rank which has ended with code 0 will be waited for in vain, and need not let the others
 find that out by their time limit; and it knows which rank makes no progress. The words go through a pipe of the

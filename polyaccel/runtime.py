@@ -82,7 +82,7 @@ class EngineBuilder:
     cleanup_callbacks: list[Callable[[], object]] = field(default_factory=list)
     """Called before the groups along axes of the mesh are left, for what works over them."""
     model_parallel_group: Communicator | None = None
-    """The ranks that hold the other parameters of the same model, one for each part; None where nobody does."""
+    """Process group of the other pipeline stages, or None without pipeline parallelism."""
     _groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     @property

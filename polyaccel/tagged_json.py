@@ -1,4 +1,4 @@
-"""Plain Python values as JSON, exactly: what ranks tell each other, and what a checkpoint holds beside its tensors.
+"""Lossless JSON encoding of plain Python values, for object collectives and checkpoint metadata.
 
 None, bool, int, float, str, list, tuple, bytes and dict with str keys come back equal and of the same type. A
 value that JSON does not have is written as an object with a single key that starts with `$`: `{"$tuple": [1, 2]}`,

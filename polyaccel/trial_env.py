@@ -67,8 +67,7 @@ def trial_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def trial_changes(environment: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the trial changes of a config: a tree of JSON, empty outside of a trial. Raises PolyaccelError where its
-    file cannot be read."""
+    """Return the config overrides of this tuner trial, or {}. Raises PolyaccelError if their file cannot be read."""
     folder = trial_folder(environment)
     if folder is None:
         return {}
@@ -84,7 +83,7 @@ def trial_changes(environment: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def deep_merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes` into `tree`, table by table; None takes a key out."""
+    """Write `changes` into `tree`, table by table. None removes a key."""
     for key, value in changes.items():
         if value is None:
             tree.pop(key, None)

@@ -1,4 +1,4 @@
-"""Folders and files that belong to this user alone, also where others may write beside them.
+"""Per-user directories and files that are safe in world-writable locations such as /tmp.
 
 [Note: Planted links]
 In a folder that others share, such as the one for temporary files, they can make any name first: a link where our file

@@ -18,7 +18,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StridedParts:
-    """Where the parts of an all-to-all stand in one of its buffers, when they are not whole there."""
+    """Offsets of non-contiguous all-to-all parts within a buffer."""
 
     table: Buffer
     """int64 on the host: for each rank `count` pairs (first element, elements), in the part's order."""

@@ -59,7 +59,7 @@ class Rendezvous:
 
 
 class StatusStore(ABC):
-    """A small shared notice board beside the collectives: still readable when one of them hangs."""
+    """Key-value store for rank status, readable while a collective hangs."""
 
     @abstractmethod
     def set(self, rank: int, text: str) -> None:
@@ -79,9 +79,9 @@ class Communicator(ObjectCollectives):
       stage, has the same bits. `polyaccel.comm.collectives.reduction` does so.
     - The buffers of a call do not overlap, but where it says "in place": then the part is exactly the view of the whole
       at this rank's place. `Collective.check` refuses everything else.
-    - Arguments that no backend can mean are a ShardingError, before anything is sent. Ranks that do not come in time
-      are a CommTimeout with `missing_ranks`. Whatever else goes wrong, a rank that has ended or a closed group among
-      it, is a CommError, and never an exception of the library below.
+    - Invalid arguments raise ShardingError before any communication. Ranks that do not come in time raise CommTimeout
+      with `missing_ranks`. All other failures, such as a rank that has ended or a closed group, raise CommError and
+      never an exception of the library below.
     """
 
     ranks: tuple[int, ...]

@@ -1,5 +1,4 @@
-"""`call`: the way into every communicator, which numbers a collective and makes what a backend does not do natively of
-what it does.
+"""Dispatch of collectives: assigns sequence numbers and emulates the operations that a backend lacks.
 
 [Note: What the base makes]
 A backend states what it does natively, so an operation that is added later breaks none. Uneven parts of an all-gather

@@ -25,8 +25,8 @@ _alone = secrets.token_bytes(job_auth.MAC_NBYTES)
 
 
 def job_secret(communicator: Communicator) -> bytes | None:
-    """That of POLYACCEL_JOB_SECRET, else the one that the ranks agreed on when they joined; None without either. A rank
-    that is alone in `communicator` has one of its own. Raises CommError for a secret that can be guessed."""
+    """Return the job secret from POLYACCEL_JOB_SECRET or from rendezvous, or None. A rank that is alone in
+    `communicator` has its own secret. Raises CommError for a secret that can be guessed."""
     if communicator.world_size == 1:
         return _alone
     return job_auth.job_secret_from_env(os.environ) or _agreed

@@ -65,7 +65,7 @@ def _resolve(draft: Draft, world_size: int, hints: Mapping[str, Any]) -> Resolve
     solve = _elastic_triad if is_elastic else _triad
     triad, unsolved = solve(draft, config, [problem.key for problem in problems], data)
     if is_elastic and data != world_size:
-        expected, hint = "is for ranks that all train on other samples, and the mesh has other axes", "leave one out"
+        expected, hint = "supports data parallelism only", "remove elasticity or the other axes of the mesh"
         problems.append(Problem("elasticity.enabled", True, expected, hint))
     problems += unsolved
     if config.data_parallel_size not in (None, data):

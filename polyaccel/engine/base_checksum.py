@@ -37,7 +37,7 @@ def base_checksums(zero: TrainedState, communicator: Communicator, names: Collec
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """The crc32 of two texts, one after the other, of which these are those of each.
+    """Combine the CRC-32 of two consecutive byte ranges.
 
     As many zero bytes as the second text has are a linear map of the first one's bits: squared for every bit of their
     number (as `crc32_combine` of zlib, M. Adler).

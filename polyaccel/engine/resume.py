@@ -54,7 +54,7 @@ class TrainingRun:
     schedule: Any
     """The learning-rate schedule; None without one."""
     model_parallel_group: Communicator | None = None
-    """The ranks that hold the other parameters of the same model; None where nobody does."""
+    """Process group of the other pipeline stages, or None without pipeline parallelism."""
     loading_nbytes: int | None = None
     """The memory that this rank may use for what a load keeps between verifying and taking over; None: its share of
     half of what the host has left."""

@@ -64,7 +64,7 @@ class JaxEngine(Engine):
     """
 
     _beyond: Communicator | None = None
-    """The ranks that hold the other parameters of the same model; None where nobody does."""
+    """Process group of the other pipeline stages, or None without pipeline parallelism."""
 
     def __init__(
         self,

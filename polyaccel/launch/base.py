@@ -159,7 +159,7 @@ class JobResult:
 
 
 def noop() -> None:
-    """For who has nothing to look at while a job runs."""
+    """Do nothing: the poll callback of callers that have none."""
 
 
 class Launcher(ABC):

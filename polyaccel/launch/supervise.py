@@ -49,7 +49,7 @@ _HANGS = 124
 
 
 class ControlChannel(Protocol):
-    """Whoever may tell a supervisor what to do, beside signals."""
+    """Control channel through which a supervisor receives signals and stop requests."""
 
     read_fd: int
     """Can be read when there is an order."""

@@ -149,7 +149,7 @@ class _State:
 
 
 def _pareto_front(states: list[_State]) -> list[_State]:
-    """Those than which no other one keeps less and costs less."""
+    """Return the Pareto-optimal states by memory and recomputation cost."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: (state.kept, state.cost)):
         if not best or state.cost < best[-1].cost:

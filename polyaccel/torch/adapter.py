@@ -227,7 +227,7 @@ class TorchAdapter(EngineParameters, ModelAdapter):
 
     @property
     def unsharded_access_hint(self) -> tuple[str, str]:
-        """Where a parameter without values is, and what its user can do."""
+        """Explain why a parameter is unavailable and how to access it."""
         if self._is_suspended:
             return "is offloaded", "call engine.reload_states() first"
         hint = "read or change it inside `with polyaccel.zero.GatheredParameters([...])`, on all ranks"

@@ -80,7 +80,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         hint = "pass a torch.nn.Module, or params= too where the model is a function of JAX"
-        raise PolyaccelError(f"a {kind} is no torch module", hint=hint, value=kind)
+        raise PolyaccelError(f"expected a torch.nn.Module, got {kind}", hint=hint, value=kind)
     require_dataset(training_data)
     stages = model.mesh_sizes if isinstance(model, PipelineModule) and model.num_stages > 1 else {}
     parsed = on_mesh(load_config(config), {**mesh_sizes(mesh_param, mpu), **stages})

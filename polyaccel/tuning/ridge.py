@@ -13,8 +13,7 @@ Features = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What is known of a feature's weight before there are measurements: its value, how far off that may be, and what
-    it is never below."""
+    """Gaussian prior of a regression weight: mean, standard deviation and lower bound."""
 
     value: float
     spread: float

@@ -1,5 +1,4 @@
-"""The tuner: trials of what is foretold to be best, one after the other, until nothing better is foretold and the
-fastest is no chance."""
+"""Autotuner: runs the candidate with the best predicted step time until no untried one is predicted to be better."""
 
 from __future__ import annotations
 

@@ -121,8 +121,7 @@ class ZeroEngine:
 
     @property
     def model_parallel_group(self) -> Communicator | None:
-        """The ranks that hold the other parameters of the same model, one for each part of it; None where all are
-        here."""
+        """Process group of the other pipeline stages, or None without pipeline parallelism."""
         return self._communicators.model_parallel_group
 
     def holders(self, fqn: str) -> Communicator:
@@ -334,7 +333,7 @@ class ZeroEngine:
         self._half = what
 
     def mark_consistent(self) -> None:
-        """All parameters and states were loaded, and belong to one step again."""
+        """Clear the inconsistent flag after a complete checkpoint load."""
         self._half = ""
         if self._update is not None:
             self._update.mark_consistent()

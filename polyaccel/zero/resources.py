@@ -62,7 +62,7 @@ class Communicators:
     world: Communicator
     groups: Mapping[tuple[str, ...], ShardGroups]
     model_parallel_group: Communicator | None = None
-    """The ranks that hold the other parameters of the same model, one for each part of it; None: `world` holds all."""
+    """Process group of the other pipeline stages, or None without pipeline parallelism."""
 
     @classmethod
     def plain(cls, communicator: Communicator) -> Communicators:

@@ -6,8 +6,8 @@ was staged is written, and committed if all ranks came so far.
 
 [Note: A job that is ended]
 Whoever ends a job asks all of its processes to (SIGTERM), and kills those that are there some seconds later. When one
-rank was killed, its save is in order and should count: so a request is no reason to end before the jobs have ended, and
-the time until the kill is theirs. But then nobody waits long for a part of which nothing is heard.
+rank was killed, its save is in order and should count. So on SIGTERM the writer finishes pending saves, for which it
+has the time until the kill. It then waits only briefly for the parts of ranks that report nothing.
 
 [Note: Who commits]
 Ranks' processes know each other by the save's folder alone, on whatever storage it is. Each leaves a note in `told/`

@@ -1,4 +1,4 @@
-"""The save to load where hosts have storages of their own: the newest whose files are all on the hosts that are there.
+"""Select the newest checkpoint whose files are all present on the current hosts (node-local storage).
 
 Every place tells what it holds, and all ranks come to the same choice from what they were told. A marker on one place
 is enough, see [Note: A marker for each place] in `places.saving`.

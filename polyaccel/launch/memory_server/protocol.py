@@ -36,7 +36,7 @@ UNCHANGING = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 
 
 
 class ProtocolError(Exception):
-    """The other side is not who it should be, or said what nobody of ours says."""
+    """Authentication or protocol error."""
 
 
 def address_of(name: str) -> str:

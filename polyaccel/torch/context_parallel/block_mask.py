@@ -31,7 +31,7 @@ SHORTEST_MEAN = 16
 
 
 class MaskKind(Enum):
-    """How the queries of a piece see its keys."""
+    """Mask type of an attention block: full, causal or windowed."""
 
     WHOLE = "whole"
     """Each query sees each key."""

@@ -110,7 +110,7 @@ class Construction(TorchDispatchMode):
 
 
 class _Assignments(TorchFunctionMode):
-    """Sees `real.data = deferred`, which torch shows to no subclass: it would leave a tensor without any memory."""
+    """Intercept `real.data = deferred`, which bypasses `__torch_function__` and would leave a tensor without memory."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Tokens travel to the ranks of their experts, and what was computed of them travels back.
+"""Token dispatch and combine by all-to-all for expert parallelism.
 
 [Note: One copy each way]
 Rows of tokens are ordered by expert where they are sent, and by own expert, then by rank, where they are computed.
@@ -102,7 +102,7 @@ class TokenDispatch(NamedTuple):
 def plan_journey(
     communicator: Communicator, routing: Routing, experts: Sequence[int], room: DispatchBuffers | None = None
 ) -> TokenDispatch:
-    """Tell the other ranks how many rows come; rank r has the next `experts[r]` experts. Collective."""
+    """Exchange token counts and plan the dispatch; rank r has the next `experts[r]` experts. Collective."""
     rank, ranks = communicator.rank, communicator.world_size
     if ranks == 1:
         rows = len(routing.tokens)

@@ -52,7 +52,7 @@ class ParameterOwner(Protocol):
 
     @property
     def unsharded_access_hint(self) -> tuple[str, str]:
-        """Where a parameter without values is, and what its user can do."""
+        """Explain why a parameter is unavailable and how to access it."""
 
     def parameter(self, fqn: str) -> nn.Parameter: ...
 

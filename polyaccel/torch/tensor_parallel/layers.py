@@ -62,7 +62,7 @@ class CachedInput:
 
 @dataclass
 class ShardSpec:
-    """What a cut module knows besides its parameters: with whom, and which part."""
+    """Tensor-parallel metadata of a module: its process group and shard."""
 
     ranks: TensorRanks
     regions: Regions

@@ -1,4 +1,4 @@
-"""Making a plan: what a user says, what the model says of itself, else what its structure shows.
+"""Choose a sharding plan: the user's specs first, then the model's `tp_plan`, then a heuristic on its structure.
 
 [Note: Structure before styles]
 A style says that a layer is cut by columns, and not where: between heads, inside the parts of a fused layer, between

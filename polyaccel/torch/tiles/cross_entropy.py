@@ -33,7 +33,7 @@ _LEAST_TOKENS = 16
 
 
 class VocabShard(NamedTuple):
-    """The words of a vocabulary that this rank of `ranks` has: as many as its weight has rows, from `first` on."""
+    """The vocabulary range of this tensor-parallel rank: as many words as its weight has rows, from `first`."""
 
     ranks: TensorRanks
     first: int

@@ -3,9 +3,9 @@
 [Note: Ways]
 Ranks may take different ways through a model: layers that are dropped, experts that no token reached, images on some
 ranks only. A gather needs all ranks all the same. So in each step the ranks follow a schedule
-(`zero.plan.gather_schedule`), made of what they used in the steps before. Who uses a bucket does first whatever comes
-before its hold in the schedule: what it does not need itself is gathered in passing, for those who do. Ranks on the
-same way do nothing but what each of them does anyway.
+(`zero.plan.gather_schedule`), made of what they used in the steps before. Before
+unsharding a bucket, a rank executes every earlier event of the schedule, also those that only other ranks need. Ranks
+on the same way execute only what each of them needs.
 
 At the end of an outermost forward pass and of a backward pass the ranks *meet*: each does what is left of the schedule
 up to there, so that whatever follows (a loss that users average, parameters that they gather) finds all at one place. A

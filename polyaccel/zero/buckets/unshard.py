@@ -42,7 +42,7 @@ from polyaccel.zero.resources import Communicators
 
 
 class ParamUnsharder:
-    """Makes sharded `buckets` whole and frees them again.
+    """Unshards (all-gathers) and reshards parameter `buckets`.
 
     `on_bound(bucket, slots)` and `on_freed(bucket)` tell the frontend where parameters stand, and that they stand
     nowhere now. `waiting` is entered around waits for other ranks.

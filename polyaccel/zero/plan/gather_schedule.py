@@ -1,4 +1,4 @@
-"""The schedule of a step: which sharded buckets the ranks hold, drop and release together, and in which order.
+"""Schedule of unshard, reshard and reduce events that all ranks execute in the same order during a step.
 
 Each rank records what it used itself. A schedule is made of the records of all ranks and of the last schedule, by a
 pure function of integers, so that every rank makes the same one.

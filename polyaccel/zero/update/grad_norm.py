@@ -1,4 +1,4 @@
-"""The facts about gradients that all ranks share before any of them branches: which arrived, and their norm.
+"""All-reduce of the gradient norm and of the per-parameter flags "has a gradient".
 
 Each rank sums squares over its own slices only, at every stage, in float64, and the total is rounded to float32; hence
 neither the norm nor the clip factor depends on how parameters are cut, or on when a bucket's gradients arrived.

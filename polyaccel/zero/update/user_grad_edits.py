@@ -20,7 +20,7 @@ rounding, as between two kinds of device."""
 
 @dataclass
 class UserGradEdits:
-    """What user code on this rank did since the last update: parameters by name, buckets by index.
+    """Gradient edits of user code since the last optimizer step: parameters by name, buckets by index.
 
     `written`: gradients that it changed or set. `dropped`: those that it set to None. `shown`: buckets with a gradient
     that it saw after their last backward pass.

@@ -72,7 +72,7 @@ def meet(rank: int, port: int, deadline: Deadline, **changes: Any) -> None:
 
 def test_what_heeds_no_limit_is_left_behind() -> None:
     never = Event()
-    with pytest.raises(CommTimeout, match=r"nothing came of waiting for Godot within 0\.01 s"):
+    with pytest.raises(CommTimeout, match=r"timed out after 0\.01 s waiting for Godot"):
         Deadline(0.01).run("Godot", never.wait)
     never.set()
     with pytest.raises(ZeroDivisionError):
