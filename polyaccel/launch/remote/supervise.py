@@ -219,6 +219,8 @@ class HostsSupervisor(Supervisor):
         if silent and self._output.waited_s < since_s:
             names = ", ".join(tuple(self._job.hosts)[number] for number in silent)
             self._fail(JobFailure(LOST, f"{names}: the agent does not answer, or the connection to it is lost"))
+            for number in silent:
+                self._note_end(number, LOST)  # no last word can be expected
             for each in self._processes():
                 if set(each.way.hosts) <= set(silent):
                     each.give_up()
