@@ -67,11 +67,12 @@ class Round:
         self.hosts.up.hosts[number].run("kill", f"-{int(how)}", str(self.on_host(pattern, number)))
 
     def ways(self) -> list[int]:
-        """The processes of ssh, or pdsh's one for a host."""
-        parent = self.process.pid
+        """The processes of ssh; pdsh's are children of its shells."""
+        parents = [self.process.pid]
         if self.launcher == "pdsh":
-            (parent,) = _children(parent, "pdsh")
-        return _children(parent, "ssh")
+            (pdsh,) = _children(self.process.pid, "pdsh")
+            parents = _children(pdsh, "sh")
+        return [pid for parent in parents for pid in _children(parent, "ssh")]
 
 
 def _children(pid: int, name: str) -> list[int]:

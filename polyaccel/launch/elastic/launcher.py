@@ -102,7 +102,7 @@ class AgentOrders(LauncherChannel):
     def __init__(self, read_fd: int) -> None:
         super().__init__(read_fd, 0)
         self.silent_at_s = monotonic() + ANSWER_S
-        self._never_wait()
+        os.set_blocking(read_fd, False)
         self._start: Job | None = None
 
     def next_start(self) -> Job | None:

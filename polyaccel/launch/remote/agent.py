@@ -1,5 +1,4 @@
-"""The agent of one host of a job: `python -m polyaccel.launch.remote.agent NUMBER`, which a launcher starts there, or
-`... agent NUMBERS PLACE PORT`, the one at that place of the list, which calls its launcher back at the port.
+"""The agent of one host of a job: `python -m polyaccel.launch.remote.agent NUMBER`, which a launcher starts there.
 
 It says that it is there, is told the job, starts its host's ranks and stays with them as `polyaccel run` does. It ends
 them when the launcher says so, and when that is not heard of any more.
@@ -8,13 +7,9 @@ them when the launcher says so, and when that is not heard of any more.
 from __future__ import annotations
 
 import os
-import secrets
 import select
-import selectors
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from importlib import metadata
 from math import inf
 from time import monotonic
@@ -24,14 +19,12 @@ from polyaccel.errors import LaunchError, PolyaccelError
 from polyaccel.launch.base import Job
 from polyaccel.launch.output import JobOutput
 from polyaccel.launch.plan import plan_host
-from polyaccel.launch.remote.callback_server import KEY_NBYTES, LOST, EncryptedStream, call_back
 from polyaccel.launch.remote.control_messages import END, PAUSE, SIGNAL, SILENCE_S, word
 from polyaccel.launch.supervise import Supervisor
 from polyaccel.ports import free_port
 
 _OUTPUT = 1
 _CHUNK_NBYTES = 1 << 16
-_LAST_WORD_S = 5.0
 
 
 class LauncherChannel:
@@ -54,7 +47,7 @@ class LauncherChannel:
                 if line == END or line.startswith(SIGNAL):
                     return None
                 if line and line != PAUSE:
-                    self._never_wait()
+                    os.set_blocking(self.read_fd, False)
                     return Job.from_json(line)
             if self._has_ended:
                 return None
@@ -87,13 +80,6 @@ class LauncherChannel:
         """This part of the job has ended."""
         _say(number=self._number, ended=code)
 
-    def _never_wait(self) -> None:
-        os.set_blocking(self.read_fd, False)
-
-    def _read(self) -> bytes:
-        """What has come; nothing where the launcher has ended. Raises BlockingIOError, and OSError."""
-        return os.read(self.read_fd, _CHUNK_NBYTES)
-
     def _answer(self) -> None:
         """Say that somebody is there. Nothing is said where the output is full: then its reader is known to be late."""
         if select.select([], [_OUTPUT], [], 0)[1]:
@@ -101,10 +87,10 @@ class LauncherChannel:
 
     def _lines(self) -> list[str]:
         try:
-            data = self._read()
+            data = os.read(self.read_fd, _CHUNK_NBYTES)
         except BlockingIOError:
             return []
-        except (OSError, ValueError):
+        except OSError:
             data = b""
         self._has_ended = not data
         if data:
@@ -116,70 +102,15 @@ class LauncherChannel:
         return [line.decode() for line in lines]
 
 
-class CalledOrders(LauncherChannel):
-    """The lines of a launcher that the agent has called back. It ends with the connection, or with the standard input,
-    which is the way by which the agent was started."""
-
-    def __init__(self, connection: socket.socket, records: EncryptedStream, way_fd: int, number: int) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._selector.register(way_fd, selectors.EVENT_READ)
-        super().__init__(self._selector.fileno(), number)
-        self._connection = connection
-        self._records = records
-        self._way_fd = way_fd
-        self._waits = True
-        self._has_lost_way = False
-
-    def conclude(self, code: int) -> None:
-        with suppress(OSError):
-            self._connection.settimeout(_LAST_WORD_S)
-            self._connection.sendall(self._records.last_word(LOST if self._has_lost_way else code))
-        super().conclude(code)
-
-    def _never_wait(self) -> None:
-        self._waits = False
-
-    def _read(self) -> bytes:
-        ready = {key.fd for key, _ in self._selector.select(None if self._waits else 0)}
-        if self._way_fd in ready and not os.read(self._way_fd, _CHUNK_NBYTES):
-            self._has_lost_way = True
-            return b""
-        if self._connection.fileno() not in ready:
-            raise BlockingIOError
-        data = self._connection.recv(_CHUNK_NBYTES)
-        if not data:
-            return b""
-        text = self._records.opened(data)
-        if not text:
-            raise BlockingIOError
-        return text
-
-
-def main(number: int, port: int | None = None) -> int:
-    """Do this host's part of a job; `port` is that of a launcher to call back. Returns its exit code."""
+def main(number: int) -> int:
+    """Do this host's part of a job. Returns its exit code."""
     control = os.dup(0)
     os.set_inheritable(control, False)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # no rank reads what is for this process
     host = socket.gethostname()
-    facts: dict[str, object] = {"number": number, "host": host, "version": metadata.version("polyaccel")}
-    facts |= {"python": sys.version, "port": free_port()}
-    if port is None:
-        _say(**facts)
-        orders = LauncherChannel(control, number)
-    else:
-        key = secrets.token_bytes(KEY_NBYTES)
-        _say(**facts, key=key.hex())
-        address = os.environ.get("SSH_CONNECTION", host).split()[0]
-        try:
-            connection, records = call_back(address, port, number, key)
-        except OSError as error:
-            why = f"the launcher cannot be reached at {address}, port {port}: {error} (--launcher ssh needs no port)"
-            _say(number=number, code=1, why=why)
-            _say(number=number, ended=1)
-            return 1
-        orders = CalledOrders(connection, records, control, number)
+    _say(number=number, host=host, version=metadata.version("polyaccel"), python=sys.version, port=free_port())
+    orders = LauncherChannel(control, number)
     job = orders.job()
     if job is None:
         return 1
@@ -202,13 +133,5 @@ def _say(**values: object) -> None:
         return  # nobody is there to read it
 
 
-def start(arguments: Sequence[str]) -> int:
-    """`main` for the arguments of the command."""
-    if len(arguments) == 1:
-        return main(int(arguments[0]))
-    numbers, place, port = arguments
-    return main(int(numbers.split(",")[int(place)]), int(port))
-
-
 if __name__ == "__main__":
-    sys.exit(start(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1])))

@@ -26,6 +26,14 @@ def word(**values: Any) -> bytes:
     return _MARK + json.dumps(values).encode("ascii") + b"\n"
 
 
+def shell_word(**variables: str) -> str:
+    """The command of a shell that prints a word, with integers of shell variables as its values."""
+    values = ", ".join(f'"{name}": %d' for name in variables)
+    shown = " ".join(f'"${variable}"' for variable in variables.values())
+    mark = _MARK.decode().replace("\x1e", "\\036")
+    return f"printf '{mark}{{{values}}}\\n' {shown}"
+
+
 class MessageFilter:
     """Takes the words out of what an agent sends, and gives them to `hear`."""
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from queue import SimpleQueue
 from time import monotonic, sleep
@@ -17,10 +17,12 @@ from polyaccel.errors import LaunchError
 from polyaccel.launch.base import JOB_ID, Job, JobResult, LaunchPlan, RankSpec
 from polyaccel.launch.output import JobOutput, merged_log
 from polyaccel.launch.process import ProcessState, RankProcess, describe_end, exit_code
-from polyaccel.launch.remote.callback_server import LOST, CallbackServer
 from polyaccel.launch.remote.control_messages import BEAT_S, END, PAUSE, SIGNAL, SILENCE_S, MessageFilter
+from polyaccel.launch.remote.inputs import AgentInput, AgentPipe
 from polyaccel.launch.supervise import JobFailure, Supervisor
 
+LOST = 255
+"""The exit code of a job that has lost the way to an agent, as that of ssh."""
 ANSWER_S = 60.0
 """Within this time every agent is there, or the job fails."""
 _SEND_AGAIN_S = 0.02
@@ -39,21 +41,21 @@ Hear = Callable[[dict[str, Any]], None]
 class HostConnection:
     """A command that brings this machine's standard input to agents, and their output back.
 
-    `hosts` are the numbers of their hosts, `name` stands for them in messages. Agents of a way that brings no input
-    call back. See [Note: An agent that calls back].
+    `hosts` are the numbers of their hosts, `name` stands for them in messages. A command that forwards no input has
+    `inputs`, one for each number. See [Note: How pdsh's agents get their lines].
     """
 
     name: str
     command: tuple[str, ...]
     hosts: tuple[int, ...]
-    calls_back: bool = False
+    inputs: Mapping[int, AgentPipe] = field(default_factory=dict)
 
 
-def plan_ways(job: Job, ways: Sequence[HostConnection], variables: Mapping[str, str] | None = None) -> LaunchPlan:
-    """The processes of the ways, with more `variables`, as those of a job of their own: what ranks leave behind on this
-    machine is the agents' to end."""
+def plan_ways(job: Job, ways: Sequence[HostConnection]) -> LaunchPlan:
+    """The processes of the ways, as those of a job of their own: what ranks leave behind on this machine is the agents'
+    to end."""
     job_id = f"ways-{job.job_id}"
-    environment = {**os.environ, **(variables or {}), JOB_ID: job_id}
+    environment = {**os.environ, JOB_ID: job_id}
     processes = tuple(RankSpec(place, place, way.command, environment) for place, way in enumerate(ways))
     port = job.master_port or 0
     return LaunchPlan(job_id, processes, job.master_addr or "", port, job.grace_s + _LATER_S, job.stop_timeout_s)
@@ -70,15 +72,13 @@ class HostProcess(RankProcess):
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(spec, process)
-        assert process.stdin is not None  # it was started with a pipe
         self.way = way
         self.codes: dict[int, int] = {}
         """How the agents say that their parts of the job ended, by host."""
         self.done_s = inf
         """When all of them had said so."""
-        self._stdin = process.stdin
-        os.set_blocking(self._stdin.fileno(), False)
-        self._unsent = b""
+        own = [] if process.stdin is None else [AgentInput(process.stdin.fileno())]
+        self._inputs = [*own, *way.inputs.values()]
         self._filter = MessageFilter(hear)
 
     @property
@@ -87,8 +87,8 @@ class HostProcess(RankProcess):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether lines wait for room in the pipe: `send` an empty one after a moment."""
-        return bool(self._unsent) and self.state is not ProcessState.ENDED
+        """Whether lines wait for room in a pipe: `send` an empty one after a moment."""
+        return any(each.has_unsent for each in self._inputs) and self.state is not ProcessState.ENDED
 
     @property
     def prefix(self) -> bytes:
@@ -99,14 +99,13 @@ class HostProcess(RankProcess):
 
     def send(self, line: str) -> None:
         """Send a line to the agents. One that has gone hears nothing."""
-        self._unsent += line.encode() + b"\n"
-        self.flush()
+        for each in self._inputs:
+            each.send(line)
 
     def flush(self) -> None:
         """Send what there is room for."""
-        with suppress(BlockingIOError, BrokenPipeError):
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
+        for each in self._inputs:
+            each.flush()
 
     def give_up(self) -> None:
         """End the way: nobody answers at its other end."""
@@ -118,32 +117,6 @@ class HostProcess(RankProcess):
     def signal_group(self, signum: int) -> None:
         if signum != signal.SIGCONT:
             self.send(f"{SIGNAL} {int(signum)}")
-
-
-class CallingProcess(HostProcess):
-    """The process of a way whose agents call back."""
-
-    def __init__(
-        self,
-        spec: RankSpec,
-        process: subprocess.Popen[bytes],
-        way: HostConnection,
-        hear: Callable[[dict[str, Any]], None],
-        callers: CallbackServer,
-    ) -> None:
-        super().__init__(spec, process, way, hear)
-        self._callers = callers
-
-    @property
-    def has_unsent(self) -> bool:
-        return self._callers.has_unsent and self.state is not ProcessState.ENDED
-
-    def send(self, line: str) -> None:
-        for number in self.way.hosts:
-            self._callers.send(number, line.encode() + b"\n")
-
-    def flush(self) -> None:
-        self._callers.flush()
 
 
 class HostsSupervisor(Supervisor):
@@ -158,11 +131,8 @@ class HostsSupervisor(Supervisor):
         *,
         first_address: str | None,
         look: Callable[[], object],
-        callers: CallbackServer | None = None,
-        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`first_address` is where the other hosts find the first one, if the job does not say. `callers` are the
-        agents that call back, `variables` those of the ways beyond this process's."""
+        """`first_address` is where the other hosts find the first one, if the job does not say."""
         self._job = job
         self._ways = tuple(ways)
         self._first_address = first_address
@@ -178,8 +148,7 @@ class HostsSupervisor(Supervisor):
         self._beat_s = monotonic()
         self._answer_until_s = monotonic() + ANSWER_S
         self._is_told = False
-        self._callers = callers
-        plan = plan_ways(job, ways, variables)
+        plan = plan_ways(job, ways)
         super().__init__(plan, JobOutput(plan, merged=merged_log(job)), look=look)
 
     def run(self) -> JobResult:
@@ -190,10 +159,11 @@ class HostsSupervisor(Supervisor):
             os.close(self._write_fd)
 
     def _started(self, spec: RankSpec) -> RankProcess:
+        way = self._ways[spec.rank]
         try:
             process = subprocess.Popen(
                 spec.command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL if way.inputs else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -202,10 +172,6 @@ class HostsSupervisor(Supervisor):
             )
         except OSError as error:
             raise LaunchError(f"{spec.command[0]} cannot be started: {error}", value=spec.command) from error
-        way = self._ways[spec.rank]
-        if way.calls_back:
-            assert self._callers is not None  # such ways are made with them
-            return CallingProcess(spec, process, way, self._take_note, self._callers)
         return HostProcess(spec, process, way, self._take_note)
 
     def _take_note(self, said: dict[str, Any]) -> None:
@@ -214,12 +180,10 @@ class HostsSupervisor(Supervisor):
         os.write(self._write_fd, b"!")
 
     def _news(self) -> list[int]:
-        return [self._read_fd, *([] if self._callers is None else [self._callers.fileno()])]
+        return [self._read_fd]
 
     def _patience_s(self) -> float | None:
         until = min(self._beat_s, inf if self._is_told else self._answer_until_s) - monotonic()
-        if self._callers is not None and not self._is_ending:
-            until = min(until, self._callers.lost_at_s() - monotonic())
         until = min(until, self._lingers_at_s() - monotonic())
         if any(each.has_unsent for each in self._processes()) or self._unjudged:
             until = _SEND_AGAIN_S
@@ -234,20 +198,10 @@ class HostsSupervisor(Supervisor):
         if signal.SIGTSTP in signals:
             self._stop_oneself()
         self._note_silence()
-        if self._callers is not None:
-            self._callers.take()
-            for number, code in self._callers.codes.items():
-                self._note_end(number, code)
-                if code:  # as a rule the agent has said why by its output; but that may wait for a reader
-                    why = f"the part of the job on {tuple(self._job.hosts)[number]} failed with code {code}"
-                    self._fail(JobFailure(code, why, was_asked=code - 128 in self._passed_on))
         super()._handle(signals)
         self._judge()
         if self._lingers_at_s() <= monotonic():
             self._kill_at_s = 0.0
-        if self._callers is not None and not self._is_ending and (lost := self._callers.lost()):
-            names = ", ".join(tuple(self._job.hosts)[number] for number in lost)
-            self._fail(JobFailure(LOST, f"{names}: the way to the agent, or the connection to it, is lost"))
         if monotonic() >= self._beat_s or any(each.has_unsent for each in self._processes()):
             self._beat_s = monotonic() + BEAT_S
             for each in self._processes():
@@ -269,6 +223,8 @@ class HostsSupervisor(Supervisor):
         if silent and self._output.waited_s < since_s:
             names = ", ".join(tuple(self._job.hosts)[number] for number in silent)
             self._fail(JobFailure(LOST, f"{names}: the agent does not answer, or the connection to it is lost"))
+            for number in silent:
+                self._note_end(number, LOST)  # no last word can be expected
             for each in self._processes():
                 if set(each.way.hosts) <= set(silent):
                     each.give_up()
@@ -304,8 +260,10 @@ class HostsSupervisor(Supervisor):
         if "ended" in said:
             self._note_end(number, int(said["ended"]))
             self._heard_s.pop(number, None)
-            if self._callers is not None:
-                self._callers.forget(number)
+        elif "way" in said:
+            if not any(number in each.codes for each in self._processes()):
+                name = tuple(self._job.hosts)[number]
+                self._fail(JobFailure(LOST, f"{name}: the way to the agent, or the connection to it, is lost"))
         elif "code" in said:
             host, code = tuple(self._job.hosts)[number], int(said["code"])
             why, was_asked = f"the part of the job on {host} failed: {said['why']}", code - 128 in self._passed_on
@@ -313,8 +271,6 @@ class HostsSupervisor(Supervisor):
         else:
             self._hellos[number] = said
             self._heard_s[number] = monotonic()
-            if self._callers is not None and "key" in said:
-                self._callers.expect(number, bytes.fromhex(said["key"]))
             if len(self._hellos) == len(self._job.hosts):
                 self._tell()
 

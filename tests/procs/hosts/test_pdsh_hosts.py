@@ -1,4 +1,4 @@
-"""`polyaccel run --launcher pdsh` over two hosts: one pdsh starts the agents, which call back for all they are told."""
+"""`polyaccel run --launcher pdsh` over two hosts: one pdsh starts the agents, each by an ssh that reads a pipe."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from polyaccel.launch.remote.control_messages import BEAT_S, SILENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (Debian: apt install pdsh)")
 NASTY = ("%n %h %%", "two words", "$HOME `id`", "a 'quote' and \"another\"", "new\nline", "", "-w", "日本")
+SECRETS = {"HF_TOKEN": "hunter2-hunter2", "POLYACCEL_JOB_SECRET": "a-secret-of-this-very-job"}
 SAID = """
 import json, os, socket, sys
 found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "TOKEN")]
@@ -58,12 +59,21 @@ def test_the_code_of_the_first_failing_rank_arrives(two_hosts: Hosts, tmp_path: 
     assert two_hosts.left() == []
 
 
-def test_no_secret_stands_in_an_argument(running: WaitingJob) -> None:
-    """Everybody may read those, here and there."""
-    here = subprocess.run(["ps", "-ww", "-eo", "args="], capture_output=True, text=True, check=True).stdout
-    agents = [line for line in [*here.splitlines(), *running.hosts.left()] if "remote.agent" in line]
-    assert len(agents) >= 5  # pdsh, its two ssh, and both agents
-    assert all(len(word) < 32 for line in agents for word in line.split() if set(word) <= set("0123456789abcdef"))
+def test_secrets_travel_and_are_not_shown(two_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user may read arguments, here and there; the processes of all hosts are among those of this machine."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, SECRETS[name])
+    with WaitingJob(two_hosts, tmp_path, "--export", "HF_TOKEN", launcher="pdsh") as job:
+        shown = [_read(file) for file in Path("/proc").glob("[0-9]*/cmdline")]
+        ranks = two_hosts.up.hosts[1].run("pgrep", "-f", "train.py").stdout.split()
+        found = two_hosts.up.hosts[1].run("cat", *(f"/proc/{pid}/environ" for pid in ranks)).stdout
+        job.process.send_signal(signal.SIGTERM)
+        _, said = job.ended()
+    assert len([line for line in shown if b"remote.agent" in line]) >= 7  # pdsh, its shells and ssh, and both agents
+    assert all(f"{name}={value}" in found for name, value in SECRETS.items())
+    for value in SECRETS.values():
+        assert all(value.encode() not in line for line in shown)
+        assert value not in said
 
 
 def test_a_signal_reaches_all_ranks(running: WaitingJob) -> None:
@@ -82,7 +92,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_on_any_host(running: WaitingJo
 @pytest.mark.parametrize("name", ["pdsh", "ssh"])
 def test_a_way_that_is_killed_ends_the_job(running: WaitingJob, name: str) -> None:
     (pdsh,) = _children(running.process.pid, "pdsh")
-    os.kill(pdsh if name == "pdsh" else _children(pdsh, "ssh")[-1], signal.SIGKILL)
+    os.kill(pdsh if name == "pdsh" else _ssh_of(pdsh), signal.SIGKILL)
     code, said = running.ended()
     assert code == (137 if name == "pdsh" else 255)
     assert (
@@ -94,9 +104,9 @@ def test_a_way_that_is_killed_ends_the_job(running: WaitingJob, name: str) -> No
 
 
 def test_a_way_that_is_stopped_ends_the_job(running: WaitingJob) -> None:
-    """pdsh has started it, so nobody tells the launcher; but no agent is heard over it any more."""
+    """pdsh has started it, so the launcher gets no signal; but no agent answers through it."""
     (pdsh,) = _children(running.process.pid, "pdsh")
-    os.kill(_children(pdsh, "ssh")[-1], signal.SIGSTOP)
+    os.kill(_ssh_of(pdsh), signal.SIGSTOP)
     code, said = running.ended()
     assert code == 255
     assert "the agent does not answer, or the connection to it is lost" in said
@@ -132,7 +142,19 @@ def test_a_launcher_that_is_stopped_by_ctrl_z_is_not_lost(running: WaitingJob) -
     assert running.hosts.left() == []
 
 
+def _ssh_of(pdsh: int) -> int:
+    """The ssh of a host: a child of one of pdsh's shells."""
+    return _children(_children(pdsh, "sh")[-1], "ssh")[0]
+
+
 def _children(pid: int, name: str) -> list[int]:
     command = ["pgrep", "-P", str(pid), "-f", f"^{name} "]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [int(word) for word in found.split()]
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # that process has ended
+        return b""
