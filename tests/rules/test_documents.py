@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -21,6 +22,7 @@ RUN_ELSEWHERE = {
 """Commands that another test runs."""
 MAKE = {
     "make train": "polyaccel run --nproc 2 examples/gpt/train.py",
+    "make check": "tests/unit",
     "make test": "python -m pytest",
     "make test-builds": "python -m pytest",
     "make lint": "ruff check .",
@@ -28,6 +30,10 @@ MAKE = {
 """Targets, which would make an environment, and a command that is part of each. CI runs all but the first in full."""
 SETUP = {". .venv/bin/activate", ".venv/bin/pre-commit install"}
 """Commands that only prepare the reader's shell or clone."""
+PYTEST = ".venv/bin/python -m pytest "
+"""How a document runs some tests; which ones is checked here, and `make test` runs them."""
+PATH = re.compile(r"`((?:polyaccel|plugins|tests|csrc|docs)/[\w./-]+|[\w-]+\.(?:toml|lock|yml|md))`")
+"""A file or folder of the project, as CONTRIBUTING writes it."""
 
 
 def commands() -> set[str]:
@@ -50,7 +56,8 @@ def run_in_builds() -> set[str]:
 
 
 def test_every_command_is_run_somewhere() -> None:
-    assert commands() == {*run_in_builds(), *RUN_ELSEWHERE, *MAKE, *SETUP}
+    typed = {command for command in commands() if not command.startswith(PYTEST)}
+    assert typed == {*run_in_builds(), *RUN_ELSEWHERE, *MAKE, *SETUP}
     assert all((ROOT / file).exists() for file in RUN_ELSEWHERE.values())
 
 
@@ -76,3 +83,20 @@ def test_every_file_that_a_document_links_to_exists() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docs" / "design.md"):
         links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
         assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+def test_every_test_that_a_document_runs_exists() -> None:
+    named = [shlex.split(command.removeprefix(PYTEST)) for command in commands() if command.startswith(PYTEST)]
+    assert named
+    for target, *options in named:
+        path, _, function = target.partition("::")
+        files = [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).rglob("test_*.py"))
+        tests = re.findall(r"def (test_\w+)", "\n".join(file.read_text(encoding="utf-8") for file in files))
+        assert not function or function in tests
+        assert not options or (options[0] == "-k" and any(options[1] in test for test in tests))
+
+
+def test_every_path_that_contributing_names_exists() -> None:
+    paths = PATH.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
