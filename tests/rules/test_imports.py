@@ -30,7 +30,7 @@ NAMED_OTHERWISE = {
 def test_every_contract_is_kept() -> None:
     """In a process of its own, because import-linter silences every logger that exists."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout
 
 
@@ -60,7 +60,7 @@ def test_plugins_behind_entry_points_are_protected() -> None:
 @pytest.mark.parametrize("module", ["polyaccel", "polyaccel.cli.main", "polyaccel.config", "polyaccel.registry"])
 def test_importing_loads_no_framework(module: str) -> None:
     script = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=280)
     found = {name.partition(".")[0] for name in json.loads(loaded.stdout)}
     assert "polyaccel" in found
     assert found.isdisjoint({*FRAMEWORKS, "stevedore"} if module != "polyaccel.registry" else FRAMEWORKS)
@@ -75,7 +75,7 @@ assert {"jax", "torch"} <= {*dir(polyaccel)}
 assert not {"jax", "torch"} & {*sys.modules}
 assert callable(polyaccel.jax.replicated) and callable(polyaccel.torch.as_jax)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,5 +90,5 @@ engine.step()
 assert engine.global_steps == 1
 assert "torch._dynamo" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,6 @@ def test_every_command_of_the_page_works_after_its_script(tmp_path: Path) -> Non
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     for command in (["page.py"], *(["-m", *shlex.split(line)] for line in lines)):
         done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
+            [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -102,7 +102,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **as_root, "PATH": path, "XDG_CACHE_HOME": str(folder / "c")}
     if (site := folder / "site").exists():
         environment["PYTHONPATH"] = str(site)
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def install(project: Path, folder: Path) -> None:

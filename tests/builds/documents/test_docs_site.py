@@ -20,7 +20,10 @@ from polyaccel.errors import CommTimeout
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed (pip install '.[docs]')")
+pytestmark = [
+    pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed (pip install '.[docs]')"),
+    pytest.mark.timeout(700),
+]
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -30,7 +33,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
 
 

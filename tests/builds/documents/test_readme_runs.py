@@ -32,7 +32,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (folder / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("command", RUN)

@@ -30,7 +30,7 @@ VERSION = "import deepspeed, importlib.metadata as m; print(m.version('deepspeed
 
 def pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -91,6 +91,6 @@ def test_files_of_another_one_beside_ours_are_an_error_at_import(wheel: Path, tm
     shutil.unpack_archive(wheel, tmp_path / "site", format="zip")
     (tmp_path / "site" / "deepspeed" / "runtime").mkdir()
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import deepspeed"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert "two packages named deepspeed are installed into" in done.stderr
     assert "runtime is not of polyaccel's" in done.stderr

@@ -26,7 +26,7 @@ def test_what_is_missing_is_done_without(missing: str, tmp_path: Path) -> None:
         cwd=ROOT,
         env=environment,
         check=True,
-        timeout=100,
+        timeout=280,
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
@@ -63,7 +63,7 @@ engine.destroy()
         env={**os.environ, "PATH": str(tools), "CXX": str(tools / "c++"), "CC": str(tools / "cc")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

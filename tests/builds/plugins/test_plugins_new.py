@@ -130,7 +130,7 @@ def test_what_is_written_is_clean(folder: Path) -> None:
     sources = [str(path) for one in (*KINDS, PAIR, OF_JAX) for path in (folder / one).iterdir() if path.is_dir()]
     for action in (["check"], ["format", "--check"]):
         command = [str(Path(sys.executable).with_name("ruff")), *action, "--config", str(ROOT / "pyproject.toml")]
-        done = subprocess.run([*command, "--no-cache", *sources], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, "--no-cache", *sources], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout
 
 

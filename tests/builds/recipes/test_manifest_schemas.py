@@ -28,7 +28,7 @@ def manifest(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     how = "--num-nodes 2 --nproc 4 --image registry/image:1 --name gpt --restarts 2 --export A=b --resource memory=64Gi"
     own = [] if request.param == "k8s-trainjob" else ["--workdir", "/app"]
     command = [sys.executable, "-m", "polyaccel", "run", "--emit", request.param, *how.split(), *own, "train.py", "x"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=True)
     found: dict[str, Any] = import_module("yaml").safe_load(done.stdout)
     return found
 
