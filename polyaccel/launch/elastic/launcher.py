@@ -137,11 +137,15 @@ class _ElasticHost:
         self._said = job.to_json()
 
     def run(self) -> JobResult:
-        """How the last start ended."""
-        self._tell(self._said)
+        """How the last start ended. Signals are collected before the agent gets the job, and between starts."""
+        with SignalInbox((*PASSED_ON, signal.SIGCHLD), [self._orders.read_fd]) as inbox:
+            self._tell(self._said)
+            return self._run_starts(inbox)
+
+    def _run_starts(self, inbox: SignalInbox) -> JobResult:
         last: JobResult | None = None
         while True:
-            start = self._await_start()
+            start = self._await_start(inbox)
             if isinstance(start, JobResult):
                 return start
             if start is None:
@@ -153,18 +157,17 @@ class _ElasticHost:
                 return last
             self._tell(f"ended {last.code}")
 
-    def _await_start(self) -> Job | JobResult | None:
+    def _await_start(self, inbox: SignalInbox) -> Job | JobResult | None:
         """The next job; the end where a signal came first; None where the agent has ended."""
-        with SignalInbox((*PASSED_ON, signal.SIGCHLD), [self._orders.read_fd]) as inbox:
-            while True:
-                self._look()
-                start = self._orders.next_start()
-                if start is not None or self._orders.is_lost:
-                    return start
-                asked = [each for each in inbox.wait(self._silent_in_s()) if each in ENDING]
-                if asked:
-                    why = f"ended by {signal_name(asked[0])}, while the hosts met"
-                    return JobResult(128 + asked[0], why, was_asked=True)
+        while True:
+            self._look()
+            start = self._orders.next_start()
+            if start is not None or self._orders.is_lost:
+                return start
+            asked = [each for each in inbox.wait(self._silent_in_s()) if each in ENDING]
+            if asked:
+                why = f"ended by {signal_name(asked[0])}, while the hosts met"
+                return JobResult(128 + asked[0], why, was_asked=True)
 
     def _silent_in_s(self) -> float:
         return max(0.0, self._orders.silent_at_s - monotonic())
