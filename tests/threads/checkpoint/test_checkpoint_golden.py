@@ -58,7 +58,7 @@ class Bytes(Buffer):
     def to_bytes(self) -> bytes:
         return self.data
 
-    raw = generation = property(lambda self: None)  # type: ignore[assignment]
+    raw = version = property(lambda self: None)  # type: ignore[assignment]
     bump_version = copy_from = fill = data_ptr = from_bytes = lambda self, *_: None  # type: ignore[assignment]
 
 

@@ -296,4 +296,4 @@ def test_who_is_missing_is_logged_before_the_error_is_raised(caplog: pytest.LogC
         recorded.barrier(label="step")
     assert len(reasons) == 1
     assert caught.value.missing_ranks == (1,)
-    assert [record.args[0] for record in caplog.records if record.name.endswith("watch.record")] == [0]
+    assert [record.args[0] for record in caplog.records if record.name.endswith("flight_recorder.record")] == [0]

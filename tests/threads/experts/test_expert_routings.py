@@ -159,7 +159,7 @@ def test_what_is_frozen_stays_and_stops_nobody(stage: int, frozen: str) -> None:
 
 def test_backward_passes_that_compute_again_travel_again() -> None:
     batches = [[[[0, 1], [1, 2]], [[0, 2], [0, 1]]]] * 2
-    recompute = {"activation_checkpointing": {"enabled": True, "blocks": ["Experts", "ExpertParallelExperts"]}}
+    recompute = {"activation_checkpointing": {"enabled": True, "blocks": ["Experts", "SpreadExperts"]}}
     assert_trains(made(3), 3, 2, batches, **recompute)
 
 

@@ -113,7 +113,7 @@ def test_a_wild_batch_is_told_in_the_log_and_in_the_stream(tmp_path: Path, caplo
     said = alarms_in(tmp_path)
     assert [(one["tag"], one["step"]) for one in said] == [("alarms/loss", 21), ("alarms/grad_norm", 21)]
     assert "most on rank 1" in said[0]["alarm"]
-    assert [one.message for one in caplog.records if one.name.endswith("alarms.watching")] == [
+    assert [one.message for one in caplog.records if one.name.endswith("alerts.watching")] == [
         one["alarm"] for one in said
     ]
     assert {one.rank for one in told} == {0, 1}
