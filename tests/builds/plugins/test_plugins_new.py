@@ -71,7 +71,7 @@ def run(folder: Path, *command: str, **environ: str) -> subprocess.CompletedProc
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_plugin_passes_its_check(kind: str, folder: Path) -> None:
-    done = run(folder, "polyaccel", "plugins", "check", NAME, "--kind", kind)
+    done = run(folder, "polyaccel", "plugins", "check", NAME, "--kind", kind, "--timeout", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NAME} of {package_of(NAME, [kind])} 0.1.0\n" in done.stdout
     assert " 0 failed, " in done.stdout

@@ -159,7 +159,7 @@ def test_broken_plugins_break_no_others(outcomes: tuple[dict[str, str], dict[str
     assert loaded["device"] == "<class 'polyaccel.offload.device.DeviceTier'>"
     assert loaded["raises"] == "<class 'acme_raises.AcmeTier'>"
     assert {name for name, row in rows.items() if row[0]} == {"good", *OURS}
-    assert rows["good"][3] == [1, 0]
+    assert rows["good"][3] == [2, 0]
     assert set(rows) == {*REFUSED, "good", *OURS, "raises"}
 
 
