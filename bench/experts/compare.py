@@ -86,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
             f"{off:.0e}" + (" WRONG" if off > _NEAR else ""),
         )
     console.print(table)
-    console.print(_of_journeys([run[0]["journeys"] for run in taken[_OURS[0]]]))
+    console.print(_of_dispatches([run[0]["dispatches"] for run in taken[_OURS[0]]]))
     return int(is_wrong)
 
 
-def _of_journeys(runs: Sequence[Sequence[Any]]) -> Table:
+def _of_dispatches(runs: Sequence[Sequence[Any]]) -> Table:
     """Of each size of rows the medians over all launches of rank 0. Both ranks run at once, so seconds have the wait
     for the other rank in them, CPU seconds have not."""
     table = make_table(

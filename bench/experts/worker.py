@@ -78,7 +78,7 @@ class TorchTrainer(Trainer):
 
 
 def main(argv: list[str]) -> None:
-    """Train, and write what this rank measured; ours also the tokens' journeys."""
+    """Train, and write what this rank measured; ours also the tokens' dispatches."""
     variant, steps, result, sizes = argv[0], int(argv[1]), argv[2], json.loads(argv[3])
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
             found["backward"].append(backward - forward)
             found["update"].append(ended - backward)
     if variant == "polyaccel, ep 2" and isinstance(trainer, EngineTrainer):
-        found["journeys"] = journeys(trainer.engine, sizes, 4 * steps)
+        found["dispatches"] = dispatches(trainer.engine, sizes, 4 * steps)
     Path(f"{result}.{rank}").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -111,14 +111,14 @@ def main(argv: list[str]) -> None:
     os._exit(0)  # DeepSpeed's process may abort or hang where gloo is taken down
 
 
-def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, Any]]:
+def dispatches(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, Any]]:
     """For the sizes of the model, and for sixteen times as many bytes: `nbytes` of the rows, and of each time seconds
     and CPU seconds of telling how many rows travel (`told`), of the rows' way to their experts and back (`travelled`),
     of gathering them by expert, which is a part of that way (`gathered`), and of copying all of them twice in this
     process's own memory (`copied`), once for each way. Tokens choose two of the experts at random; experts put what
     they make where it is sent from."""
     from polyaccel.torch.experts.routing import route
-    from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_journey
+    from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_dispatch
     from polyaccel.torch.tensor_parallel.ranks import even_parts
 
     communicator = engine.runtime.process_group_for(("expert",))
@@ -135,15 +135,15 @@ def journeys(engine: Any, sizes: dict[str, int], times: int) -> list[dict[str, A
         for _ in range(times):
             communicator.barrier()
             began = _now()
-            journey = plan_journey(communicator, routing, even_parts(experts, communicator.world_size), room)
+            plan = plan_dispatch(communicator, routing, even_parts(experts, communicator.world_size), room)
             told = _now()
-            came = journey.dispatch(values, routing.tokens)
+            came = plan.dispatch(values, routing.tokens)
             arrived = _now()
-            if journey.room is not None:
-                came = journey.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
+            if plan.room is not None:
+                came = plan.room.rows(len(came), came.shape[1], came.dtype).copy_(came)
             communicator.barrier()
             leaves = _now()
-            back = journey.combine(came)
+            back = plan.combine(came)
             travelled = _now()
             torch.index_select(values, 0, routing.tokens, out=copies[0])
             gathered = _now()

@@ -60,12 +60,12 @@ class CheckpointReader:
     """The complete checkpoint that `commit` names, for reading. Holds no file open."""
 
     def __init__(
-        self, storage: Storage, commit: Commit, manifest: Manifest, whereabouts: FileLocations | None = None
+        self, storage: Storage, commit: Commit, manifest: Manifest, locations: FileLocations | None = None
     ) -> None:
         self.storage = storage
         self.commit = commit
         self._manifest = manifest
-        self._whereabouts = whereabouts
+        self._locations = locations
         self._verified: set[Piece] = set()
         self._together: CooperativeReader | None = None
         self._blobs: dict[int, dict[str, bytes]] = {}
@@ -192,7 +192,7 @@ class CheckpointReader:
         `CooperativeReader.verify` reads it, then `read_into` is for `CooperativeReader.load`. Collective. `most_nbytes`
         is as there. Raises CheckpointError on every rank, naming `step`.
         """
-        where = self._whereabouts or FileLocations.shared(communicator.world_size)
+        where = self._locations or FileLocations.shared(communicator.world_size)
         groups = MemoryGroups.found(communicator, where.places)
         try:
             folder = self.commit.folder
@@ -294,7 +294,7 @@ def open_checkpoint(
     barrier(communicator, "open_checkpoint")
     if not storage.is_shared:
         chosen = select_checkpoint(storage, tag, communicator, fallback=fallback)
-        return CheckpointReader(storage, chosen.commit, chosen.manifest, chosen.whereabouts)
+        return CheckpointReader(storage, chosen.commit, chosen.manifest, chosen.locations)
     readers: list[CheckpointReader] = []
 
     def choose() -> bytes:

@@ -127,7 +127,7 @@ class CostModel:
             )
         self._memory.fit([(self._memory_features(one.candidate), self._rest(one), _TRIAL_ERROR) for one in good])
 
-    def foretell(self, candidate: Candidate) -> CostEstimate:
+    def predict(self, candidate: Candidate) -> CostEstimate:
         """The needs of a candidate and the seconds of its step, by all that is known now."""
         plan = self._plans(candidate)
         assert self._memory is not None  # set by learn

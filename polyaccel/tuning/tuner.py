@@ -83,7 +83,7 @@ class _Search:
     def __init__(self, question: TuneRequest, log: TrialLog, tell: Tell) -> None:
         self._question, self._log, self._tell = question, log, tell
         self._section = question.config.autotuning
-        self._foreteller: CostModel | None = None
+        self._cost_model: CostModel | None = None
         self._every: tuple[Candidate, ...] = ()
         self._limit_nbytes = question.limit_nbytes
 
@@ -96,8 +96,8 @@ class _Search:
         while chosen is not None:
             self._try(chosen.candidate, chosen)
             chosen, why = self._next()
-        assert self._foreteller is not None  # set by _know
-        self._foreteller.learn(self._log.records)
+        assert self._cost_model is not None  # set by _know
+        self._cost_model.learn(self._log.records)
         return TuneResult(
             best=self._best(),
             records=tuple(self._log.records),
@@ -138,7 +138,7 @@ class _Search:
         question = self._question
         if self._limit_nbytes is None and told.is_remote and told.total_nbytes:
             self._limit_nbytes = told.total_nbytes
-        self._foreteller = CostModel(
+        self._cost_model = CostModel(
             question.config,
             ModelShape("the script's model", told.specs, told.units),
             question.world_size,
@@ -160,8 +160,8 @@ class _Search:
 
     def _untried(self) -> CostEstimate | None:
         """Of the candidates that are foretold to fit and have not been tried the fastest, or the first that teaches."""
-        assert self._foreteller is not None  # set by _know
-        self._foreteller.learn(self._log.records)
+        assert self._cost_model is not None  # set by _know
+        self._cost_model.learn(self._log.records)
         tried = {record.candidate for record in self._log.records}
         ranked = [
             each
@@ -182,7 +182,7 @@ class _Search:
         """The settings that chance alone may have put behind the best, the fastest first and two at most: tried once,
         and no more behind than two trials of one setting may be. They are tried again before the last trial is over;
         the shortest step of a setting counts, so another trial of the best would not change the choice."""
-        assert self._foreteller is not None  # set by _know
+        assert self._cost_model is not None  # set by _know
         best = self._best()
         if best is None or self._section.tuner_num_trials < _LEAST_FOR_DOUBTS or self._trials_left() < 1:
             return []
@@ -195,20 +195,20 @@ class _Search:
             and tried.count(record.candidate) == 1
         ]
         close.sort(key=lambda record: record.step_s or 0.0)
-        return [self._foreteller.foretell(record.candidate) for record in close[:_MOST_DOUBTS]]
+        return [self._cost_model.predict(record.candidate) for record in close[:_MOST_DOUBTS]]
 
     def _trials_left(self) -> int:
         return self._section.tuner_num_trials - len(self._log.records)
 
     def _in_order(self, every: Sequence[Candidate]) -> list[CostEstimate]:
-        assert self._foreteller is not None
-        return in_order([self._foreteller.foretell(each) for each in every], self._limit_nbytes)
+        assert self._cost_model is not None
+        return in_order([self._cost_model.predict(each) for each in every], self._limit_nbytes)
 
     def _will_oom(self, foretold: CostEstimate) -> bool:
         """Whether a trial that needed no more has failed for want of memory."""
-        assert self._foreteller is not None
+        assert self._cost_model is not None
         return any(
-            foretold.device_nbytes >= self._foreteller.foretell(record.candidate).device_nbytes
+            foretold.device_nbytes >= self._cost_model.predict(record.candidate).device_nbytes
             for record in self._log.records
             if _OUT_OF_MEMORY.search(record.failure)
         )
@@ -226,8 +226,8 @@ class _Search:
             return f"the last {stale} trials were no better (autotuning.tuner_early_stopping)"
         if self._explores(chosen):
             return ""
-        assert self._foreteller is not None
-        least_s = max(best.step_s or 0.0, self._foreteller.foretell(best.candidate).step_s or 0.0)
+        assert self._cost_model is not None
+        least_s = max(best.step_s or 0.0, self._cost_model.predict(best.candidate).step_s or 0.0)
         if (chosen.step_s or 0.0) > least_s * (1 + section.margin + best.spread):
             return f"the next one, {chosen.candidate}, is foretold to take {chosen.step_s:.3g} s a step"
         return ""

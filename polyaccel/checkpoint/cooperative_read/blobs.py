@@ -17,7 +17,7 @@ def read_blobs(
     storage: Storage,
     folder: str,
     manifest: Manifest,
-    whereabouts: FileLocations,
+    locations: FileLocations,
     groups: MemoryGroups,
     step: str,
 ) -> dict[int, dict[str, bytes]]:
@@ -28,7 +28,7 @@ def read_blobs(
         return {}
     ranks = sorted({rank for rank in (0, communicator.rank) if rank < manifest.world_size})
     extents = {rank: [(blob.name, Extent.of_blob(blob, rank)) for blob in manifest.blobs[rank]] for rank in ranks}
-    with CooperativeReader(communicator, storage, folder, table, whereabouts, groups, _NO_BOUND) as reading:
+    with CooperativeReader(communicator, storage, folder, table, locations, groups, _NO_BOUND) as reading:
         for _, extent in (each for of_rank in extents.values() for each in of_rank):
             if extent.nbytes:
                 reading.request(extent)

@@ -57,13 +57,13 @@ class CooperativeReader:
         storage: Storage,
         folder: str,
         table: ExtentTable,
-        whereabouts: FileLocations,
+        locations: FileLocations,
         groups: MemoryGroups,
         most_nbytes: int | None,
     ) -> None:
         self._communicator, self._storage, self._folder = communicator, storage, folder
-        self._table, self._where, self._groups, self._most_nbytes = table, whereabouts, groups, most_nbytes
-        self._place_of = tuple(whereabouts.places[ranks[0]] for ranks in groups.groups)
+        self._table, self._where, self._groups, self._most_nbytes = table, locations, groups, most_nbytes
+        self._place_of = tuple(locations.places[ranks[0]] for ranks in groups.groups)
         self._uses: Counter[int] = Counter()
         self._kept: dict[int, bytes] = {}
         self._corrupt: set[tuple[int, int]] = set()

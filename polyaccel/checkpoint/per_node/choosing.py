@@ -34,7 +34,7 @@ class ChosenSave:
 
     commit: Commit
     manifest: Manifest
-    whereabouts: FileLocations
+    locations: FileLocations
 
 
 def select_checkpoint(storage: Storage, tag: str | None, communicator: Communicator, *, fallback: bool) -> ChosenSave:

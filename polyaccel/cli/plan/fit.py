@@ -38,7 +38,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
     records, told = ([], None) if args.trials is None else read_trials(args.trials)
     is_remote = True if told is None else told.is_remote
     known = _known_pass(args, config, model, notes, has_trials=bool(records))
-    foreteller = CostModel(
+    cost_model = CostModel(
         config,
         model if told is None else ModelShape("the model of the trials", told.specs, told.units),
         args.world_size,
@@ -48,7 +48,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
         rates=_rates(is_remote=is_remote),
         known=known,
     )
-    foreteller.learn(records)
+    cost_model.learn(records)
     if speeds is None:
         notes.append("collectives at 1 GB/s a rank, for nobody has measured them (--comm)")
     every = candidates(config, args.world_size, is_remote=is_remote)
@@ -56,7 +56,7 @@ def run_fit(args: argparse.Namespace, planned: PlannedConfig, model: ModelShape)
         own = own_candidate(config)
         every = tuple(each for each in every if _needs_alike(each, own))
         notes.append("activations are not counted, so only this config's micro-batch is shown (--sequence-length)")
-    found = in_order([foreteller.foretell(each) for each in every], args.fit, args.limit_host)
+    found = in_order([cost_model.predict(each) for each in every], args.fit, args.limit_host)
     fitting = [each for each in found if not each.excess(args.fit, args.limit_host)]
     too_large = [each for each in found if each.excess(args.fit, args.limit_host)]
     too_large.sort(key=lambda each: (each.step_s or 0.0, each.device_nbytes))

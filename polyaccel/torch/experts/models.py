@@ -28,7 +28,7 @@ from polyaccel.errors import ShardingError
 from polyaccel.mesh.block import Block
 from polyaccel.torch.experts.products import GroupedProducts, computed
 from polyaccel.torch.experts.routing import route
-from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_journey
+from polyaccel.torch.experts.token_dispatch import DispatchBuffers, plan_dispatch
 from polyaccel.torch.params.tensor_shard import TensorShard, local_slice
 from polyaccel.torch.tensor_parallel.layers import present
 from polyaccel.torch.tensor_parallel.parallelize import WholeValues, keep_part
@@ -61,16 +61,16 @@ class ExpertParallelExperts(nn.Module):
         communicator, counts = self.spread
         chosen, shares = experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
         routing = route(chosen, shares, sum(counts))
-        journey = plan_journey(communicator, routing, counts, self.room)
-        came = journey.dispatch(tokens, routing.tokens)
-        found = computed(self, came, journey.parts, self.products, journey.room)
+        plan = plan_dispatch(communicator, routing, counts, self.room)
+        came = plan.dispatch(tokens, routing.tokens)
+        found = computed(self, came, plan.parts, self.products, plan.room)
         if found is None:
-            numbers = torch.repeat_interleave(torch.tensor(journey.counts)).to(came.device).unsqueeze(1)
+            numbers = torch.repeat_interleave(torch.tensor(plan.counts)).to(came.device).unsqueeze(1)
             found = super().forward(came, numbers, torch.ones_like(numbers, dtype=came.dtype))
         out: Tensor = found
         without = [] if len(came) else [one for one in self.parameters() if one.requires_grad]
         out = _Joined.apply(out, came, *map(present, without))  # type: ignore[no-untyped-call]
-        return routing.combined(journey.combine(out), tokens).view_as(hidden_states)
+        return routing.combined(plan.combine(out), tokens).view_as(hidden_states)
 
 
 class _Joined(torch.autograd.Function):

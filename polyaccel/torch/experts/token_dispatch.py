@@ -33,7 +33,7 @@ _LEAST_NBYTES = 128 << 10
 
 
 class DispatchBuffers:
-    """Memory of `communicator` from which rows are sent, kept from one journey to the next."""
+    """Memory of `communicator` from which rows are sent, kept from one plan to the next."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -99,7 +99,7 @@ class TokenDispatch(NamedTuple):
         return out
 
 
-def plan_journey(
+def plan_dispatch(
     communicator: Communicator, routing: Routing, experts: Sequence[int], room: DispatchBuffers | None = None
 ) -> TokenDispatch:
     """Exchange token counts and plan the dispatch; rank r has the next `experts[r]` experts. Collective."""
@@ -165,73 +165,71 @@ def _starts(table: Tensor) -> Tensor:
 
 class _There(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, numbers: Tensor, journey: TokenDispatch) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, numbers: Tensor, plan: TokenDispatch) -> Tensor:
         ctx.save_for_backward(numbers)
-        ctx.journey, ctx.shape = journey, tokens.shape
-        room = None if journey.room is None else journey.room.rows(len(numbers), tokens.shape[1], tokens.dtype)
-        return _sent(torch.index_select(tokens, 0, numbers, out=room), journey)
+        ctx.plan, ctx.shape = plan, tokens.shape
+        room = None if plan.room is None else plan.room.rows(len(numbers), tokens.shape[1], tokens.dtype)
+        return _sent(torch.index_select(tokens, 0, numbers, out=room), plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (numbers,) = ctx.saved_tensors
-        arrived = _returned(_scaled(gradient, float(ctx.journey.communicator.world_size), ctx.journey), ctx.journey)
+        arrived = _returned(_scaled(gradient, float(ctx.plan.communicator.world_size), ctx.plan), ctx.plan)
         return arrived.new_zeros(ctx.shape).index_add_(0, numbers, arrived), None, None
 
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: TokenDispatch) -> Tensor:
-        ctx.journey = journey
-        if journey.room is not None:
-            ours = journey.room.rows(len(rows), rows.shape[1], rows.dtype)
+    def forward(ctx: Any, rows: Tensor, plan: TokenDispatch) -> Tensor:
+        ctx.plan = plan
+        if plan.room is not None:
+            ours = plan.room.rows(len(rows), rows.shape[1], rows.dtype)
             rows = rows if rows.data_ptr() == ours.data_ptr() else ours.copy_(rows)
-        return _returned(rows, journey)
+        return _returned(rows, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sent(_scaled(gradient, 1.0 / ctx.journey.communicator.world_size, ctx.journey), ctx.journey), None
+        return _sent(_scaled(gradient, 1.0 / ctx.plan.communicator.world_size, ctx.plan), ctx.plan), None
 
 
-def _scaled(gradient: Tensor, factor: float, journey: TokenDispatch) -> Tensor:
+def _scaled(gradient: Tensor, factor: float, plan: TokenDispatch) -> Tensor:
     """See [Note: Gradients of experts]."""
-    room = None if journey.room is None else journey.room.rows(len(gradient), gradient.shape[1], gradient.dtype)
+    room = None if plan.room is None else plan.room.rows(len(gradient), gradient.shape[1], gradient.dtype)
     return torch.mul(gradient, factor, out=room)
 
 
-def _sent(rows: Tensor, journey: TokenDispatch) -> Tensor:
-    if journey.room is not None:
-        return _moved(rows, journey, journey.sent, journey.received, returns=False)
-    return _moved(rows, journey, journey.sent, journey.received, returns=False).index_select(0, journey.order)
+def _sent(rows: Tensor, plan: TokenDispatch) -> Tensor:
+    if plan.room is not None:
+        return _moved(rows, plan, plan.sent, plan.received, returns=False)
+    return _moved(rows, plan, plan.sent, plan.received, returns=False).index_select(0, plan.order)
 
 
-def _returned(rows: Tensor, journey: TokenDispatch) -> Tensor:
-    if journey.room is None:
+def _returned(rows: Tensor, plan: TokenDispatch) -> Tensor:
+    if plan.room is None:
         before = torch.empty_like(rows)
-        rows = before.index_copy_(0, journey.order, rows)
-    return _moved(rows, journey, journey.received, journey.sent, returns=True)
+        rows = before.index_copy_(0, plan.order, rows)
+    return _moved(rows, plan, plan.received, plan.sent, returns=True)
 
 
-def _moved(
-    rows: Tensor, journey: TokenDispatch, sent: Sequence[int], received: Sequence[int], *, returns: bool
-) -> Tensor:
-    communicator, width = journey.communicator, rows.shape[1]
+def _moved(rows: Tensor, plan: TokenDispatch, sent: Sequence[int], received: Sequence[int], *, returns: bool) -> Tensor:
+    communicator, width = plan.communicator, rows.shape[1]
     rows = rows.contiguous()
     out = rows.new_empty(sum(received), width)
     wrap = communicator.accelerator.wrap
     pieces = None
-    if journey.room is not None:
-        if width not in journey.tables:
-            journey.tables[width] = wrap((journey.order * width).view(-1))
-        pieces = StridedParts(journey.tables[width], journey.order.shape[1], cuts_source=returns)
+    if plan.room is not None:
+        if width not in plan.tables:
+            plan.tables[width] = wrap((plan.order * width).view(-1))
+        pieces = StridedParts(plan.tables[width], plan.order.shape[1], cuts_source=returns)
     communicator.all_to_all(
         wrap(out),
         wrap(rows),
         counts=[count * width for count in received],
         source_counts=[count * width for count in sent],
         pieces=pieces,
-        max_send_numel=None if journey.longest is None else journey.longest * width,
+        max_send_numel=None if plan.longest is None else plan.longest * width,
         label="tokens to experts",
     )
     return out

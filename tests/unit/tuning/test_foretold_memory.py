@@ -47,7 +47,7 @@ def specs() -> Iterator[ParamSpec]:
 
 
 @pytest.fixture
-def foreteller() -> CostModel:
+def cost_model() -> CostModel:
     tree = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
     config = resolve_config(load_config(tree), world_size=2)
     units = {spec.fqn: spec.fqn[:8] for spec in specs() if "blocks" in spec.fqn}
@@ -67,10 +67,10 @@ def setting(stage: int, rows: int, recomputes: bool) -> Candidate:
     ids=["one trial", "three trials"],
 )
 def test_the_memory_of_settings_that_nobody_tried_is_foretold(
-    tried: tuple[tuple[int, int, bool], ...], error: float, foreteller: CostModel
+    tried: tuple[tuple[int, int, bool], ...], error: float, cost_model: CostModel
 ) -> None:
-    foreteller.learn(
+    cost_model.learn(
         [TrialRecord(candidate=setting(*one), step_s=1.0, peak_nbytes=MEASURED_MIB[one] * MIB) for one in tried]
     )
     for one, mib in MEASURED_MIB.items():
-        assert foreteller.foretell(setting(*one)).device_nbytes / MIB == pytest.approx(mib, rel=error), one
+        assert cost_model.predict(setting(*one)).device_nbytes / MIB == pytest.approx(mib, rel=error), one
