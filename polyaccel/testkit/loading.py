@@ -64,7 +64,7 @@ class LoadingContract:
         """The probe finds what the plugin needs, so that what follows can be tried."""
         self.test_the_probe_answers()
         if self._answer is not None and not self._answer["usable"]:
-            hint = "mend what is missing here, or run the check where it is there"
+            hint = "fix what is missing here, or run the check where it is there"
             raise BrokenPromise(f"cannot be used here: {self._answer['reason']}", hint=hint)
 
     @cached_property
@@ -84,7 +84,7 @@ class LoadingContract:
     def _broken(self, doing: str) -> BrokenPromise:
         """The failure of what the process was doing, its error's message and hint apart."""
         message, _, hint = self._complaint(doing).partition(_HINT)
-        return BrokenPromise(message, hint=hint or f"mend what {doing} runs: it may wait for nothing and raise nothing")
+        return BrokenPromise(message, hint=hint or f"fix what {doing} runs: it may wait for nothing and raise nothing")
 
     def _complaint(self, doing: str) -> str:
         """What ended the process, or that its time limit did, with the place where it stood."""

@@ -148,7 +148,7 @@ def call_load_fn(function: Callable[..., Any], src: Any, dst: Any) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"custom_load_fn raised {type(error).__name__}: {error}",
-            hint="nothing was changed: mend the function, or leave it out",
+            hint="nothing was changed: fix the function, or leave it out",
             value=type(error).__name__,
         ) from error
 

@@ -204,7 +204,7 @@ class RankPool:
         error = CommTimeout(
             f"worker ranks {late} did not answer within {timeout_s:g} s and were killed{details}",
             missing_ranks=late,
-            hint="mend what waits there; allow more time if they were only slow (`plugins check --timeout`)",
+            hint="fix what waits there; allow more time if they were only slow (`plugins check --timeout`)",
         )
         notes = [f"rank {rank} stood at\n{text}" for rank, text in stacks.items() if text]
         error.__dict__["__notes__"] = notes  # add_note is younger than Python 3.10
@@ -240,7 +240,7 @@ class RankPool:
         place = f" at {_innermost(crash)}" if _innermost(crash) else ""
         error = LaunchError(
             f"worker rank {rank} died with exit code {code}{name}{place}",
-            hint=f"{'mend what that line calls' if place else 'its standard error says more'}; -v shows its stacks",
+            hint=f"{'fix what that line calls' if place else 'its standard error says more'}; -v shows its stacks",
             value=(rank, code),
         )
         if crash:

@@ -68,8 +68,8 @@ def test_a_probe_that_fails_says_what_cures_it(ends: str, monkeypatch: pytest.Mo
     outcome = run_test("test", test)
     reason, hint = {
         "with an error of ours": ("probing it: its probe lies", "let it tell"),
-        "with another": ("probing it: ValueError: nothing there", "mend what probing it runs"),
-        "as absent": ("cannot be used here: no such chip", "mend what is missing here"),
+        "with another": ("probing it: ValueError: nothing there", "fix what probing it runs"),
+        "as absent": ("cannot be used here: no such chip", "fix what is missing here"),
     }[ends]
     assert outcome.state == "failed"
     assert outcome.reason == reason
