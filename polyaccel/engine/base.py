@@ -20,11 +20,13 @@ from polyaccel.engine.loss_scale import LossScaler
 from polyaccel.engine.metrics import ExpertFigures, MetricSink
 from polyaccel.engine.progress import EngineSettings, RunProgress
 from polyaccel.engine.rank_consistency import warn_of_uneven_batches
-from polyaccel.engine.recording import StepAlarms, StepRecorder, StepTrace
+from polyaccel.engine.recording import StepRecorder
 from polyaccel.engine.stats.work import WorkCounter
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.errors import CheckpointError, PolyaccelError
 from polyaccel.mesh import Mesh
+from polyaccel.observability.alerts.watching import RunAlarms
+from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.zero.update.optimizer_step import StepResult
 from polyaccel.zero.update.optimizers import Group
 
@@ -42,8 +44,8 @@ class EngineParts:
     mesh: Mesh
     loss_scaler: LossScaler
     monitor: MetricSink
-    trace: StepTrace | None
-    alarms: StepAlarms | None
+    trace: RunTrace | None
+    alarms: RunAlarms | None
     about: Mapping[str, Any]
     """What checkpoints tell of the run: plain values."""
 

@@ -1,10 +1,5 @@
-"""An imported checkpoint in the words of the run that loads it.
-
-[Note: Imported optimizer states]
-Another tool's checkpoint says less and more than ours: which family of optimizers its states belong to, groups with
-their parameters' names (or a group for each parameter), or only the position of a parameter in its group, as torch's
-own `state_dict` has it. `polyaccel.exchange` writes that down (`Imported`); what it means is known once there is an
-engine. Here the plain values become those that the engine itself would have saved, or the load is refused.
+"""An imported checkpoint in the words of the run that loads it: see [Note: Imported optimizer states] in
+`polyaccel.checkpoint.imported`.
 """
 
 from __future__ import annotations
@@ -12,36 +7,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.imported import IMPORTED, Imported, position_name
 from polyaccel.checkpoint.tensors import BUFFER, PARAM
 from polyaccel.checkpoint.views.name_map import RenamedReader
 from polyaccel.engine.resume import TrainingRun
 from polyaccel.errors import CheckpointError, ConfigError, Problem
 from polyaccel.zero.update.optimizers import PeerState
 
-IMPORTED = "imported"
-"""The plain value that an import adds to those of a run."""
 _VERSIONS = frozenset(
     {"_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial", "verbose", "_initial_step_count"}
 )
 """Of a schedule's state, what comes and goes with the version of torch."""
-
-
-class Imported(BaseModel):
-    """What an import says of an optimizer: the family that reads its states (None: unknown), and, where its states have
-    no names of parameters but positions in groups, how many parameters each group has."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    family: str | None = None
-    positions: list[int] | None = None
-
-
-def position_name(group: int, index: int) -> str:
-    """The name of the states of a parameter that is known by its position in a group."""
-    return f"param_groups.{group}.params.{index}"
 
 
 def state_names(saved: CheckpointReader, order: Sequence[Sequence[str]] | None, *, wanted: bool) -> Mapping[str, str]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, Protocol
 
 from polyaccel.accelerators.base import Accelerator, MemoryStats
 from polyaccel.comm.base import Communicator
 from polyaccel.engine.counters import StepCounters
 from polyaccel.engine.metrics import ExpertFigures, MetricSink, StepMetrics
-from polyaccel.engine.state import TrainedMemory, TrainedParams
+from polyaccel.engine.state import TrainedMemory
 from polyaccel.engine.stats.calls import CallCounter
 from polyaccel.engine.stats.device_phase_timer import DevicePhaseTimer
 from polyaccel.engine.stats.memory import by_purpose, memory_in_use
 from polyaccel.engine.stats.work import WorkCounter
 from polyaccel.engine.timing import OUTSIDE, PhaseTimer
+from polyaccel.observability.alerts.watching import RunAlarms
+from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.readiness import STEP, report_to_launcher
 from polyaccel.zero.update.optimizer_step import StepResult
 
@@ -38,61 +39,6 @@ class Reporting:
     synchronizes: bool = False
 
 
-class StepProfiler(Protocol):
-    """A framework's own profiler."""
-
-    framework: str
-
-    def start(self) -> None:
-        """Begin. Raises RuntimeError where another profiler is at work."""
-
-    def stop(self) -> tuple[Sequence[Mapping[str, Any]], float]:
-        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
-        microseconds."""
-
-
-class StepTrace(Protocol):
-    """What every rank did in a few steps, as `watch` records it. Seconds are those of the wall clock."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the present step is recorded."""
-
-    def attach(self, timer: PhaseTimer) -> None:
-        """Record the phases of `timer`."""
-
-    def profile_by(self, profiler: StepProfiler) -> None:
-        """Let the framework's own `profiler` record these steps too, if that is wanted."""
-
-    def add_source(self, source: Callable[[], Iterable[tuple[str, float, float]]]) -> None:
-        """Ask `source` at the end of each recorded step for operations of a pipeline: name, begin and end."""
-
-    def span(self, kind: str, name: str, begin_s: float, end_s: float) -> None:
-        """Record what lay between two moments."""
-
-    def begin_unit(self, unit: str) -> None:
-        """The backward pass of a unit has begun."""
-
-    def end_unit(self, unit: str) -> None:
-        """The backward pass of a unit has ended."""
-
-    def after_step(self, step: int) -> None:
-        """Optimizer step `step` has ended (0: none yet). Collective at the end of the last that is recorded."""
-
-
-class StepAlarms(Protocol):
-    """What says that something is wrong with a run, as `watch` does."""
-
-    def attach(self, timer: PhaseTimer, params: Callable[[], TrainedParams]) -> None:
-        """Count what `timer` waits for, and compare what `params` gives over the ranks."""
-
-    def before_update(self, step: int) -> None:
-        """All passes of optimizer step `step` have ended, and its update has not begun."""
-
-    def after_step(self, metrics: StepMetrics, memory: MemoryStats) -> None:
-        """Optimizer step `metrics.step` has ended. Collective in some steps, the same on all ranks."""
-
-
 class StepRecorder:
     """Makes the `StepMetrics` of each optimizer step, hands them to `monitor`, and prints some on rank 0."""
 
@@ -104,8 +50,8 @@ class StepRecorder:
         reporting: Reporting,
         work: WorkCounter,
         monitor: MetricSink,
-        trace: StepTrace | None = None,
-        alarms: StepAlarms | None = None,
+        trace: RunTrace | None = None,
+        alarms: RunAlarms | None = None,
     ) -> None:
         """`accelerator` marks the device's time where phases are shown and it has streams."""
         self.work = work

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from polyaccel.checkpoint import Commit, TensorPiece, save_checkpoint
+from polyaccel.checkpoint.imported import IMPORTED
 from polyaccel.checkpoint.tensors import BUFFER, PARAM
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.init.threads import run_threads
-from polyaccel.engine.imported import IMPORTED
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.elements import SourceBuffer
 from polyaccel.types import DType
@@ -70,7 +70,7 @@ class Incoming:
 
     `steps` has the number of updates of each parameter with optimizer states, `groups` the optimizer's groups without
     their parameters (None: it is not said), `members` the names of those. See [Note: Imported optimizer states] in
-    `polyaccel.engine.imported` for the `family` and `positions`; `numbers` are states of one number a parameter.
+    `polyaccel.checkpoint.imported` for the `family` and `positions`; `numbers` are states of one number a parameter.
     """
 
     tensors: Sequence[ImportTensor]

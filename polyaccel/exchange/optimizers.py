@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyaccel.engine.imported import position_name
+from polyaccel.checkpoint.imported import position_name
 from polyaccel.errors import CheckpointError
 from polyaccel.exchange.importing import ImportTensor, Incoming, LeftOut
 from polyaccel.tagged_json import is_serializable

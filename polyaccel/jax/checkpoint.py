@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader, TensorPiece
+from polyaccel.checkpoint.imported import IMPORTED
 from polyaccel.checkpoint.save_protocol import SaveContents
 from polyaccel.checkpoint.views.custom_load import CustomLoadReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
-from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
+from polyaccel.engine.imported import own_scalars, own_schedule_state, state_names
 from polyaccel.engine.resume import LoadPlan, SavedValues, TrainingRun, check_names, validate_state_dict, wanted_state
 from polyaccel.engine.state import over_stages
 from polyaccel.errors import CheckpointError

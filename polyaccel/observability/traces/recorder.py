@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from logging import getLogger
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, Protocol
 
 from polyaccel.comm.base import Communicator
 from polyaccel.comm.flight_recorder.record import Entry, RecordingCommunicator
-from polyaccel.engine.recording import StepProfiler
 from polyaccel.engine.timing import PhaseTimer
 from polyaccel.observability.run_dir import TRACE_FILE
 from polyaccel.observability.traces.chrome import write_trace
@@ -22,6 +21,19 @@ from polyaccel.observability.traces.profiled import kept_events
 from polyaccel.observability.traces.spans import Span
 
 log = getLogger(__name__)
+
+
+class StepProfiler(Protocol):
+    """A framework's own profiler."""
+
+    framework: str
+
+    def start(self) -> None:
+        """Begin. Raises RuntimeError where another profiler is at work."""
+
+    def stop(self) -> tuple[Sequence[Mapping[str, Any]], float]:
+        """End. Returns Chrome's trace events, and what is to be added to their times to have this rank's wall clock, in
+        microseconds."""
 
 
 class RunTrace:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from time import time
-from typing import Protocol
 
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.buffer import Buffer
+from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.offload.tier import Fetch, Tier, TierOptions
 from polyaccel.types import DType
-
-
-class TierTrace(Protocol):
-    """The part of a trace that tiers are told to."""
-
-    @property
-    def is_on(self) -> bool: ...
-
-    def span(self, kind: str, name: str, begin_s: float, end_s: float, **more: object) -> None: ...
 
 
 class TracedTier(Tier):
     """`inner`, whose transfers `trace` is told of while it is on: each fetch from its start to its end, and each group
     of a walk from when it was asked for until it was there. `waited_s` is how long the rank did nothing else."""
 
-    def __init__(self, inner: Tier, trace: TierTrace) -> None:
+    def __init__(self, inner: Tier, trace: RunTrace) -> None:
         self.inner = inner
         self._trace = trace
         self.name = inner.name  # type: ignore[misc]  # what a class says of its tiers, this one says of one

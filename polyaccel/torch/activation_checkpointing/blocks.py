@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from polyaccel.accelerators.base import Accelerator
 from polyaccel.comm.base import Communicator
 from polyaccel.errors import ConfigError, Problem
+from polyaccel.observability.traces.recorder import RunTrace
 from polyaccel.planning.recomputation import Level, PassCosts, choose_levels, describe
 from polyaccel.policies.modules import RecomputePolicy
 from polyaccel.torch.activation_checkpointing.measuring import PassRecorder
@@ -46,7 +47,7 @@ from polyaccel.torch.activation_checkpointing.regions import (
     is_inside_region,
 )
 from polyaccel.torch.params.units import find_blocks
-from polyaccel.torch.profiling.unit_spans import UnitTrace, span_again
+from polyaccel.torch.profiling.unit_spans import span_again
 
 log = getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Recomputation:
         accelerator: Accelerator,
         along: Callable[[Collection[str]], Communicator],
         saved_tensor_hooks: Callable[[], saved_tensors_hooks | None],
-        trace: UnitTrace | None = None,
+        trace: RunTrace | None = None,
     ) -> None:
         self.blocks: RecomputedBlocks | None = None
         self._active: ActiveRegions | None = None
@@ -121,7 +122,7 @@ class RecomputedBlocks:
             Level.OPERATIONS: RunOptions(contexts=contexts, saved_tensor_hooks=saved_tensor_hooks),
         }
         self._saved_tensor_hooks = saved_tensor_hooks
-        self.trace: UnitTrace | None = None
+        self.trace: RunTrace | None = None
         """What is told of each block that is computed again."""
         self._recorder: PassRecorder | None = None
         """That of the trial under way."""

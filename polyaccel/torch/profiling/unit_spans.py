@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-
-class UnitTrace(Protocol):
-    """The part of a trace that units are told to."""
-
-    @property
-    def is_on(self) -> bool: ...
-
-    def span(self, kind: str, name: str, begin_s: float, end_s: float) -> None: ...
-
-    def begin_unit(self, unit: str) -> None: ...
-
-    def end_unit(self, unit: str) -> None: ...
+from polyaccel.observability.traces.recorder import RunTrace
 
 
 @contextmanager
-def unit_spans(module: nn.Module, units: Collection[str], trace: UnitTrace) -> Iterator[None]:
+def unit_spans(module: nn.Module, units: Collection[str], trace: RunTrace) -> Iterator[None]:
     """Tell `trace` of the forward passes of the modules named `units` that run inside, and of the backward passes that
     follow: from the first gradient of an output to that of an input, which a unit may lack; then its backward ends with
     the whole one."""
@@ -56,7 +45,7 @@ def unit_spans(module: nn.Module, units: Collection[str], trace: UnitTrace) -> I
 
 
 @contextmanager
-def span_again(name: str, trace: UnitTrace) -> Iterator[None]:
+def span_again(name: str, trace: RunTrace) -> Iterator[None]:
     """Record a recomputation of the block `name` in `trace`, if that is on."""
     began_s = time()
     try:

@@ -8,12 +8,13 @@ from logging import getLogger
 from typing import Any
 
 from polyaccel.checkpoint import CheckpointReader
+from polyaccel.checkpoint.imported import IMPORTED
 from polyaccel.checkpoint.tensors import PARAM
 from polyaccel.checkpoint.views.custom_load import BUFFER, CustomLoadReader
 from polyaccel.checkpoint.views.name_map import NameMap, RenamedReader
 from polyaccel.engine.base_checksum import base_checksums
 from polyaccel.engine.groups import require_order
-from polyaccel.engine.imported import IMPORTED, own_scalars, own_schedule_state, state_names
+from polyaccel.engine.imported import own_scalars, own_schedule_state, state_names
 from polyaccel.engine.lr_schedules import Schedule
 from polyaccel.engine.resume import LoadPlan, SavedValues, check_names, validate_state_dict, wanted_state
 from polyaccel.engine.state import over_stages
